@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from benchmarks.loops import BATCH, LR, MOST
 
-from ddprun.compare.compare import ratio_of
+from ddprun.compare.compare import bootstrap_ratio
 
 MODELS = {"small": [64], "medium": [512, 512], "wide": [1280, 1280], "large": [2048, 2048]}
 BY_HAND, AGAIN, OURS, AGAINST = "by hand", "by hand again", "ddprun", "ddprun of the other checkout"
@@ -177,10 +177,10 @@ def measure(model: str, seconds: float, against: Path | None) -> None:
     base = times[BY_HAND]
     cells = []
     if against is not None:
-        one = ratio_of(list(zip(times[AGAINST], times[OURS], strict=True)))
+        one = bootstrap_ratio(list(zip(times[AGAINST], times[OURS], strict=True)))
         cells.append(f"{OURS} to {AGAINST} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
     for name, own in times.items():
-        one = ratio_of(list(zip(base, own, strict=True)))
+        one = bootstrap_ratio(list(zip(base, own, strict=True)))
         shown = "1" if name == BY_HAND else f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"
         cells.append(f"{name} {shown}")
     print(f"{model}: {1000 * float(np.median(base)):.2f} ms a step by hand", *cells, sep="\n  ", flush=True)

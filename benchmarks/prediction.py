@@ -35,7 +35,7 @@ from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
 from ddprun.predict.links import Links, parse_links
-from ddprun.predict.measure import fitted
+from ddprun.predict.measure import fit_cost_model
 
 LOCAL = 2  # ranks on a host
 ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
@@ -162,7 +162,7 @@ def predict(model: str, speeds: Mapping[str, Speed]) -> dict[str, list[float]]:
     cases = "".join(stage(CYCLE, stack, policy) for policy in POLICIES for stack in STACKS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cost_model = fitted(
+        cost_model = fit_cost_model(
             run(folder, MODELS[model] + REST + 3 * turn, None), Links(), cores=cores() / HOSTS
         )
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
@@ -227,7 +227,7 @@ def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
     found: dict[str, list[tuple[float, str]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cost_model = fitted(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())
+        cost_model = fit_cost_model(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         for ranks in RANKS:
             explained = explain(load(folder / "cases.yaml"), hosts=1, ranks_per_host=ranks)

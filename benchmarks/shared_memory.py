@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
 from ddprun_hooks import Payload
-from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.groups import combine
+from ddprun_hooks.comm.groups import merge_requirements
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 
@@ -40,16 +40,16 @@ def all_reduces(ranks: int, rounds: int) -> list[tuple[str, Times]]:
     """Seconds for one all-reduce, by size and variant."""
     stacks = {name: make_stack(hooks) for name, hooks in VARIANTS.items()}
     timeout = timedelta(seconds=60)
-    control = open_control(timeout)
+    control = open_control_channel(timeout)
     queue = Exchange.open(
         control=control,
         device=torch.device("cpu"),
         backend="gloo",
         hosts=["here"] * ranks,
         local_sizes=[ranks] * ranks,
-        gradients=combine(stack.requirements for stack in stacks.values()),
+        gradients=merge_requirements(stack.requirements for stack in stacks.values()),
         timeout=timeout,
-    ).gradients
+    ).gradient_queue
     found = []
     for kib in KIB:
         tensor = torch.ones(256 * kib)
@@ -80,7 +80,7 @@ def passes(rounds: int) -> list[tuple[str, Times]]:
         )
         models[name] = DistributedDataParallel(net, gradient_as_bucket_view=True)
         ddprun_hooks.register(models[name], hooks)
-    control = open_control(timedelta(seconds=60))
+    control = open_control_channel(timedelta(seconds=60))
     batch = torch.randn(16, 1024)
     times: Times = {name: [] for name in VARIANTS}
     for round_index in range(rounds + 3):

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddprun.compare.compare import ratio_of
+from ddprun.compare.compare import bootstrap_ratio
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.steps import StepMarks
 
@@ -217,7 +217,7 @@ def print_ratios(found: dict[str, list[float]], base: str, again: str) -> dict[s
     factors = {}
     both = [(one + other) / 2 for one, other in zip(found[base], found[again], strict=True)]
     for side, times in found.items():
-        one = ratio_of(list(zip(times, found[base] if side == again else both, strict=True)))
+        one = bootstrap_ratio(list(zip(times, found[base] if side == again else both, strict=True)))
         factors[side] = one.mean
         interval = "" if side == base else f" x {one.mean:.4f} ({one.low:.4f} to {one.high:.4f})"
         print(f"  {side:12} {sum(times) / len(times):8.3f} ms a step{interval}", flush=True)

@@ -14,6 +14,7 @@ from tests.ranks import Finished, Running
 
 HOSTS = 2
 TIMEOUT_S = 300
+_BURST_MS, _SMALLEST_BURST_KB = 1.0, 16
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Link:
             reno = ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"]
             subprocess.run(["ip", "netns", "exec", host.namespace, *reno], check=True)
         if not self.one_way_ms:
-            rate = f"tbf rate {self.mbit}mbit burst 64kb latency {self.queue_ms}ms"
+            # A pause saves up a burst, which then passes at once: it is small. On a fast link it holds the
+            # kernel's packets of 64 KB, since cutting them takes processor time that a network card spares.
+            burst = max(_SMALLEST_BURST_KB, round(self.mbit * _BURST_MS / 8))
+            rate = f"tbf rate {self.mbit}mbit burst {burst}kb latency {self.queue_ms}ms"
             for host in made:
                 tc = ["tc", "qdisc", "replace", "dev", "e0", "root", *rate.split()]
                 subprocess.run(["ip", "netns", "exec", host.namespace, *tc], check=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.watch [--rounds 5]
 
-First what one step tells the watchdog (a step, five turns, two collectives issued and ended), by itself. Then
-whole runs with the watchdog and without, interleaved, the ones without twice in each round as their own
+First what one step tells the watchdog (a step, five phases, two collectives issued and ended), by itself.
+Then whole runs with the watchdog and without, interleaved, the ones without twice in each round as their own
 control. Prints medians.
 """
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddprun.watchdog.rank_watchdog import UNWATCHED, Onlooker, Overdue, RankWatchdog
+from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener, OverdueCollective, RankWatchdog
 
 STEPS = {"[64]": 3000, "[512, 512]": 600}
 
@@ -36,31 +36,37 @@ WRAPPER = """
 import sys
 from types import SimpleNamespace
 from ddprun.engine import worker
-from ddprun.watchdog.rank_watchdog import UNWATCHED
+from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER
 
 if sys.argv.pop(1) == "without":
-    def none(*_):
-        quiet = SimpleNamespace(path="", remove=lambda: None)
+    def no_watchdog(*_):
         return SimpleNamespace(
-            sequence=UNWATCHED.sequence, stage=UNWATCHED.stage, step=UNWATCHED.step, turn=UNWATCHED.turn,
-            page=quiet, start=lambda: None, close=lambda: None, hang_found=False,
+            set_device=NO_OP_LISTENER.set_device,
+            new_sequence=NO_OP_LISTENER.new_sequence,
+            set_stage=NO_OP_LISTENER.set_stage,
+            set_step=NO_OP_LISTENER.set_step,
+            set_phase=NO_OP_LISTENER.set_phase,
+            status_page=SimpleNamespace(path="", remove=lambda: None),
+            start=lambda: None,
+            close=lambda: None,
+            hang_found=False,
         )
-    worker.open_watchdog = none
+    worker.open_watchdog = no_watchdog
 from ddprun.cli import main
 sys.exit(main())
 """
 
 
-def alone(onlooker: Onlooker, steps: int) -> float:
+def alone(listener: EngineListener, steps: int) -> float:
     """Microseconds for what one step tells."""
-    queues = [onlooker.sequence("world.0", [0, 1]), onlooker.sequence("control", [0, 1])]
+    sequences = [listener.new_sequence("world.0", [0, 1]), listener.new_sequence("control", [0, 1])]
     began = time.perf_counter()
     for step in range(1, steps + 1):
-        onlooker.step(step)
+        listener.set_step(step)
         for phase in (b"data", b"forward", b"backward", b"optimizer", b"sync"):
-            onlooker.set_phase(phase)
-        for line in queues:
-            line.issue("all_reduce", what="word").done()
+            listener.set_phase(phase)
+        for sequence in sequences:
+            sequence.issue("all_reduce", what="word").mark_done()
     return (time.perf_counter() - began) / steps * 1e6
 
 
@@ -96,7 +102,7 @@ def main() -> None:
         watchdog = RankWatchdog(0, 600, folder, _no_alarm)
         watchdog.start()
         told = [
-            (alone(watchdog, 20_000), alone(UNWATCHED, 20_000), alone(UNWATCHED, 20_000))
+            (alone(watchdog, 20_000), alone(NO_OP_LISTENER, 20_000), alone(NO_OP_LISTENER, 20_000))
             for _ in range(rounds)
         ]
         watchdog.close()
@@ -114,7 +120,7 @@ def main() -> None:
             print(f"{hidden:12} {base:9.1f}/s {ratios}")
 
 
-def _no_alarm(_: RankWatchdog, waits: Sequence[Overdue]) -> None:
+def _no_alarm(_: RankWatchdog, waits: Sequence[OverdueCollective]) -> None:
     assert threading.current_thread().name == "ddprun-watchdog", waits
 
 

@@ -57,7 +57,7 @@ class FakeGpu(Gpu):
         self._clock, self._here = clock, threading.local()
         self.compute = FakeStream(self.log, "compute")
 
-    def stream(self, *, urgent: bool = False) -> Any:
+    def new_stream(self, *, urgent: bool = False) -> Any:
         self.streams.append(FakeStream(self.log, f"stream {len(self.streams)}", -1 if urgent else 0))
         return self.streams[-1]
 
@@ -65,7 +65,7 @@ class FakeGpu(Gpu):
         return getattr(self._here, "stream", self.compute)
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def use_stream(self, stream: Any) -> Iterator[None]:
         before = self.current_stream()
         self._here.stream = stream
         try:
@@ -73,7 +73,7 @@ class FakeGpu(Gpu):
         finally:
             self._here.stream = before
 
-    def uses(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         self.log.append((stream.name, "uses", str(tensor.numel())))
 
     def _new_event(self) -> Any:

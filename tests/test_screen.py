@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 # The child says in a file how it got on, since its screen is what is broken.
-_TOLD = "import sys; from ddprun import screen; screen.protect(); note = open(sys.argv[1], 'w')\n"
+_TOLD = (
+    "import sys; from ddprun import screen; screen.protect_standard_streams(); "
+    "note = open(sys.argv[1], 'w')\n"
+)
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Flat buckets: which tensors lie where in one tensor that travels."""
+"""Flat buckets: where each tensor lies in the one flat tensor that is communicated."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,17 +19,21 @@ class BucketLayout:
     params: tuple[ParamSlice, ...]
 
     @classmethod
-    def of(cls, index: int, dtype: torch.dtype, named: Iterable[tuple[str, Tensor]]) -> "BucketLayout":
+    def from_tensors(
+        cls, index: int, dtype: torch.dtype, named_tensors: Iterable[tuple[str, Tensor]]
+    ) -> "BucketLayout":
         """The layout of a bucket in which tensors of a dtype lie one after the other."""
         offset, params = 0, []
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             params.append(ParamSlice(name, tuple(tensor.shape), offset, tensor.numel()))
             offset += tensor.numel()
         return cls(index, dtype_name(dtype), offset, tuple(params))
 
 
-def real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, as which it travels, shape (..., 2); any other as it is."""
+def view_complex_as_real(tensor: Tensor) -> Tensor:
+    """A view of a complex tensor as pairs of real numbers, shape (..., 2), in which form it is sent; any
+    other tensor as it is.
+    """
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
@@ -38,16 +42,18 @@ class ParameterBuckets:
     left out, complex ones are pairs of real numbers.
 
     The tensors are read and written in place, whatever their gradient is. A tensor larger than `cap_bytes`
-    has a bucket of its own; `first` is the index of the first bucket.
+    has a bucket of its own; `first_index` is the index of the first bucket.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], cap_bytes: float, first: int = 0) -> None:
-        named = {name: real(tensor) for name, tensor in named.items()}
-        filled = _filled(named, cap_bytes)
-        self._tensors = [[named[name] for name in names] for names in filled]
+    def __init__(self, named_tensors: Mapping[str, Tensor], cap_bytes: float, first_index: int = 0) -> None:
+        named_tensors = {name: view_complex_as_real(tensor) for name, tensor in named_tensors.items()}
+        names_by_bucket = _assign_to_buckets(named_tensors, cap_bytes)
+        self._tensors = [[named_tensors[name] for name in names] for names in names_by_bucket]
         self.layouts = tuple(
-            BucketLayout.of(index, named[names[0]].dtype, ((name, named[name]) for name in names))
-            for index, names in enumerate(filled, start=first)
+            BucketLayout.from_tensors(
+                index, named_tensors[names[0]].dtype, ((name, named_tensors[name]) for name in names)
+            )
+            for index, names in enumerate(names_by_bucket, start=first_index)
         )
 
     @property
@@ -59,17 +65,17 @@ class ParameterBuckets:
         """The values of the bucket at `index` in `layouts`, copied: shape (numel,)."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in self._tensors[index]])
 
-    def put(self, index: int, flat: Tensor) -> None:
+    def copy_to_tensors(self, index: int, flat: Tensor) -> None:
         """Overwrite the tensors of a bucket with `flat`, shape (numel,)."""
-        for tensor, part in self._parts(index, flat):
+        for tensor, part in self._tensors_with_slices(index, flat):
             tensor.copy_(part)
 
-    def add(self, index: int, flat: Tensor) -> None:
+    def add_to_tensors(self, index: int, flat: Tensor) -> None:
         """Add `flat`, shape (numel,), to the tensors of a bucket."""
-        for tensor, part in self._parts(index, flat):
+        for tensor, part in self._tensors_with_slices(index, flat):
             tensor.add_(part)
 
-    def _parts(self, index: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _tensors_with_slices(self, index: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         tensors, params = self._tensors[index], self.layouts[index].params
         return [
             (tensor.detach(), param.of(flat).view(param.shape))
@@ -77,11 +83,11 @@ class ParameterBuckets:
         ]
 
 
-def _filled(named: Mapping[str, Tensor], cap_bytes: float) -> list[list[str]]:
+def _assign_to_buckets(named_tensors: Mapping[str, Tensor], cap_bytes: float) -> list[list[str]]:
     """Names by bucket, buckets in the order of their first tensor."""
     buckets: list[list[str]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-    for name, tensor in named.items():
+    for name, tensor in named_tensors.items():
         if not tensor.numel():
             continue
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun_hooks.buckets import BucketLayout, real
+from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import CommQueue, fail
-from ddprun_hooks.comm.trace import BucketTrace, compare
+from ddprun_hooks.comm.queue import CommQueue, fail_future
+from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack
 
 
-class Dispatcher:
+class BucketDispatcher:
     """Carries DDP's gradient buckets through a stack that can be changed between steps.
 
     DDP takes a communication hook once in a model's life
@@ -31,17 +31,17 @@ class Dispatcher:
         self.traces: list[BucketTrace[Any]] | None = None
         """Takes the trace of each bucket; None: no traces are kept."""
 
-        self.meanwhile: Callable[[], None] | None = None
+        self.on_last_bucket_sent: Callable[[], None] | None = None
         """Called when a backward pass has sent its last bucket and is about to wait."""
 
         self._queue = queue
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
-        self._frozen = False
-        self._scale: Tensor | None = None
-        self._samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
-        """Of a step whose buckets are compared with the exact mean: the trace of each, what this rank gave
-        before any hook changed it, at least fp32, and where the hooks' mean comes to be; shape (numel,)."""
+        self._layout_frozen = False
+        self._loss_scale: Tensor | None = None
+        self._fidelity_samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
+        """In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
+        fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,)."""
 
         self._sent: set[int] = set()  # buckets, since the step began
         self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
@@ -55,8 +55,8 @@ class Dispatcher:
 
     @property
     def signature(self) -> str:
-        """What all ranks must have alike: the buckets, and the hooks with their options."""
-        return repr((self.layout, self.stack.described, self.group.size))
+        """What must be equal on all ranks: the buckets, and the hooks with their options."""
+        return repr((self.layout, self.stack.description, self.group.size))
 
     @property
     def error(self) -> BaseException | None:
@@ -66,11 +66,11 @@ class Dispatcher:
     @contextmanager
     def learning_layout(self) -> Iterator[None]:
         """Inside, backward passes exchange nothing and the last one's buckets become the layout."""
-        self._frozen = False
+        self._layout_frozen = False
         try:
             yield
         finally:
-            self._frozen = True
+            self._layout_frozen = True
 
     def begin_step(self, scale: Tensor | None = None, *, fidelity: bool = False) -> None:
         """Prepare for a step's backward pass.
@@ -80,15 +80,15 @@ class Dispatcher:
                 a step may be rolled back by `end_step`.
             fidelity: keep each bucket's input for `measure_fidelity`.
         """
-        self._scale = scale
+        self._loss_scale = scale
         self._sent.clear()
-        self._samples = [] if fidelity else None
+        self._fidelity_samples = [] if fidelity else None
         if scale is not None:
             self.stack.begin_step()
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """After a backward pass that exchanges gradients: parameters of buckets that it has not filled."""
+    def unsent_params(self) -> tuple[str, ...]:
+        """Parameters of the buckets that the last backward pass has not sent."""
         if len(self._sent) == len(self._layout):
             return ()
         left = (bucket for bucket in self.layout if bucket.index not in self._sent)
@@ -102,14 +102,14 @@ class Dispatcher:
         Args:
             exact_sum: sums a tensor over the ranks, in place; gives it, and the bytes that this rank sent.
         """
-        samples, self._samples = self._samples or [], None
+        samples, self._fidelity_samples = self._fidelity_samples or [], None
         for trace, own, mean in samples:
             residual_norm = self.stack.residual_norm(trace.kind, [param.name for param in trace.params])
-            trace.fidelity = compare(mean, *exact_sum(own), residual_norm)
+            trace.fidelity = compute_fidelity(mean, *exact_sum(own), residual_norm)
 
     def end_step(self, *, applied: bool) -> None:
         """The optimizer has taken the step, or skipped it: then the hooks' state is rolled back."""
-        if self._scale is not None:
+        if self._loss_scale is not None:
             self.stack.commit() if applied else self.stack.rollback()
 
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.
@@ -119,53 +119,59 @@ class Dispatcher:
         bucket: dist.GradBucket,
     ) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
-        if not self._frozen:
-            self._learn(bucket)
-            return self._before_layout(bucket)
+        if not self._layout_frozen:
+            self._record_layout(bucket)
+            return self._send_before_layout_frozen(bucket)
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
-            now = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
-            frozen = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
+            actual = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
+            expected = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
             error = ExchangeError(
-                f"bucket {index} has {now}, but the layout frozen before step 1 says {frozen}: "
+                f"bucket {index} has {actual}, but the layout frozen before step 1 says {expected}: "
                 "DDP has rebuilt its buckets in mid-run"
             )
             self._queue.error = self._queue.error or error
             future: torch.futures.Future[Tensor] = torch.futures.Future()
-            fail(future, error)
+            fail_future(future, error)
             return future
         self._sent.add(index)
         future = self._send(buffer, layout, self.stack)
-        if self.meanwhile is not None and bucket.is_last():
-            self.meanwhile()
+        if self.on_last_bucket_sent is not None and bucket.is_last():
+            self.on_last_bucket_sent()
         return future
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         """Carry one bucket through a stack."""
         buffer.mul_(1.0 / self.group.size)
-        if self._scale is not None:
-            buffer.div_(self._scale)
+        if self._loss_scale is not None:
+            buffer.div_(self._loss_scale)
         own = None
-        if self._samples is not None:
+        if self._fidelity_samples is not None:
             own = buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
         traces = self.traces if self.traces is not None else []
         payload = Payload(buffer, layout.params, "gradient", layout.index)
         future = self._queue.send(payload, stack, traces, self.group)
-        if self._samples is not None and own is not None:
-            self._samples.append((traces[-1], own, buffer))
+        if self._fidelity_samples is not None and own is not None:
+            self._fidelity_samples.append((traces[-1], own, buffer))
         return future
 
-    def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What becomes of a bucket while the layout is being learned: this rank's gradient stays its own."""
+    def _send_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Handle a bucket while the layout is not known yet: nothing is exchanged, this rank keeps its own
+        gradient.
+        """
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
         return future
 
-    def _learn(self, bucket: dist.GradBucket) -> None:
+    def _record_layout(self, bucket: dist.GradBucket) -> None:
         """Note what lies where in a bucket."""
         if bucket.index() == 0:
             self._layout = {}
-        named = [(self._names[id(param)], real(param)) for param in bucket.parameters()]
-        self._layout[bucket.index()] = BucketLayout.of(bucket.index(), bucket.buffer().dtype, named)
+        named_tensors = (
+            (self._names[id(param)], view_complex_as_real(param)) for param in bucket.parameters()
+        )
+        self._layout[bucket.index()] = BucketLayout.from_tensors(
+            bucket.index(), bucket.buffer().dtype, named_tensors
+        )

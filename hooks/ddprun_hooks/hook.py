@@ -92,7 +92,7 @@ class FunctionHook(Hook):
         return await self.function(payload, comm)
 
 
-def not_async(name: str, because: str) -> str:
+def not_async_message(name: str, because: str) -> str:
     """The message about a hook that is not written with `async`."""
     return (
         f'hook "{name}" is not async: {because}; write "async def", and "await" before comm.reduce and '

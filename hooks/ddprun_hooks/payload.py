@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
+PayloadKind = Literal["gradient", "parameters", "delta", "buffers", "optimizer"]
 """`delta`: the change of parameters since ranks last had them in common. `optimizer`: its state."""
 
 
@@ -27,7 +27,7 @@ class ParamSlice:
 
 @dataclass(slots=True)
 class Finding:
-    """Something a hook found out about a payload that somebody should hear of."""
+    """Something that a hook reports about a payload, such as an overflow."""
 
     hook: str
     what: Literal["overflow"]
@@ -48,7 +48,7 @@ class Payload:
     params: tuple[ParamSlice, ...]
     """The parameters in it; empty if the tensor's elements are no parameters' (a codec has made them)."""
 
-    kind: Kind
+    kind: PayloadKind
     bucket: int
     compression_error: Tensor | None = None
     """Shape (numel,), zeros: where a lossy hook writes what it did not send of this payload. None: it keeps

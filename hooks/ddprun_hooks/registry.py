@@ -8,27 +8,28 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.import_path import import_dotted, import_installed, installed
-from ddprun_hooks.config.messages import described, option_faults
+from ddprun_hooks.config.import_path import import_dotted, import_entry_point, installed_entry_points
+from ddprun_hooks.config.messages import describe_value, option_faults
 from ddprun_hooks.config.options import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
     HookSpec,
     parse_spec,
     read_hook,
-    unknown_hook,
+    unknown_hook_message,
 )
-from ddprun_hooks.config.options import installed_names as installed_names
-from ddprun_hooks.config.trust import TrustSettingError, UntrustedError, Wanted
+from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.errors import DottedNameError, HookSetupError
-from ddprun_hooks.hook import FunctionHook, Hook, not_async
+from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.stack import Stack
 
 AnyHook = HookSpec | Hook | Callable[..., Any]
 """What `make_stack` and `register` take for a hook: as in a pipeline file, or the thing itself."""
 
-_KINDS = "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and comm"
-_WANTED = Wanted(
+_ACCEPTED_HOOK_FORMS = (
+    "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and comm"
+)
+_EXPECTED_HOOK = ExpectedObject(
     "a hook is a Hook class, a function that returns one, or an async function", Hook, kind="hook"
 )
 
@@ -46,16 +47,18 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     """
     options = dict(options or {})
     if name in BUILT_IN:
-        for leg in grammar.LEGS:
-            if leg in options:
-                made_leg = _made(options[leg], lambda spec: _named(*parse_spec(spec)), f"{name}.{leg}")
-                options[leg] = Stack(made_leg)
+        for level in grammar.LEVELS:
+            if level in options:
+                named_hooks = _make_hooks(
+                    options[level], lambda spec: _make_by_name(*parse_spec(spec)), f"{name}.{level}"
+                )
+                options[level] = Stack(named_hooks)
         module, _, factory = BUILT_IN[name].implementation.partition(":")
         made = getattr(importlib.import_module(f"ddprun_hooks.builtin.{module}"), factory)(**options)
         assert isinstance(made, Hook)
         return made
     try:
-        target = import_dotted(name, _WANTED) if "." in name else _installed(name)
+        target = import_dotted(name, _EXPECTED_HOOK) if "." in name else _import_installed_hook(name)
     except UntrustedError as error:
         raise HookSetupError(f"{error}; {error.allowed}") from None
     except (DottedNameError, TrustSettingError) as error:
@@ -74,45 +77,49 @@ def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
         HookSetupError: a line for each fault with its place, or a stack that cannot work.
     """
     chosen: list[Any] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
-    named = _made(chosen, _make, "hooks")
+    named_hooks = _make_hooks(chosen, _make_named_hook, "hooks")
     # Ranks cannot compare what an object was made with, so its name stands for it.
-    given = [
+    comparable = [
         hook if isinstance(hook, str | Mapping) else name
-        for hook, (name, _) in zip(chosen, named, strict=True)
+        for hook, (name, _) in zip(chosen, named_hooks, strict=True)
     ]
-    return Stack(named, described=repr(given))
+    return Stack(named_hooks, description=repr(comparable))
 
 
-def _made(hooks: Sequence[Any], make: Callable[[Any], tuple[str, Hook]], at: str) -> list[tuple[str, Hook]]:
+def _make_hooks(
+    hooks: Sequence[Any], make: Callable[[Any], tuple[str, Hook]], at: str
+) -> list[tuple[str, Hook]]:
     """Make each hook, and report the faults of all of them together."""
-    named: list[tuple[str, Hook]] = []
+    named_hooks: list[tuple[str, Hook]] = []
     faults: list[str] = []
     for index, hook in enumerate(hooks):
         try:
-            named.append(make(hook))
+            named_hooks.append(make(hook))
         except ValidationError as error:
             faults += option_faults(error, f"{at}[{index}]", BUILT_IN)
         except HookSetupError as error:
             faults += [f"{at}[{index}]: {line}" for line in str(error).splitlines()]
     if faults:
         raise HookSetupError("\n".join(faults))
-    return named
+    return named_hooks
 
 
-def _make(hook: AnyHook) -> tuple[str, Hook]:
+def _make_named_hook(hook: AnyHook) -> tuple[str, Hook]:
     """The name by which a hook is called and keeps its state, and the hook."""
     if isinstance(hook, Hook):
         name = _name_of(type(hook))
-        return name, _checked(name, hook)
+        return name, _require_async_call(name, hook)
     if callable(hook):
         name = _name_of(hook)
         return name, _from_target(name, hook, {})
     if not isinstance(hook, str | Mapping):
-        raise HookSetupError(f"expected a name, or `name: {{options}}`, got {described(hook)}; {_KINDS}")
-    return _named(*read_hook(hook))
+        raise HookSetupError(
+            f"expected a name, or `name: {{options}}`, got {describe_value(hook)}; {_ACCEPTED_HOOK_FORMS}"
+        )
+    return _make_by_name(*read_hook(hook))
 
 
-def _named(name: str, options: Mapping[str, Any]) -> tuple[str, Hook]:
+def _make_by_name(name: str, options: Mapping[str, Any]) -> tuple[str, Hook]:
     return name, make_hook(name, options)
 
 
@@ -120,10 +127,10 @@ def _name_of(target: Any) -> str:
     return f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def _installed(name: str) -> Any:
-    if name not in installed(ENTRY_POINT_GROUP):
-        raise HookSetupError(unknown_hook(name))
-    return import_installed(ENTRY_POINT_GROUP, name, _WANTED)
+def _import_installed_hook(name: str) -> Any:
+    if name not in installed_entry_points(ENTRY_POINT_GROUP):
+        raise HookSetupError(unknown_hook_message(name))
+    return import_entry_point(ENTRY_POINT_GROUP, name, _EXPECTED_HOOK)
 
 
 def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
@@ -136,19 +143,19 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
             f'"{name}" is {type(target).__name__}, not a hook class, factory or async function'
         )
     if not isinstance(target, type) and not options and _takes_payload_and_comm(target):
-        raise HookSetupError(not_async(name, "it is a plain function"))
+        raise HookSetupError(not_async_message(name, "it is a plain function"))
     made = _call(name, target, options)
     if not isinstance(made, Hook):
         raise HookSetupError(f'"{name}" makes {type(made).__name__}, which is not a ddprun_hooks.Hook')
-    return _checked(name, made)
+    return _require_async_call(name, made)
 
 
-def _checked(name: str, hook: Hook) -> Hook:
+def _require_async_call(name: str, hook: Hook) -> Hook:
     """Refuse a hook whose `__call__` is a plain function; a decorated one shows only when it is called."""
     call = type(hook).__call__
     plain = inspect.isfunction(call) and not inspect.iscoroutinefunction(call)
     if plain and not hasattr(call, "__wrapped__"):
-        raise HookSetupError(not_async(name, "its __call__ is a plain function"))
+        raise HookSetupError(not_async_message(name, "its __call__ is a plain function"))
     return hook
 
 

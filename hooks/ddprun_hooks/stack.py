@@ -14,7 +14,7 @@ from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirements
 from ddprun_hooks.config import grammar
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.hook import FunctionHook, Hook, not_async
+from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.payload import ParamSlice, Payload
 
 
@@ -42,8 +42,8 @@ class Broadcast(Hook):
 class CompositeHook(Hook):
     """Base of a hook with stacks inside it. Steps begin and end for their hooks, too."""
 
-    def legs(self) -> Mapping[str, Stack]:
-        """These stacks, by the leg that each serves."""
+    def inner_stacks(self) -> Mapping[str, Stack]:
+        """These stacks, by the level that each serves."""
         raise NotImplementedError
 
 
@@ -52,20 +52,24 @@ class Stack:
 
     Args:
         hooks: (name, hook) in the order in which a payload passes them; empty for plain all-reduce.
-        described: names and options as they were given, to compare between ranks; by default the names.
+        description: names and options as they were given, to compare between ranks; by default the names.
 
     Raises:
         HookSetupError: a stack that cannot work, with the reason.
     """
 
-    def __init__(self, hooks: Sequence[tuple[str, Hook]], described: str = "") -> None:
+    def __init__(self, hooks: Sequence[tuple[str, Hook]], description: str = "") -> None:
         self.names = tuple(name for name, _ in hooks)
-        self.described = described or repr(list(self.names))
-        self.entries: tuple[grammar.Entry, ...] = tuple(
-            grammar.Entry(name, hook.role, {leg: stack.entries for leg, stack in _legs(hook).items()})
+        self.description = description or repr(list(self.names))
+        self.entries: tuple[grammar.StackEntry, ...] = tuple(
+            grammar.StackEntry(
+                name, hook.role, {level: stack.entries for level, stack in _inner_stacks(hook).items()}
+            )
             for name, hook in hooks
         )
-        wrong = [problem.text for problem in grammar.problems(self.entries) if problem.severity == "error"]
+        wrong = [
+            problem.text for problem in grammar.stack_problems(self.entries) if problem.severity == "error"
+        ]
         if wrong:
             raise HookSetupError("; ".join(wrong))
         self.hooks: list[Hook] = [hook for _, hook in hooks]
@@ -78,25 +82,28 @@ class Stack:
         }
         """The most collectives that one payload needs on its way through the whole stack, by ranks."""
 
-        self.collectives = sum(self.requirements.values())  # the most that one payload needs, among any ranks
-        self.shared = any(one.shared for one in self.requirements)  # some go through shared memory
+        self.max_collectives = sum(self.requirements.values())
+        """The most that one payload needs, among any ranks."""
 
-        self.foreign = tuple(
+        self.uses_shared_memory = any(one.shared for one in self.requirements)
+        """Whether some of them go through shared memory."""
+
+        self.custom_hooks = tuple(
             (name, hook)
-            for name, hook in self.named()
+            for name, hook in self.named_hooks()
             if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks.")
         )
         """The hooks that are not built in, by their names."""
 
-        if self.foreign:
-            uncounted.install()
+        if self.custom_hooks:
+            uncounted.patch_process_groups()
 
-    def named(self) -> Iterator[tuple[str, Hook]]:
+    def named_hooks(self) -> Iterator[tuple[str, Hook]]:
         """Every hook that has a name, those inside other hooks included."""
         for name, hook in zip(self.names, self.hooks, strict=False):
             yield name, hook
-            for leg in _legs(hook).values():
-                yield from leg.named()
+            for stack in _inner_stacks(hook).values():
+                yield from stack.named_hooks()
 
     async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
         """Carry `payload` through the hooks from `depth` on; gives the mean over ranks."""
@@ -116,7 +123,9 @@ class Stack:
 
         result: object = self.hooks[depth](payload, Communicator(comm.group, rest))
         if not isinstance(result, Awaitable):
-            raise HookSetupError(not_async(self.names[depth], f"called, it gave {type(result).__name__}"))
+            raise HookSetupError(
+                not_async_message(self.names[depth], f"called, it gave {type(result).__name__}")
+            )
         mean: Tensor = await result
         return mean
 
@@ -158,22 +167,22 @@ class Stack:
 
     def begin_step(self) -> None:
         """A step begins that `rollback` may undo."""
-        for _, hook in self.named():
+        for _, hook in self.named_hooks():
             hook.begin_step()
 
     def commit(self) -> None:
         """The optimizer has taken the step."""
-        for _, hook in self.named():
+        for _, hook in self.named_hooks():
             hook.commit()
 
     def rollback(self) -> None:
         """The step was skipped: the hooks' state is as before it."""
-        for _, hook in self.named():
+        for _, hook in self.named_hooks():
             hook.rollback()
 
     def residual_norm(self, kind: str, names: Sequence[str]) -> float:
         """2-norm of this rank's residual of the parameters named, in units of its share of the mean."""
-        return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named()))
+        return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named_hooks()))
 
 
 def all_reduce_stack() -> Stack:
@@ -186,5 +195,5 @@ def broadcast_stack(source: int) -> Stack:
     return Stack([("broadcast", Broadcast(source))])
 
 
-def _legs(hook: Hook) -> Mapping[str, Stack]:
-    return hook.legs() if isinstance(hook, CompositeHook) else {}
+def _inner_stacks(hook: Hook) -> Mapping[str, Stack]:
+    return hook.inner_stacks() if isinstance(hook, CompositeHook) else {}

@@ -1,4 +1,4 @@
-"""The hooks in anyone's own DistributedDataParallel script.
+"""The hooks in your own DistributedDataParallel script.
 
 ```python
 model = DistributedDataParallel(net)
@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.control import Control, open_control
+from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.gpu import LateNumber, Mark
-from ddprun_hooks.comm.groups import combine
-from ddprun_hooks.comm.queue import tracked
+from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
+from ddprun_hooks.comm.groups import merge_requirements
+from ddprun_hooks.comm.queue import wait_for_at_exit
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
-from ddprun_hooks.comm.uncounted import Uncounted
-from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.comm.uncounted import UncountedCollective
+from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack, all_reduce_stack
 
 
-class Handle(Dispatcher):
-    """What `register` leaves in a model: the hooks' state and the record of the newest backward pass.
+class Handle(BucketDispatcher):
+    """What `register` returns: the hooks' state, and the traces of the newest backward pass.
 
     DDP lays its buckets out anew after its first steps. Until then gradients travel by plain all-reduce, and
     each bucket is compared between ranks first.
@@ -47,18 +47,18 @@ class Handle(Dispatcher):
         stack: Stack,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._control: Control = exchange.control
-        self._plain = all_reduce_stack()
-        self._passes_to_layout = 3 if model.static_graph else 2
+        self._control: ControlChannel = exchange.control
+        self._all_reduce_stack = all_reduce_stack()
+        self._passes_until_layout = 3 if model.static_graph else 2
         self._scaler = scaler
         self._last_scale = 0.0
-        self._noted_scale: tuple[int, LateNumber] | None = None  # the scale's version and value
+        self._noted_scale: tuple[int, DeferredScalar] | None = None  # the scale's version and value
         if scaler is not None:
             model.register_forward_pre_hook(self._note_scale)
-        self._warned = False
-        self._reported: set[Uncounted] = set()
-        self._unread: list[BucketTrace[Any]] = []  # hooks may have found something in them
-        super().__init__(model, exchange.gradients, stack)
+        self._overflow_warned = False
+        self._reported_uncounted: set[UncountedCollective] = set()
+        self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
+        super().__init__(model, exchange.gradient_queue, stack)
         self.traces: list[BucketTrace[Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,44 +73,48 @@ class Handle(Dispatcher):
         """One state from those of every rank, in rank order, for other ranks or buckets to load."""
         return self.stack.merge(states)
 
-    def _before_layout(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _send_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         layout = self._layout[bucket.index()]
-        self._control.agree(f"bucket {layout.index}", repr(layout))
+        self._control.check_agreement(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():
-            self._passes_to_layout -= 1
-            self._frozen = self._passes_to_layout == 0
-        return self._send(bucket.buffer(), layout, self._plain)
+            self._passes_until_layout -= 1
+            self._layout_frozen = self._passes_until_layout == 0
+        return self._send(bucket.buffer(), layout, self._all_reduce_stack)
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
             self._begin_backward(buffer.device)
         future = super()._send(buffer, layout, stack)
-        scale = self._scale
-        return future if scale is None else future.then(tracked(lambda done: done.value().mul_(scale)))
+        scale = self._loss_scale
+        if scale is None:
+            return future
+        return future.then(wait_for_at_exit(lambda done: done.value().mul_(scale)))
 
     def _begin_backward(self, device: torch.device) -> None:
-        if not self._warned:
-            self._unread += [trace for trace in self.traces if trace.findings]
-            over = list(itertools.takewhile(_has_ended, self._unread))  # a stream ends them in their order
-            del self._unread[: len(over)]
-            read_findings(over)
-            lost = [(trace.bucket, one.hook) for trace in over for one in trace.findings if one.code == 1]
-            if lost:
-                self._warned = True
-                text = (
-                    f"bucket {lost[0][0]} overflowed in {lost[0][1]}: finite gradients came back as infinity"
-                )
+        if not self._overflow_warned:
+            self._traces_with_findings += [trace for trace in self.traces if trace.findings]
+            # A stream ends them in their order.
+            finished = list(itertools.takewhile(_payload_arrived, self._traces_with_findings))
+            del self._traces_with_findings[: len(finished)]
+            read_findings(finished)
+            overflows = [
+                (trace.bucket, one.hook) for trace in finished for one in trace.findings if one.code == 1
+            ]
+            if overflows:
+                self._overflow_warned = True
+                bucket, hook = overflows[0]
+                text = f"bucket {bucket} overflowed in {hook}: finite gradients came back as infinity"
                 warnings.warn(f"{text}; use bf16, or a smaller loss", stacklevel=2)
-        for note in {note for trace in self.traces for note in trace.uncounted} - self._reported:
-            self._reported.add(note)
+        for note in {note for trace in self.traces for note in trace.uncounted} - self._reported_uncounted:
+            self._reported_uncounted.add(note)
             warnings.warn(str(note), stacklevel=2)
         self.traces.clear()
         if self._scaler is None:
             return
         # A smaller scale says that GradScaler has skipped a step.
-        now = self._scale_now()
-        self.end_step(applied=now >= self._last_scale)
-        self._last_scale = now
+        scale = self._scale_now()
+        self.end_step(applied=scale >= self._last_scale)
+        self._last_scale = scale
         self.begin_step(self._scaler.scale(torch.ones((), device=device)))
 
     def _note_scale(self, *_: Any) -> None:
@@ -119,7 +123,7 @@ class Handle(Dispatcher):
         """
         assert self._scaler is not None
         scale = self._scaler._scale
-        self._noted_scale = None if scale is None else (scale._version, LateNumber(scale))
+        self._noted_scale = None if scale is None else (scale._version, DeferredScalar(scale))
 
     def _scale_now(self) -> float:
         assert self._scaler is not None
@@ -157,18 +161,18 @@ def register(
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")
     stack = make_stack(hooks)
-    control = open_control(timeout)
-    control.agree("the hooks", stack.described)
+    control = open_control_channel(timeout)
+    control.check_agreement("the hooks", stack.description)
     device = next(param.device for param in model.parameters() if param.requires_grad)
     hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode()[:64])]
-    here = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
     exchange = Exchange.open(
         control=control,
         device=device,
         backend=_backend_for(device),
         hosts=hosts,
-        local_sizes=[int(size) for size in control.all_gather_bytes(here.encode())],
-        gradients=combine([stack.requirements, all_reduce_stack().requirements]),
+        local_sizes=[int(size) for size in control.all_gather_bytes(local_world_size.encode())],
+        gradients=merge_requirements([stack.requirements, all_reduce_stack().requirements]),
         plain={},
         timeout=timeout,
     )
@@ -189,8 +193,8 @@ def _backend_for(device: torch.device) -> str:
     return "nccl" if of_devices.get(device.type) == "nccl" else "gloo"
 
 
-def _has_ended(trace: BucketTrace[Any]) -> bool:
+def _payload_arrived(trace: BucketTrace[Any]) -> bool:
     """Whether a payload has arrived; does not wait for a device."""
-    if isinstance(trace.done, Mark):
-        return trace.done.over()
+    if isinstance(trace.done, StreamTimestamp):
+        return trace.done.has_passed()
     return trace.done is not None

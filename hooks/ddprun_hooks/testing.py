@@ -29,7 +29,7 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import Kind, ParamSlice, Payload
+from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
@@ -46,13 +46,13 @@ SHAPES: dict[str, tuple[int, ...]] = {
 """Parameters of the payloads here: matrices, vectors, one number, a convolution."""
 
 
-def bucket(names: Sequence[str] = tuple(SHAPES)) -> tuple[ParamSlice, ...]:
+def bucket_slices(names: Sequence[str] = tuple(SHAPES)) -> tuple[ParamSlice, ...]:
     """Parameters of `SHAPES` one after the other, as they lie in a bucket."""
-    named = ((name, torch.empty(SHAPES[name], device="meta")) for name in names)
-    return BucketLayout.of(0, torch.float32, named).params
+    named_tensors = ((name, torch.empty(SHAPES[name], device="meta")) for name in names)
+    return BucketLayout.from_tensors(0, torch.float32, named_tensors).params
 
 
-PARAMS = bucket()
+PARAMS = bucket_slices()
 NUMEL = sum(param.numel for param in PARAMS)
 
 
@@ -73,7 +73,7 @@ class Rank:
 
     def __init__(self, group: RankGroup, stack: Stack) -> None:
         self.group = group
-        self.rank, self.ranks = group.rank, group.size
+        self.rank, self.world_size = group.rank, group.size
         self.stack = stack
         self.traces: list[BucketTrace[int]] = []  # what has been sent
         self._queue = HostQueue(group)
@@ -83,7 +83,7 @@ class Rank:
         tensor: Tensor,
         params: tuple[ParamSlice, ...] = PARAMS,
         bucket: int = 0,
-        kind: Kind = "gradient",
+        kind: PayloadKind = "gradient",
     ) -> Tensor:
         """Reduce one payload over the ranks by the stack; gives the mean.
 
@@ -100,7 +100,7 @@ class Rank:
 
     def step(self, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Reduce this rank's `contribution` to a step."""
-        return self.send(contribution(self.rank, step, self.ranks, dtype))
+        return self.send(contribution(self.rank, step, self.world_size, dtype))
 
 
 def run_hooks(
@@ -175,7 +175,7 @@ def check_hooks(
         came_in += mean
         came_out += result
         merged = merge([run[step][1] for run in runs])
-        if _totals(merged):
+        if _residual_totals(merged):
             lost = float((came_out + residual_total(merged) - came_in).norm() / came_in.norm())
             assert lost < 1e-12, f"results and residuals do not add up to what came in: {lost:.2g} is lost"
         else:
@@ -193,10 +193,10 @@ def check_hooks(
             assert same, f"rank {rank} resumes from a loaded state with other bits in step {step}"
 
     merged = merge([run[-1][1] for run in runs])
-    if _totals(merged):
+    if _residual_totals(merged):
         before = residual_total(merged)
         names = list(SHAPES)
-        head, tail = bucket(names[:3]), bucket(names[3:])
+        head, tail = bucket_slices(names[:3]), bucket_slices(names[3:])
         border = sum(param.numel for param in head)
 
         def in_two_buckets(rank: Rank) -> tuple[Tensor, dict[str, Any]]:
@@ -216,7 +216,9 @@ def check_hooks(
         rank.stack.begin_step()
         rank.step(1)
         rank.stack.rollback()
-        assert _same(rank.stack.state_dict(), before), "a step that was rolled back has changed the state"
+        assert _states_equal(rank.stack.state_dict(), before), (
+            "a step that was rolled back has changed the state"
+        )
 
     run_hooks(hooks, ranks, rolled_back, hosts)
 
@@ -228,23 +230,23 @@ def residual_total(merged: dict[str, Any]) -> Tensor:
     """
     total = torch.zeros(NUMEL, dtype=torch.float64)
     by_name = {param.name: param for param in PARAMS}
-    for name, value in _totals(merged):
+    for name, value in _residual_totals(merged):
         by_name[name].of(total)[: value.numel()] += value.double()
     return total
 
 
-def _totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def _residual_totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Parameter and sum of residuals, wherever they lie in a merged state."""
     found: list[tuple[str, Tensor]] = []
     for key, value in node.items():
         if isinstance(value, dict):
-            found += [(key, value["total"])] if "total" in value else _totals(value)
+            found += [(key, value["total"])] if "total" in value else _residual_totals(value)
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _states_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_states_equal(one[key], other[key]) for key in one)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
@@ -252,9 +254,9 @@ def _same(one: Any, other: Any) -> bool:
 
 # A process group must not be freed by a thread of its own, which would then wait for itself and abort: groups
 # stay here until nothing else, such as a callback that is just being forgotten, refers to them.
-_kept: list[dist.ProcessGroup] = []
-_lingering: list[dist.ProcessGroup] = []
-_ONLY_KEPT = 2  # references: the list, and the argument of `getrefcount`
+_groups_to_free: list[dist.ProcessGroup] = []
+_groups_still_referenced: list[dist.ProcessGroup] = []
+_UNREFERENCED_COUNT = 2  # references: the list, and the argument of `getrefcount`
 
 
 def run_ranks(
@@ -271,13 +273,13 @@ def run_ranks(
     """
     if isinstance(requirements, int):
         requirements = {GroupRequirement("world"): requirements}
-    wanted = requirements
+    group_requirements = requirements
     _free_groups()
     store = dist.HashStore()
     names = tuple(hosts or ["here"] * size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
-    made: list[dist.ProcessGroup] = []
+    process_groups: list[dist.ProcessGroup] = []
 
     def run(rank: int) -> None:
         placement = Placement(rank, names, tuple(names.count(name) for name in names))
@@ -289,7 +291,7 @@ def run_ranks(
             prefix = dist.PrefixStore(name, store)
             timeout = timedelta(seconds=TIMEOUT_S)
             group: Any = dist.ProcessGroupGloo(prefix, ranks.index(rank), len(ranks), timeout)
-            made.append(group)
+            process_groups.append(group)
             return group
 
         def all_gather_bytes(data: bytes) -> list[bytes]:
@@ -297,14 +299,14 @@ def run_ranks(
             store.set(f"gathered {call} {rank}", data.hex())
             return [bytes.fromhex(store.get(f"gathered {call} {peer}").decode()) for peer in range(size)]
 
-        progress = ProgressThread()
-        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S, progress)
+        progress_thread = ProgressThread()
+        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S, progress_thread)
         try:
-            results[rank] = body(factory.open("world", placement, wanted))
+            results[rank] = body(factory.make_group("world", placement, group_requirements))
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
         else:
-            progress.close()
+            progress_thread.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -312,8 +314,8 @@ def run_ranks(
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), f"a rank hangs: it has not finished after {TIMEOUT_S} s"
-    _kept.extend(made)
-    made.clear()
+    _groups_to_free.extend(process_groups)
+    process_groups.clear()
     if errors:
         raise errors[0]
     return results
@@ -324,22 +326,22 @@ def _free_groups() -> None:
     they are waited for once, since collecting garbage takes long in a process that holds much.
     """
     deadline = time.monotonic() + 0.5
-    while _held(_kept):
+    while _still_referenced(_groups_to_free):
         gc.collect()
         if time.monotonic() > deadline:
             break
         time.sleep(1e-3)
-    _lingering.extend(_held(_kept))
+    _groups_still_referenced.extend(_still_referenced(_groups_to_free))
     # Gloo's threads end within 10 ms each, so all at the same time.
-    freed = [[_kept.pop()] for _ in range(len(_kept))]
+    freed = [[_groups_to_free.pop()] for _ in range(len(_groups_to_free))]
     threads = [threading.Thread(target=group.clear) for group in freed]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    _lingering[:] = _held(_lingering)
+    _groups_still_referenced[:] = _still_referenced(_groups_still_referenced)
 
 
-def _held(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+def _still_referenced(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     """Those that more than this list refers to."""
-    return [groups[i] for i in range(len(groups)) if sys.getrefcount(groups[i]) > _ONLY_KEPT]
+    return [groups[i] for i in range(len(groups)) if sys.getrefcount(groups[i]) > _UNREFERENCED_COUNT]

@@ -6,19 +6,23 @@ the working directory could shadow an installed package.
 
 __version__ = "0.1.0"
 
-LAUNCHED = "DDPRUN_LAUNCHED"
-"""Environment variable of ranks that this program's own launcher started: it has told the file's warnings."""
-
-COMPARED = "DDPRUN_TURNS"
-"""Environment variable of the runs of a comparison: how they take turns (`ddprun.engine.interrupts`)."""
-
-ON_USR1 = "DDPRUN_ON_USR1"
-"""Environment variable of a launcher: with `stop`, SIGUSR1 has the run stop after its checkpoint, and the
-launcher end with `QUEUE_AGAIN`. Without it the run goes on.
+LAUNCHED_VARIABLE = "DDPRUN_LAUNCHED"
+"""Name of the environment variable that ddprun's own launcher sets for the ranks it starts. The launcher has
+then already printed the warnings of the pipeline file.
 """
 
-DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+TURNS_VARIABLE = "DDPRUN_TURNS"
+"""Name of the environment variable that tells each run of a comparison when its turn is
+(`ddprun.engine.interrupts`).
+"""
+
+ON_USR1_VARIABLE = "DDPRUN_ON_USR1"
+"""Name of an environment variable of the launcher. If it is `stop`, SIGUSR1 makes the run stop after its next
+checkpoint, and the launcher exits with `EXIT_REQUEUE`. Otherwise the run continues.
+"""
+
+EXIT_SUCCESS, EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 
-QUEUE_AGAIN = 138
+EXIT_REQUEUE = 138
 """Exit code of a run that has stopped to be queued again: 128 + SIGUSR1."""

@@ -19,12 +19,12 @@ from ddprun_hooks.config.messages import problem as problem
 
 
 class Options(BaseModel):
-    """Base of every part of a pipeline: strict, frozen, nothing unknown, finite numbers only."""
+    """Base class of every section of a pipeline: strict types, immutable, no unknown keys, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
-    elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Keys that are likely looked for here and stand elsewhere, and what to do about each."""
+    misplaced_key_hints: ClassVar[Mapping[str, str]] = {}
+    """Keys that users often write in this section although they belong to another one, each with a hint."""
 
 
 class NoOptions(Options):
@@ -34,34 +34,37 @@ class NoOptions(Options):
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Sizes = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
+PositiveInts = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
 """A list of sizes, each at least 1."""
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+FractionFloat = Annotated[float, Field(gt=0, lt=1)]
 
-FORMS: dict[str, str] = {}
-"""What `matching` says of each pattern."""
+PATTERN_DESCRIPTIONS: dict[str, str] = {}
+"""Description of each pattern of `pattern_constraint`, for messages."""
 
 
-def matching(pattern: str, words: str) -> Any:
-    """For `Annotated[str, …]`: a string of this form; `words` say in a message which one it is."""
-    FORMS[pattern] = words
+def pattern_constraint(pattern: str, words: str) -> Any:
+    """For `Annotated[str, …]`: a string that matches the pattern; messages show `words` instead of it."""
+    PATTERN_DESCRIPTIONS[pattern] = words
     return Field(pattern=pattern)
 
 
 @dataclass(frozen=True)
-class Validated:
-    """For `Annotated[…]`: a type that a function reads, which raises `problem`, `expected` or `unknown`."""
+class CustomValidator:
+    """For `Annotated[…]`: a type whose values a function checks and converts.
 
-    read: Callable[[Any], Any]
+    The function raises `problem`, `expected` or `unknown_name`.
+    """
+
+    validate: Callable[[Any], Any]
     schema: str | dict[str, Any]
-    """Its JSON Schema, or the name of a definition in that of the pipeline."""
+    """Its JSON Schema, or the name of a definition in the pipeline's schema."""
 
-    allowed: Callable[[], Iterable[str]] | None = None
-    """What a message lists where the key is missing."""
+    allowed_names: Callable[[], Iterable[str]] | None = None
+    """Gives the names that a message lists if the key is missing."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.read)
+        return core_schema.no_info_plain_validator_function(self.validate)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -69,7 +72,7 @@ class Validated:
         return {"definition": self.schema} if isinstance(self.schema, str) else self.schema
 
 
-def unknown(
+def unknown_name(
     what: str, word: str, known: Iterable[str], *, at: str | KeyPath = (), on_key: bool = False
 ) -> ValidationError:
     """An error for a word that is not among the known ones."""

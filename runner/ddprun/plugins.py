@@ -1,8 +1,8 @@
-"""Plug-ins: what is added as one class in one file, here or by an installed package.
+"""Plug-ins: hooks, sync policies, trackers and cluster backends, each one class in one file.
 
-A plug-in of ours is a module in the folder of its kind, and the module's name is the name in a pipeline. An
-installed package declares its class as an entry point in the kind's group (`docs/extending.md`). Names are
-found without importing anything; a class is imported when a pipeline names it, or to list its options.
+A built-in plug-in is a module in the package of its kind; the module's name is its name in a pipeline. An
+installed package declares its class as an entry point in the kind's group (`docs/extending.md`). Listing the
+names imports nothing. A class is imported when a pipeline names it, or to list its options.
 """
 
 import functools
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from ddprun_hooks.config.import_path import import_installed, installed
+from ddprun_hooks.config.import_path import import_entry_point, installed_entry_points
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
-from ddprun_hooks.config.trust import TrustSettingError, Wanted
+from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError
 from ddprun_hooks.errors import DottedNameError
 
 
@@ -36,47 +36,49 @@ class Plugin:
         cls.Options.__doc__ = cls.__doc__
 
 
-def options_of(plugin: Any) -> type[BaseModel]:
+def plugin_options_model(plugin: Any) -> type[BaseModel]:
     """The model of a plug-in's options: the class itself if it is one (a sync policy), else its `Options`."""
     model: type[BaseModel] = plugin if issubclass(plugin, BaseModel) else plugin.Options
     return model
 
 
 @dataclass(frozen=True)
-class Plugins:
+class PluginRegistry:
     """All plug-ins of one kind."""
 
     kind: str
-    """As messages call one: `tracker`."""
+    """The kind's name in messages, such as `tracker`."""
 
-    group: str
-    """Of the entry points by which installed packages add more."""
+    entry_point_group: str
+    """The group in which installed packages declare plug-ins of this kind."""
 
-    base: str = ""
-    """Dotted name of the class that all are derived from; empty if a run alone may import them, as hooks."""
+    base_class_name: str = ""
+    """Dotted name of the class that all are derived from; empty for hooks, which only a run may import."""
 
-    folder: str = ""
-    """The package whose modules are the built-in ones; empty if they are found elsewhere."""
+    package: str = ""
+    """The package whose modules are the built-in plug-ins; empty if they are registered elsewhere."""
 
-    taken: frozenset[str] = frozenset()
-    """Names that no installed package can add."""
+    reserved_names: frozenset[str] = frozenset()
+    """Names that installed packages cannot use."""
 
     def built_in(self) -> tuple[str, ...]:
         """Names of the built-in ones."""
-        return _modules(self.folder) if self.folder else ()
+        return _modules(self.package) if self.package else ()
 
     def installed(self) -> tuple[str, ...]:
         """Names that installed packages add."""
-        found = installed(self.group)
-        return tuple(name for name in found if name not in self.taken | {*self.built_in()}) if found else ()
+        found = installed_entry_points(self.entry_point_group)
+        if not found:
+            return ()
+        return tuple(name for name in found if name not in self.reserved_names | {*self.built_in()})
 
     def names(self) -> tuple[str, ...]:
         """All names."""
         return (*self.built_in(), *self.installed())
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """The dotted names behind an installed one's name: one, unless several packages claim the name."""
-        return installed(self.group)[name]
+        """The dotted names behind an installed plug-in's name: one, unless several packages claim it."""
+        return installed_entry_points(self.entry_point_group)[name]
 
     def load(self, name: str) -> type[Any]:
         """Import a plug-in's class.
@@ -86,25 +88,25 @@ class Plugins:
                 (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """
-        module, _, attribute = self.base.rpartition(".")
+        module, _, attribute = self.base_class_name.rpartition(".")
         base = getattr(importlib.import_module(module), attribute)
         if name in self.built_in():
-            return _defined_in(f"{self.folder}.{name}", base)
-        words = f"a {self.kind} is a class derived from {self.base}"
-        found = import_installed(self.group, name, Wanted(words, base, kind=self.kind))
+            return _defined_in(f"{self.package}.{name}", base)
+        words = f"a {self.kind} is a class derived from {self.base_class_name}"
+        found = import_entry_point(self.entry_point_group, name, ExpectedObject(words, base, kind=self.kind))
         if not _is_derived(found, base):
             shown = f'the installed {self.kind} "{name}" ({self.targets(name)[0]})'
-            raise DottedNameError(f"{shown} is not a class derived from {self.base}")
+            raise DottedNameError(f"{shown} is not a class derived from {self.base_class_name}")
         return found  # type: ignore[no-any-return]
 
-    def options(self, name: str) -> type[BaseModel]:
+    def options_model(self, name: str) -> type[BaseModel]:
         """The model of a plug-in's options; raises as `load` does."""
-        return options_of(self.load(name))
+        return plugin_options_model(self.load(name))
 
-    def loadable(self) -> dict[str, type[Any]]:
-        """All that can be imported, by name; what is not trusted, or broken, is left out."""
+    def load_available(self) -> dict[str, type[Any]]:
+        """Import all plug-ins that are trusted and can be imported; gives the classes by name."""
         found: dict[str, type[Any]] = {}
-        for name in self.names() if self.base else ():
+        for name in self.names() if self.base_class_name else ():
             try:
                 found[name] = self.load(name)
             except (DottedNameError, TrustSettingError):
@@ -112,16 +114,17 @@ class Plugins:
         return found
 
     def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
-        """The options of everything that installed packages add; None for what `loadable` leaves out."""
-        known = self.loadable() if self.installed() else {}
-        return {name: options_of(known[name]) if name in known else None for name in self.installed()}
+        """The options of everything that installed packages add; None for what `load_available` omits."""
+        known = self.load_available() if self.installed() else {}
+        return {
+            name: plugin_options_model(known[name]) if name in known else None for name in self.installed()
+        }
 
 
 @functools.cache
-def _modules(folder: str) -> tuple[str, ...]:
-    return tuple(
-        sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(folder).__path__))
-    )
+def _modules(package: str) -> tuple[str, ...]:
+    path = importlib.import_module(package).__path__
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(path)))
 
 
 @functools.cache
@@ -137,7 +140,9 @@ def _is_derived(found: Any, base: type) -> bool:
 
 
 # Whoever makes one of these objects knows its base class; no file of a kind is imported here.
-HOOKS = Plugins("hook", ENTRY_POINT_GROUP, taken=frozenset(BUILT_IN))
-SYNC = Plugins("sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies")
-TRACKERS = Plugins("tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends")
-CLUSTERS = Plugins("cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends")
+HOOKS = PluginRegistry("hook", ENTRY_POINT_GROUP, reserved_names=frozenset(BUILT_IN))
+SYNC_POLICIES = PluginRegistry(
+    "sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies"
+)
+TRACKERS = PluginRegistry("tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends")
+CLUSTERS = PluginRegistry("cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends")

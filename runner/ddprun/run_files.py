@@ -1,8 +1,8 @@
-"""Files in the folder of a run. Such a folder may have come from anybody, and so nothing in it is followed.
+"""Files in a run's folder. Such a folder may come from anyone, so no link in it is followed.
 
-A file is opened by its name below the folder. A symbolic link, in its place or in that of a folder on the way
-to it, a named pipe, a socket and a device are refused: what they lead to is not the run's, and to open a pipe
-may wait for ever. The folder itself is the user's word, and may be reached through links.
+A file is opened by its name below the folder. A symbolic link (the file itself or a folder on the way to it),
+a named pipe, a socket or a device is refused: it may lead outside the run, and opening a pipe may block for
+ever. The path of the folder itself comes from the user and may contain links.
 """
 
 import errno
@@ -16,16 +16,16 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Literal
 
-Resuming = Literal["no", "yes", "if begun"]
-"""Whether a folder is that of a run to resume."""
+ResumeMode = Literal["no", "yes", "if begun"]
+"""Whether to resume the run in the folder: never, always, or only if the folder holds one."""
 
 Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
 
-MAX_DEPTH = 100
-"""Of JSON: what a run writes is nested less than half as deeply."""
+MAX_JSON_DEPTH = 100
+"""Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
-_OPENED_BY: dict[Mode, int] = {
+_OPEN_FLAGS: dict[Mode, int] = {
     "rb": os.O_RDONLY,
     "r+b": os.O_RDWR,
     "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
@@ -33,8 +33,8 @@ _OPENED_BY: dict[Mode, int] = {
     "wb": os.O_WRONLY | os.O_CREAT,
     "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
 }
-_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_COMMON_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -46,15 +46,15 @@ _KINDS = {
 }
 
 
-class NotPlainError(OSError):
-    """Where a file, or a folder, of a run should be there is something else; says what."""
+class WrongFileTypeError(OSError):
+    """There is something else, such as a link or a pipe, where a file or folder of a run should be."""
 
     def __init__(self, path: Path, found: int, wanted: str) -> None:
         problem = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
         super().__init__(errno.ELOOP, problem, str(path))
 
 
-def as_path(text: str) -> str:
+def encodable_path(text: str) -> str:
     """Text as the name of a file: in UTF-8 where the locale's encoding lacks one of its characters."""
     try:
         os.fsencode(text)
@@ -67,12 +67,12 @@ def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders
     """Open a regular file of a run by its name below the folder, with the folders that lead to it.
 
     Raises:
-        NotPlainError: it is not a regular file, or is behind a link.
+        WrongFileTypeError: it is not a regular file, or is behind a link.
         OSError: it cannot be opened.
     """
     *folders, last = Path(name).parts
-    with _inside(folder, folders, make=make_folders) as inside:
-        handle = _opened(folder / name, last, inside, _OPENED_BY[mode])
+    with _open_folder(folder, folders, make=make_folders) as inside:
+        handle = _open_checked(folder / name, last, inside, _OPEN_FLAGS[mode])
     try:
         if mode == "wb":
             os.ftruncate(handle, 0)
@@ -86,10 +86,10 @@ def names_in(folder: Path, name: str | Path = "") -> list[str]:
     """What is in a folder of a run, in the order of names.
 
     Raises:
-        NotPlainError: it is not a folder, or is behind a link.
+        WrongFileTypeError: it is not a folder, or is behind a link.
         OSError: it cannot be read.
     """
-    with _inside(folder, Path(name).parts) as inside:
+    with _open_folder(folder, Path(name).parts) as inside:
         return sorted(os.listdir(inside))
 
 
@@ -102,25 +102,25 @@ def check_folder(folder: Path, name: str) -> None:
     """Make sure that a folder of a run is one, if there is anything of that name.
 
     Raises:
-        NotPlainError: it is something else.
+        WrongFileTypeError: it is something else.
     """
-    with suppress(FileNotFoundError), _inside(folder, Path(name).parts):
+    with suppress(FileNotFoundError), _open_folder(folder, Path(name).parts):
         pass
 
 
 @contextmanager
-def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
-    """Write a file that is there when the block ends without an error, whole; else what was there stays.
+def replace_atomically(folder: Path, name: str) -> Iterator[IO[bytes]]:
+    """Write a file atomically: it is replaced when the block ends without an error, else it stays as it was.
 
     Raises:
         OSError: it cannot be written.
     """
     unfinished = f".{name}.{os.getpid()}"
-    with _inside(folder) as inside:
+    with _open_folder(folder) as inside:
         with suppress(FileNotFoundError):  # of a process that had the same number, or planted
             os.unlink(unfinished, dir_fd=inside)
         try:
-            with os.fdopen(_opened(folder / name, unfinished, inside, _OPENED_BY["xb"]), "wb") as file:
+            with os.fdopen(_open_checked(folder / name, unfinished, inside, _OPEN_FLAGS["xb"]), "wb") as file:
                 yield file
             os.rename(unfinished, name, src_dir_fd=inside, dst_dir_fd=inside)
         except OSError as error:
@@ -131,7 +131,9 @@ def replacing(folder: Path, name: str) -> Iterator[IO[bytes]]:
                 os.unlink(unfinished, dir_fd=inside)
 
 
-def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True) -> dict[str, Any]:
+def read_json_object(
+    folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True
+) -> dict[str, Any]:
     """A JSON object from a file of a run; `finite`: without NaN and infinities, which JSON does not have.
 
     Raises:
@@ -142,27 +144,27 @@ def read_object(folder: Path, name: str | Path, most_bytes: int, *, finite: bool
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"longer than {most_bytes:,} bytes")
-    found = parse(data, finite=finite)
+    found = parse_json(data, finite=finite)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
 
 
-def parse(data: bytes, *, finite: bool = True) -> Any:
+def parse_json(data: bytes, *, finite: bool = True) -> Any:
     """JSON that somebody else may have written.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply.
     """
     try:
-        number = _finite if finite else None
+        number = _parse_finite_float if finite else None
         found = json.loads(data, parse_constant=number, parse_float=number)
     except RecursionError:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+        raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     level: list[Any] = [[found]]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_JSON_DEPTH + 1):
         level = [
             inner
             for outer in level
@@ -171,10 +173,10 @@ def parse(data: bytes, *, finite: bool = True) -> Any:
         ]
         if not level:
             return found
-    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
 
 
-def _finite(text: str) -> float:
+def _parse_finite_float(text: str) -> float:
     value = float(text)
     if not isfinite(value):
         raise ValueError(f"{text} is not a finite number")
@@ -182,10 +184,10 @@ def _finite(text: str) -> float:
 
 
 @contextmanager
-def _inside(folder: Path, names: Sequence[str] = (), *, make: bool = False) -> Iterator[int]:
+def _open_folder(folder: Path, names: Sequence[str] = (), *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder that these names lead to."""
     with ExitStack() as stack:
-        handle, path = os.open(folder, _FOLDER), folder
+        handle, path = os.open(folder, _FOLDER_FLAGS), folder
         stack.callback(os.close, handle)
         for name in names:
             path /= name
@@ -194,22 +196,22 @@ def _inside(folder: Path, names: Sequence[str] = (), *, make: bool = False) -> I
             if make:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=handle)
-            handle = _opened(path, name, handle, _FOLDER | os.O_NOFOLLOW, wanted="a folder")
+            handle = _open_checked(path, name, handle, _FOLDER_FLAGS | os.O_NOFOLLOW, wanted="a folder")
             stack.callback(os.close, handle)
         yield handle
 
 
-def _opened(path: Path, name: str, inside: int, flags: int, wanted: str = "a regular file") -> int:
+def _open_checked(path: Path, name: str, folder_fd: int, flags: int, wanted: str = "a regular file") -> int:
     try:
-        handle = os.open(name, flags | _FILE, 0o666, dir_fd=inside)
+        handle = os.open(name, flags | _COMMON_FLAGS, 0o666, dir_fd=folder_fd)
     except OSError as error:
         with suppress(FileNotFoundError):
-            found = os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode
+            found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode
             if not (stat.S_ISDIR(found) if flags & os.O_DIRECTORY else stat.S_ISREG(found)):
-                raise NotPlainError(path, found, wanted) from None
+                raise WrongFileTypeError(path, found, wanted) from None
         raise OSError(error.errno, error.strerror, str(path)) from None
     found = os.fstat(handle).st_mode
     if not flags & os.O_DIRECTORY and not stat.S_ISREG(found):
         os.close(handle)
-        raise NotPlainError(path, found, wanted)
+        raise WrongFileTypeError(path, found, wanted)
     return handle

@@ -1,9 +1,9 @@
-"""What a process says on stdout and stderr. A screen that is gone never changes a run.
+"""Output of this process on stdout and stderr. A stream that cannot be written to never changes a run.
 
-A terminal is closed, `head` has read enough, a disk is full, a shell has closed the stream (`2>&-`): what is
-said then is lost, and nothing else happens. Messages of this program go through `print_stderr` and
-`print_stdout`. `protect` sees to it for everything else that writes to the standard streams: `print` in a
-pipeline's own code, rich, click, warnings.
+If the terminal is closed, `head` has read enough, the disk is full or the shell has closed the stream
+(`2>&-`), output is lost, and nothing else happens. ddprun's own messages go through `print_stderr` and
+`print_stdout`. `protect_standard_streams` does the same for everything else that writes to the standard
+streams: `print` in a pipeline's own code, rich, click, warnings.
 """
 
 import io
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class StandardStream(io.FileIO):
-    """A standard stream of this process. It takes everything, also when nobody receives it any more.
+    """A standard stream of this process. Writing to it never fails, even if nobody reads it any more.
 
-    There is no buffer above it that could hold a lock, so a signal handler may write while the code that it
-    interrupts does.
+    It has no buffer that could hold a lock, so a signal handler may write while the code that it interrupts
+    is writing.
     """
 
     failure: OSError | None = None
@@ -46,12 +46,12 @@ class StandardStream(io.FileIO):
         return size
 
 
-def protect() -> None:
-    """Make the standard streams such that writing to them never fails; called before anything is opened.
+def protect_standard_streams() -> None:
+    """Replace the standard streams by ones that never fail; call it before any file is opened.
 
-    A stream that the shell has closed becomes the null device: the next file or socket to be opened would get
-    its descriptor, and all that C code writes to stderr. Characters that the stream's encoding lacks are
-    written as escapes.
+    A stream that the shell has closed becomes the null device. Otherwise the next file or socket would get
+    its descriptor, and everything that C code writes to stderr. Characters that the stream's encoding lacks
+    are written as escapes.
     """
     was_closed = [_open_if_closed(descriptor) for descriptor in range(3)]
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -69,7 +69,7 @@ def print_stdout(text: str) -> None:
 
 
 def flush() -> None:
-    """Bring out what stdout and stderr hold back, before a process ends without the interpreter's own end."""
+    """Flush stdout and stderr, before the process ends without the interpreter's normal shutdown."""
     for stream in (sys.stdout, sys.stderr):
         _flush(stream)
 

@@ -1,9 +1,9 @@
 """Sizes, counts and times for a reader."""
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes with three significant digits, in units of 1000."""
-    if count < 1000:
+    if count < 999.5:
         return f"{count:.3g} B"
     for unit in ("kB", "MB", "GB", "TB"):
         count /= 1000
@@ -12,14 +12,14 @@ def size(count: float) -> str:
     return f"{count:.{max(0, 3 - len(str(int(count))))}f} {unit}"
 
 
-def count(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time for a reader: three significant digits."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 0.9995 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+            return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
     raise AssertionError

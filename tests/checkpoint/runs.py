@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, summary
 from tests.ranks import ddprun
 
@@ -83,7 +83,7 @@ def run(folder: Path, ranks: int, *, resuming: bool = False, may_die: bool = Fal
 
 
 def as_rank(folder: Path, run_dir: Path, resuming: bool) -> int:
-    return work(load(folder / "p.yaml"), run_dir, resuming="yes" if resuming else "no")
+    return run_worker(load(folder / "p.yaml"), run_dir, resuming="yes" if resuming else "no")
 
 
 def prepare(folder: Path, sync: str, hooks: str, model: str = MLP, precision: str = "fp32") -> None:

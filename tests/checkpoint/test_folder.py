@@ -9,29 +9,29 @@ import torch
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, encode
-from ddprun.checkpoint.folder import Files
+from ddprun.checkpoint.folder import FileRecords
 from tests.hooks.test_stacks import assert_same
 
 STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
 
 
 def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder.Checkpoint:
-    files: Files = {}
-    for name in ["shared", *map(folder.rank_name, range(ranks))]:
-        files |= folder.write(folder.unfinished(root, step, token), name, encode(STATE))
-    return folder.commit(folder.unfinished(root, step, token), step, ranks, files)
+    files: FileRecords = {}
+    for name in ["shared", *map(folder.rank_part_name, range(ranks))]:
+        files |= folder.write_part(folder.unfinished_path(root, step, token), name, encode(STATE))
+    return folder.commit(folder.unfinished_path(root, step, token), step, ranks, files)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """And its name appears at the very end."""
-    files = folder.write(folder.unfinished(tmp_path, 7, "t"), "rank-00000", encode(STATE))
+    files = folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "rank-00000", encode(STATE))
     assert folder.steps_in(tmp_path) == []
-    files |= folder.write(folder.unfinished(tmp_path, 7, "t"), "shared", encode(STATE))
-    folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
+    files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "shared", encode(STATE))
+    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == [7]
-    found = folder.opened(tmp_path, 7)
+    found = folder.open_checkpoint(tmp_path, 7)
     folder.verify(found)
-    assert_same(folder.read(found, "rank-00000"), STATE)
+    assert_same(folder.read_part(found, "rank-00000"), STATE)
     assert found.bytes == sum(
         path.stat().st_size for path in found.path.iterdir() if path.name != "manifest.json"
     )
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_the_same_step_again_takes_the_place(tmp_path: Path) -> None:
     """A run that went back over a step writes it anew."""
     write(tmp_path, token="a")
-    (folder.opened(tmp_path, 7).path / "shared.json").write_text("damaged")
+    (folder.open_checkpoint(tmp_path, 7).path / "shared.json").write_text("damaged")
     folder.verify(write(tmp_path, token="b"))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
@@ -49,7 +49,7 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     """By step, and what writing has left behind too."""
     for step in (500, 1500, 1000, 123_456_789):
         write(tmp_path, step)
-    folder.write(folder.unfinished(tmp_path, 2000, "dead"), "shared", encode(STATE))
+    folder.write_part(folder.unfinished_path(tmp_path, 2000, "dead"), "shared", encode(STATE))
     (tmp_path / "notes").mkdir()
     folder.prune(tmp_path, 2)
     folder.clear_unfinished(tmp_path)
@@ -61,19 +61,19 @@ def test_what_a_killed_run_has_left_of_a_deletion_keeps_nothing_from_being_delet
     """A folder of that name, not empty, was in the way of the next one's rename for ever."""
     for step in (7, 8):
         write(tmp_path, step=step, token=str(step))
-    (tmp_path / f".{folder.name_of(7)}.old").mkdir()
-    (tmp_path / f".{folder.name_of(7)}.old" / "shared.json").write_text("half deleted")
+    (tmp_path / f".{folder.folder_name(7)}.old").mkdir()
+    (tmp_path / f".{folder.folder_name(7)}.old" / "shared.json").write_text("half deleted")
     folder.prune(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name_of(8)]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.folder_name(8)]
 
 
 def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     """Killed between the two renamings: the older of the two is whole, and there."""
     write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")
-    folder.write(folder.unfinished(tmp_path, 7, "b"), "shared", encode(STATE))
+    folder.write_part(folder.unfinished_path(tmp_path, 7, "b"), "shared", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     folder.clear_unfinished(tmp_path)
-    folder.verify(folder.opened(tmp_path, 7))
+    folder.verify(folder.open_checkpoint(tmp_path, 7))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
@@ -91,16 +91,16 @@ def test_a_damaged_one_does_not_count_among_those_that_are_kept(tmp_path: Path) 
 
 def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
     """A rank says that it has written a file, which is not where rank 0 looks, or only in part."""
-    files: Files = {}
+    files: FileRecords = {}
     for name in ("shared", "rank-00000"):
-        files |= folder.write(folder.unfinished(tmp_path, 7, "t"), name, encode(STATE))
-    path = folder.unfinished(tmp_path, 7, "t") / "rank-00000.json"
+        files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), name, encode(STATE))
+    path = folder.unfinished_path(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
     with pytest.raises(OSError, match=r"rank-00000\.json is not whole here"):
-        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(folder.unfinished(tmp_path, 7, "t"), 7, 1, files)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
     assert folder.steps_in(tmp_path) == []
 
 
@@ -120,7 +120,7 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: str) -> No
         data[-2] ^= 1
         path.write_bytes(data)
     with pytest.raises(DamagedError, match=name):
-        folder.verify(folder.opened(tmp_path, 7))
+        folder.verify(folder.open_checkpoint(tmp_path, 7))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, change: dict[str, An
     path = write(tmp_path).path / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DamagedError, match="manifest"):
-        folder.opened(tmp_path, 7)
+        folder.open_checkpoint(tmp_path, 7)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
@@ -150,4 +150,4 @@ def test_json_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = write(tmp_path).path / "manifest.json"
     path.write_text(text)
     with pytest.raises(DamagedError, match="manifest"):
-        folder.opened(tmp_path, 7)
+        folder.open_checkpoint(tmp_path, 7)

@@ -131,8 +131,8 @@ def test_another_number_of_ranks_begins_from_the_mean_of_every_parameter(tmp_pat
     (tmp_path / "kill").write_text("0 24")
     run_dir = run(tmp_path, 3, may_die=True)
     (tmp_path / "kill").unlink()
-    newest = checkpoints.opened(run_dir / "checkpoints", steps_in(run_dir / "checkpoints")[0])
-    own = [checkpoints.read(newest, checkpoints.rank_name(rank))["parameters"] for rank in range(3)]
+    newest = checkpoints.open_checkpoint(run_dir / "checkpoints", steps_in(run_dir / "checkpoints")[0])
+    own = [checkpoints.read_part(newest, checkpoints.rank_part_name(rank))["parameters"] for rank in range(3)]
     assert len({float(one["logit_scale"]) for one in own}) == 3, "the ranks are apart"
     (tmp_path / "p.yaml").write_text(APART.replace("lr: 0.1", "lr: 0.0"))
     run(tmp_path, 2, resuming=True)

@@ -17,8 +17,8 @@ from safetensors.torch import save
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
-from ddprun.checkpoint.writer import CheckpointWriter, Outcome
-from ddprun_hooks.comm.gpu import Staging
+from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
+from ddprun_hooks.comm.gpu import PinnedStaging
 from tests.fake_gpu import FakeGpu
 
 RANKS = 3
@@ -26,25 +26,25 @@ RANKS = 3
 
 def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
-    settings: dict[str, Any] = {"keep": 2, "remote": (), "control": None, "limit_s": 30.0}
+    settings: dict[str, Any] = {"keep": 2, "remote_ranks": (), "control": None, "parts_timeout_s": 30.0}
     settings |= changes
-    slow: dict[str, Any] = {"before": hold.wait} if hold is not None else {}
+    slow: dict[str, Any] = {"before_write": hold.wait} if hold is not None else {}
     return [
         CheckpointWriter(
-            root, store, token="t", rank=rank, ranks=RANKS, **settings, **(slow if rank == 2 else {})
+            root, store, token="t", rank=rank, world_size=RANKS, **settings, **(slow if rank == 2 else {})
         )
         for rank in range(RANKS)
     ]
 
 
 def parts(rank: int, numel: int = 1000) -> dict[str, EncodedState]:
-    own = {folder.rank_name(rank): encode({"rank": rank, "own": torch.full((numel,), float(rank))})}
+    own = {folder.rank_part_name(rank): encode({"rank": rank, "own": torch.full((numel,), float(rank))})}
     return own if rank else {"shared": encode({"shared": torch.arange(numel)}), **own}
 
 
-def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> Outcome:
+def everyone(ranks: list[CheckpointWriter], step: int, **options: Any) -> CheckpointOutcome:
     threads = [
-        threading.Thread(target=writer.put, args=(step, parts(rank)), kwargs=options)
+        threading.Thread(target=writer.enqueue, args=(step, parts(rank)), kwargs=options)
         for rank, writer in enumerate(ranks)
     ]
     for thread in threads:
@@ -69,16 +69,16 @@ def close(ranks: list[CheckpointWriter]) -> None:
 def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
     """With everybody's files; only the newest are kept, and at the end nothing that was not finished."""
     ranks = writers(tmp_path)
-    folder.unfinished(tmp_path, 5, "before-0").mkdir()
+    folder.unfinished_path(tmp_path, 5, "before-0").mkdir()
     for step in (10, 20, 30):
         outcome = everyone(ranks, step, wait=step == 30)
         assert outcome.problem is None
-        assert outcome.written is not None
+        assert outcome.checkpoint is not None
     assert folder.steps_in(tmp_path) == [30, 20]
-    found = folder.opened(tmp_path, 30)
+    found = folder.open_checkpoint(tmp_path, 30)
     folder.verify(found)
     for rank in range(RANKS):
-        assert folder.read(found, folder.rank_name(rank))["rank"] == rank
+        assert folder.read_part(found, folder.rank_part_name(rank))["rank"] == rank
     close(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
 
@@ -89,21 +89,21 @@ def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
     ranks = writers(tmp_path, hold)
     for step in (10, 20):
         for rank, writer in enumerate(ranks):
-            writer.put(step, parts(rank))
+            writer.enqueue(step, parts(rank))
     hold.set()
     outcomes = [ranks[0].outcomes.get(timeout=30) for _ in range(2)]
-    assert outcomes[0].written is not None
+    assert outcomes[0].checkpoint is not None
     assert outcomes[1].problem == "rank 0 was still writing the checkpoint of step 10"
-    assert everyone(ranks, 30).written is not None
+    assert everyone(ranks, 30).checkpoint is not None
     close(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
 
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     """After a time; the others' parts are deleted."""
-    ranks = writers(tmp_path, limit_s=0.3)
+    ranks = writers(tmp_path, parts_timeout_s=0.3)
     for rank in (0, 1):
-        ranks[rank].put(10, parts(rank))
+        ranks[rank].enqueue(10, parts(rank))
     assert ranks[0].outcomes.get(timeout=30).problem == "rank 2 has not written its part within 0.3 s"
     close(ranks)
     assert list(tmp_path.iterdir()) == []
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
     assert "cannot write it: " in str(outcome.problem)
     assert "No space left" in str(outcome.problem)
     assert folder.steps_in(small_disk) == [10]
-    folder.verify(folder.opened(small_disk, 10))
+    folder.verify(folder.open_checkpoint(small_disk, 10))
     assert sorted(path.name for path in small_disk.iterdir()) == ["hog", "step-00000010"]
     hog.unlink()
     assert everyone(ranks, 30).problem is None
@@ -148,28 +148,28 @@ def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
 
 
 def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
-    """`put` returns before anything is on disk."""
+    """`enqueue` returns before anything is on disk."""
     ranks = writers(tmp_path)
     started = time.monotonic()
     for rank, writer in enumerate(ranks[:2]):
-        writer.put(10, parts(rank))
+        writer.enqueue(10, parts(rank))
     assert folder.steps_in(tmp_path) == [], "rank 2 has not come yet"
     assert time.monotonic() - started < 20
-    ranks[2].put(10, parts(2))
-    assert ranks[0].outcomes.get(timeout=30).written is not None
+    ranks[2].enqueue(10, parts(2))
+    assert ranks[0].outcomes.get(timeout=30).checkpoint is not None
     close(ranks)
 
 
 def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     """Ranks that never meet stop each after a step of its own; the last one, which all take, is written."""
     heard: list[bool] = []
-    ranks = writers(tmp_path, after=lambda _, written: heard.append(written))
+    ranks = writers(tmp_path, after_write=lambda _, written: heard.append(written))
     everyone(ranks, 10)
     wait_for(lambda: len(heard) == RANKS)
     for rank in (0, 2):
-        ranks[rank].put(20, parts(rank))
-    ranks[2].put(30, parts(2))
-    assert max(writer.count for writer in ranks) == 3
+        ranks[rank].enqueue(20, parts(rank))
+    ranks[2].enqueue(30, parts(2))
+    assert max(writer.enqueued_count for writer in ranks) == 3
     for writer in ranks:
         writer.skip_to(3)
     assert everyone(ranks, 30, wait=True).problem == "rank 1 had stopped before"
@@ -182,7 +182,7 @@ def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
 def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
     """Written or left out: so a launcher can wait for a checkpoint, whichever of its ranks it asks."""
     heard: list[bool] = []
-    ranks = writers(tmp_path, after=lambda _, written: heard.append(written))
+    ranks = writers(tmp_path, after_write=lambda _, written: heard.append(written))
     everyone(ranks, 10)
     wait_for(lambda: len(heard) == RANKS)
     assert heard == [True] * RANKS
@@ -204,7 +204,7 @@ class Under:
         for tensor in self.tensors:
             tensor.fill_(7.0)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self.released += 1
 
 
@@ -215,16 +215,16 @@ def test_the_writing_thread_waits_for_what_a_gpu_still_copies(tmp_path: Path) ->
     own = [parts(rank) for rank in range(RANKS)]
     copies = [Under([tensor for state in part.values() for tensor in state.tensors.values()]) for part in own]
     for rank, writer in enumerate(ranks):
-        writer.put(10, own[rank], staged=copies[rank])  # type: ignore[arg-type]
+        writer.enqueue(10, own[rank], staged=copies[rank])  # type: ignore[arg-type]
     late = Under([])
-    ranks[2].put(20, parts(2), staged=late)  # type: ignore[arg-type]
+    ranks[2].enqueue(20, parts(2), staged=late)  # type: ignore[arg-type]
     assert late.released == 1
     hold.set()
     assert ranks[0].outcomes.get(timeout=30).problem is None
     wait_for(lambda: all(one.released == 1 for one in copies))
-    found = folder.opened(tmp_path, 10)
+    found = folder.open_checkpoint(tmp_path, 10)
     for rank in range(RANKS):
-        state = folder.read(found, folder.rank_name(rank))
+        state = folder.read_part(found, folder.rank_part_name(rank))
         assert bool((state["own"] == 7.0).all())
     close(ranks)
 
@@ -232,18 +232,18 @@ def test_the_writing_thread_waits_for_what_a_gpu_still_copies(tmp_path: Path) ->
 def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
     """Nothing is copied into memory from which a checkpoint is still being written."""
     gpu = FakeGpu()
-    staging = Staging(gpu)
+    staging = PinnedStaging(gpu)
     weights = {f"w{index}": torch.randn(1000, index + 1) for index in range(40)}
     for round_number in range(3):
         copies = staging.begin()
         assert copies is not None
         assert staging.begin() is None, "it is in use"
         copied = {name: copies.copy(tensor) for name, tensor in weights.items()}
-        copies.sent()
+        copies.mark_all_started()
         copies.wait()
         assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
         assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())
         save(copied)  # they share storage, and overlap nowhere
-        copies.give_back()
+        copies.release()
         assert gpu.pinned_bytes == 64 << 20, f"round {round_number}"
     assert gpu.log[-2:] == [("stream 0", "waits for", "compute"), ("compute", "waits for", "stream 0")]

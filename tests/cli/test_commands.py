@@ -11,7 +11,7 @@ import pytest
 
 from ddprun import __version__
 from ddprun.cli import main
-from ddprun.config import Fault, Loaded, load
+from ddprun.config import Fault, LoadedPipeline, load
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]
@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     launch = ModuleType("ddprun.launch")
 
     def start(
-        loaded: Loaded,
+        loaded: LoadedPipeline,
         flags: Mapping[str, str | bool],
         overrides: Sequence[str],
         run_dir: Path | None,
@@ -122,7 +122,7 @@ def test_a_fault_of_the_run_is_told_alike(good: Path, monkeypatch: pytest.Monkey
     """What only a run can see looks like any other fault, and the exit code is 2 too."""
     launch = ModuleType("ddprun.launch")
 
-    def start(loaded: Loaded, *rest: object, resuming: str) -> int:
+    def start(loaded: LoadedPipeline, *rest: object, resuming: str) -> int:
         raise loaded.error("model.mlp", "is too small")
 
     launch.start = start  # type: ignore[attr-defined]
@@ -225,12 +225,15 @@ def test_check_for_github(bad: Path, capsys: Out) -> None:
 
 def test_github_annotations_are_escaped() -> None:
     """Whatever a fault holds stays one annotation."""
-    from ddprun.cli.printing import github
+    from ddprun.cli.printing import github_annotation
 
     fault = Fault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of it")
-    assert github(fault) == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
+    assert (
+        github_annotation(fault)
+        == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
+    )
     override = Fault(file="--set 1", line=1, column=2, path="x", problem="bad")
-    assert github(override) == "::error title=ddprun::--set 1: x: bad"
+    assert github_annotation(override) == "::error title=ddprun::--set 1: x: bad"
 
 
 @pytest.mark.parametrize(
@@ -240,13 +243,12 @@ def test_colors(
     terminal: bool, no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """There is color on a terminal only, and none with NO_COLOR."""
-    from ddprun.cli.printing import colored as decides
-    from ddprun.cli.printing import text
+    from ddprun.cli.printing import format_faults, use_color
 
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     fault = Fault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
-    assert ("\x1b[" in text([fault], decides(sys.stdout))) == colored
+    assert ("\x1b[" in format_faults([fault], use_color(sys.stdout))) == colored
 
 
 def test_init_writes_a_good_pipeline(

@@ -22,7 +22,7 @@ from kubeflow_trainer_api import models
 
 from ddprun.cluster import Submission
 from ddprun.cluster.backends.kubernetes import Kubernetes
-from ddprun.config import Loaded, load
+from ddprun.config import LoadedPipeline, load
 from ddprun.config.secrets import REDACTED
 from tests.ranks import Finished, ddprun
 
@@ -76,7 +76,7 @@ LAUNCH = st.fixed_dictionaries(
 )
 
 
-def job_of(loaded: Loaded) -> Kubernetes:
+def job_of(loaded: LoadedPipeline) -> Kubernetes:
     """What `submit` would send."""
     return Kubernetes(vars(loaded.pipeline)["kubernetes"], Submission(loaded))
 
@@ -134,12 +134,12 @@ def test_every_manifest_is_valid(name: str, asked: dict[str, Any], launch: dict[
         loaded = load(file)
         job = job_of(loaded)
         manifests = list(yaml.safe_load_all(job.text))
-        assert manifests == job.objects
+        assert manifests == job.manifests
         (config,) = (one["data"] for one in manifests if one["kind"] == "ConfigMap")
         (Path(scratch) / "again.yaml").write_text(config["pipeline.yaml"])
         again = load(Path(scratch) / "again.yaml")
         assert again.pipeline == loaded.pipeline, "the pods read what was submitted"
-        assert REDACTED not in loaded.resolved(), "names of Secrets are none themselves"
+        assert REDACTED not in loaded.resolved_yaml(), "names of Secrets are none themselves"
     for manifest in manifests:
         check(manifest)
 
@@ -149,7 +149,7 @@ def test_a_field_that_is_none_is_refused(tmp_path: Path, at: str) -> None:
     """By the checks above."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     refused = 0
-    for manifest in job_of(load(tmp_path / "p.yaml")).objects:
+    for manifest in job_of(load(tmp_path / "p.yaml")).manifests:
         place: Any = manifest
         for key in at.split("."):
             place = place.get(key, {}) if isinstance(place, dict) else {}
@@ -252,6 +252,7 @@ class Server(ThreadingHTTPServer):
         self.log: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.refused: set[str] = set()
+        self.output = b"train: step 1/1\n"
         self.pods: list[dict[str, Any]] = []
 
 
@@ -298,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
                 {"kind": "APIResourceList", "groupVersion": path.split("/", 1)[1], "resources": resources}
             )
         elif path.endswith("/log"):
-            self._answer(b"train: step 1/1\n")
+            self._answer(self.server.output)
         elif path.endswith("/pods"):
             self._answer({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": self.server.pods})
         else:
@@ -376,6 +377,17 @@ def test_what_a_dry_run_prints_is_sent(tmp_path: Path, kind: str) -> None:
             "ddprun: pod first: ImagePullBackOff: no such image\n"
             f"train: step 1/1\ntrain: step 1/1\nddprun: job {job}: Complete\n"
         )
+
+
+def test_a_character_that_is_cut_in_the_output_is_whole(tmp_path: Path) -> None:
+    """The output comes in pieces of any number of bytes; a character may be cut, or never be whole."""
+    with serving(tmp_path) as (server, environment):
+        server.pods = [pod("first", {"terminated": {"exitCode": 0}})]
+        text = "€" * 50_000
+        server.output = text.encode() + b"\xe2\x82"
+        done = submit(tmp_path, environment, "--follow")
+        assert done.code == 0, done.stderr
+        assert done.stderr.partition("ddprun: job ")[0] == text + "\ufffd"
 
 
 def pod(name: str, state: dict[str, Any], *, index: str = "0", restarts: int = 0) -> dict[str, Any]:

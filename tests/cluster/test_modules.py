@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddprun_hooks.config.trust import VARIABLE
+from ddprun_hooks.config.trust import TRUST_VARIABLE
 from tests.cluster.test_kubernetes import check
 from tests.ranks import Finished, ddprun_here
 
@@ -133,6 +133,6 @@ def test_trust_still_judges(folder: Path) -> None:
     own_data = ("--set", "data={train: samples.Samples, evaluate: samples.Samples}")
     command = ("submit", "p.yaml", "--to", "docker", "--dry-run", "--with-modules", *own_data)
     for trusted, code in (("torchvision", 2), ("./nets,./samples,numpy,./shrink,elsewhere", 0)):
-        done = ddprun_here(*command, cwd=folder, environment={VARIABLE: trusted})
+        done = ddprun_here(*command, cwd=folder, environment={TRUST_VARIABLE: trusted})
         assert done.code == code, done.stderr
-    assert f"{VARIABLE}={trusted}" in done.stdout
+    assert f"{TRUST_VARIABLE}={trusted}" in done.stdout

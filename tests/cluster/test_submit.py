@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from ddprun.cli import main
+from ddprun.cluster import Submission
+from ddprun.cluster.backends import slurm as backend
 from ddprun.config import PipelineError, load
-from ddprun_hooks.config.trust import VARIABLE
+from ddprun_hooks.config.trust import TRUST_VARIABLE
 from tests.ranks import Finished, ddprun
 
 PIPELINE = """
@@ -147,21 +149,21 @@ def test_the_limit_on_imports_holds_for_the_job(
     submitted: Submitted, monkeypatch: pytest.MonkeyPatch, limit: str | None, kind: str
 ) -> None:
     """`DDPRUN_TRUSTED` goes along to each engine, also if it is empty, whatever the file says."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
     if limit is not None:
-        monkeypatch.setenv(VARIABLE, limit)
+        monkeypatch.setenv(TRUST_VARIABLE, limit)
     code, script, _ = submitted("slurm", more="slurm: {options: {export: NONE}, image: me/app}\n")
     assert code == 0
-    exports = [line for line in script.splitlines() if line.startswith(f"export {VARIABLE}=")]
-    assert exports == ([] if limit is None else [f"export {VARIABLE}={shlex.quote(limit)}"])
+    exports = [line for line in script.splitlines() if line.startswith(f"export {TRUST_VARIABLE}=")]
+    assert exports == ([] if limit is None else [f"export {TRUST_VARIABLE}={shlex.quote(limit)}"])
     assert "srun --export=ALL " in script
     assert ("--container-env=DDPRUN_TRUSTED" in script) is (limit is not None)
 
-    code, text, _ = submitted("docker", more=f"docker: {{nodes: 2, env: [{VARIABLE}, HOME]}}\n")
+    code, text, _ = submitted("docker", more=f"docker: {{nodes: 2, env: [{TRUST_VARIABLE}, HOME]}}\n")
     assert code == 0
     containers = [one["body"] for one in yaml.safe_load_all(text) if "containers" in one.get("POST", "")]
     wanted = [
-        f"{VARIABLE}=${{env:{VARIABLE}}}" if limit is None else f"{VARIABLE}={limit}",
+        f"{TRUST_VARIABLE}=${{env:{TRUST_VARIABLE}}}" if limit is None else f"{TRUST_VARIABLE}={limit}",
         "HOME=${env:HOME}",
     ]
     assert [one["Env"] for one in containers] == [wanted, wanted]
@@ -169,7 +171,7 @@ def test_the_limit_on_imports_holds_for_the_job(
     code, text, _ = submitted("kubernetes", more=f"kubernetes: {{kind: {kind}, env_from: mine}}\n")
     assert code == 0
     found = [one.get("env") for manifest in yaml.safe_load_all(text) for one in _containers(manifest)]
-    assert found == [None if limit is None else [{"name": VARIABLE, "value": limit}]]
+    assert found == [None if limit is None else [{"name": TRUST_VARIABLE, "value": limit}]]
 
 
 def _containers(value: Any) -> list[dict[str, Any]]:
@@ -204,7 +206,7 @@ def test_a_literal_secret_of_a_pod_is_one(submitted: Submitted, tmp_path: Path, 
     assert (code, out) == (2, "")
     assert "holds a secret" in told
     (tmp_path / "q.yaml").write_text(PIPELINE + more)
-    written = load(tmp_path / "q.yaml").resolved()
+    written = load(tmp_path / "q.yaml").resolved_yaml()
     assert "hunter2" not in written
     assert "[redacted]" in written
     code, out, told = submitted("kubernetes", "--set", f"kubernetes.pod={{{pod}}}")
@@ -434,6 +436,33 @@ def test_restricted_fields_may_be_written_out(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(f"{PIPELINE}kubernetes: {{pod: {pod}}}\n")
     asked = vars(load(tmp_path / "p.yaml").pipeline)["kubernetes"]
     assert asked.pod["initContainers"][0]["image"] == "b"
+
+
+def test_a_character_that_is_cut_in_the_output_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's file of the output may be read within a character; one that never becomes whole is replaced."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    loaded = load(tmp_path / "p.yaml")
+    job = backend.Slurm(vars(loaded.pipeline)["slurm"], Submission(loaded))
+    output = tmp_path / "runs" / "digits" / "slurm-7.out"
+    output.parent.mkdir(parents=True)
+    answers = iter(
+        [(b"5 \xe2", "RUNNING"), (b"\x82\xac\n", "RUNNING"), (b"", "RUNNING"), (b"\xe2", "FAILED")]
+    )
+
+    def answer(_: list[str]) -> str:
+        written, state = next(answers)
+        with output.open("ab") as file:
+            file.write(written)
+        return f"JobId=7 JobState={state} Reason=None"
+
+    monkeypatch.setattr(backend, "_call", answer)
+    monkeypatch.setattr(backend, "_POLL_S", 0.0)
+    shown: list[str] = []
+    assert job.follow("7", shown.append) == ("FAILED", False)
+    assert "".join(shown) == "5 \u20ac\n\ufffd"
 
 
 def test_without_slurm_it_says_so(tmp_path: Path) -> None:

@@ -18,20 +18,20 @@ import pytest
 from ddprun.cli import main
 from ddprun.compare import compare, learning
 from ddprun.compare.compare import (
-    Repetition,
-    Side,
+    SeedRun,
     Variant,
-    fitted,
-    noise,
-    ratio,
-    rows,
-    variants,
-    verdict,
+    VariantRuns,
+    comparison_rows,
+    make_variants,
+    noise_factor,
+    speed_ratio,
+    speed_verdict,
+    with_step_and_noop_overrides,
 )
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
-from ddprun.report.digest import digest
-from ddprun.report.html import alike
+from ddprun.report.digest import digest_run
+from ddprun.report.html import format_alike
 from ddprun.report.runs import Run
 from tests.ranks import Running, ddprun
 from tests.report.made_up import make
@@ -48,20 +48,20 @@ checkpoint: {keep: 0}
 """
 
 
-def side(folder: Path, name: str, turns_s: list[float], *, twin: bool = False, **made: Any) -> Side:
+def side(folder: Path, name: str, turns_s: list[float], *, twin: bool = False, **made: Any) -> VariantRuns:
     """A variant with a run that came to its end, whose steps took so long in each turn; `made`: of `make`."""
     return seeded(folder, name, [made], turns_s, twin=twin)
 
 
 def seeded(
     folder: Path, name: str, made: list[dict[str, Any]], turns_s: list[float], *, twin: bool = False
-) -> Side:
+) -> VariantRuns:
     """A variant with a run for each seed."""
     runs = []
     for seed, options in enumerate(made):
         run = Run(make(folder / f"{name}-{seed}", **options))
-        runs.append(Repetition(run.folder, seed, 0, digest(run), dict(enumerate(turns_s, start=1))))
-    return Side(Variant(name, Path("p.yaml"), twin=twin), runs)
+        runs.append(SeedRun(run.folder, seed, 0, digest_run(run), dict(enumerate(turns_s, start=1))))
+    return VariantRuns(Variant(name, Path("p.yaml"), twin=twin), runs)
 
 
 def noisy(seed: int, mean_s: float, spread: float, turns: int = 12) -> list[float]:
@@ -73,11 +73,11 @@ def test_what_happens_in_few_turns_counts(tmp_path: Path) -> None:
     """A synchronisation every hundred steps: most turns are a little faster, and the whole is slower."""
     first = side(tmp_path, "first", [0.010] * 20)
     rare = side(tmp_path, "rare", [0.030 if turn % 5 == 0 else 0.009 for turn in range(20)])
-    found = ratio(first, rare)
+    found = speed_ratio(first, rare)
     assert found is not None
     assert found.mean == pytest.approx(10 / (0.2 * 30 + 0.8 * 9))
     assert found.low < found.mean < found.high
-    assert verdict(first, rare, 1.02) != "faster"
+    assert speed_verdict(first, rare, 1.02) != "faster"
 
 
 def test_a_run_and_its_twin_say_what_is_noise(tmp_path: Path) -> None:
@@ -88,18 +88,18 @@ def test_a_run_and_its_twin_say_what_is_noise(tmp_path: Path) -> None:
     fast = side(tmp_path, "fast", noisy(4, 0.005, 0.02))
     slow = side(tmp_path, "slow", noisy(5, 0.020, 0.02))
     sides = [first, twin, close, fast, slow]
-    factor = noise(sides)
+    factor = noise_factor(sides)
     assert factor is not None
     assert 1.03 < factor < 1.06
-    assert verdict(first, first, factor) == "the first"
-    assert verdict(first, twin, factor).startswith("noise: up to ")
-    assert verdict(first, close, factor) == "no difference beyond noise"
-    assert verdict(first, fast, factor) == "faster"
-    assert verdict(first, slow, factor) == "slower"
-    found = ratio(first, fast)
+    assert speed_verdict(first, first, factor) == "the first"
+    assert speed_verdict(first, twin, factor).startswith("noise: up to ")
+    assert speed_verdict(first, close, factor) == "no difference beyond noise"
+    assert speed_verdict(first, fast, factor) == "faster"
+    assert speed_verdict(first, slow, factor) == "slower"
+    found = speed_ratio(first, fast)
     assert found is not None
     assert 1.9 < found.low <= found.mean <= found.high < 2.1
-    assert verdict(first, side(tmp_path, "few", [0.001] * 5), factor) == "too few turns to tell"
+    assert speed_verdict(first, side(tmp_path, "few", [0.001] * 5), factor) == "too few turns to tell"
 
 
 def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
     drift = [1.0] * 6 + [10.0] * 6
     first = side(tmp_path, "first", [0.01 * d for d in drift])
     other = side(tmp_path, "other", [0.008 * d for d in drift])
-    found = ratio(first, other)
+    found = speed_ratio(first, other)
     assert found is not None
     assert (found.low, found.mean, found.high) == pytest.approx((1.25, 1.25, 1.25))
 
@@ -115,8 +115,8 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
     """The run that has seen fewest says after how many; a run that failed has none."""
     long, short = side(tmp_path, "long", [0.01] * 8, steps=40), side(tmp_path, "short", [0.01] * 8, steps=20)
-    failed = Side(Variant("failed", Path("p.yaml")), [Repetition(tmp_path / "failed", code=1)])
-    table = rows([long, short, failed])
+    failed = VariantRuns(Variant("failed", Path("p.yaml")), [SeedRun(tmp_path / "failed", code=1)])
+    table = comparison_rows([long, short, failed])
     expected = (1 / 19 + 1 / 20) / 2  # the last tenth of 320 samples
     assert [row["loss"] for row in table] == [pytest.approx(expected), pytest.approx(expected), None]
     assert [row["loss_after_samples"] for row in table] == [320, 320, None]
@@ -131,21 +131,21 @@ def test_how_soon_a_loss_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert early is not None
     assert late is not None
     assert late < early
-    soon = learning.samples_until(run, early, samples)
+    soon = learning.samples_until_loss(run, early, samples)
     assert soon is not None
     assert samples // 2 <= soon < 0.6 * samples
-    assert learning.samples_until(run, late, samples) == samples
-    assert learning.samples_until(run, late, samples // 2) is None
+    assert learning.samples_until_loss(run, late, samples) == samples
+    assert learning.samples_until_loss(run, late, samples // 2) is None
     lucky = {1: 0.1, 50: 0.1}
     curve = [(10 * step, lucky.get(step, 2.0 - 0.01 * step), 10) for step in range(1, 101)]
-    monkeypatch.setattr(learning, "_losses", lambda _: curve)
-    assert learning.samples_until(run, 1.2, 1000) == 850
+    monkeypatch.setattr(learning, "_loss_history", lambda _: curve)
+    assert learning.samples_until_loss(run, 1.2, 1000) == 850
 
 
 def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     """By the scatter of the differences under equal seeds; what is faster and learns worse is not chosen."""
 
-    def under(name: str, step_s: float, *above: float) -> Side:
+    def under(name: str, step_s: float, *above: float) -> VariantRuns:
         made = [{"above": one, "evaluated": (20,)} for one in above]
         return seeded(tmp_path, name, made, [step_s] * 8)
 
@@ -157,7 +157,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
         under("same", 0.010, 0.5, 0.7, 0.6),
         under("better", 0.020, 0.41, 0.60, 0.52),
     ]
-    table = rows(sides)
+    table = comparison_rows(sides)
     assert [(row["verdict"], row["learning"]) for row in table] == [
         ("the first", ""),
         ("faster", "learns worse"),
@@ -182,7 +182,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     assert told[1].endswith(" seeds would tell a difference of that size.")
     assert told[-1] == "Choose unclear: it is the fastest that does not learn worse."
     assert (
-        learning.sentences(rows(sides[:2]))[-1]
+        learning.sentences(comparison_rows(sides[:2]))[-1]
         == "Stay with first: what is faster learns worse, or sends nothing."
     )
 
@@ -191,7 +191,7 @@ def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> Non
     """Unless its losses are equal; the option that would tell is named."""
     first = side(tmp_path, "first", [0.01] * 8, above=0.01)
     other = side(tmp_path, "other", [0.005] * 8, above=0.005)
-    (_, row) = table = rows([first, other])
+    (_, row) = table = comparison_rows([first, other])
     assert row["learning"] == "one seed cannot tell"
     assert row["loss_difference"] == pytest.approx(-0.005)
     assert row["loss_difference_low"] is None
@@ -209,7 +209,7 @@ def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
     diverged = side(tmp_path, "diverged", [0.002] * 8)
     summary = tmp_path / "diverged-0" / "summary.json"
     summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 3}, "steps":', 1))
-    table = rows([first, nothing, diverged])
+    table = comparison_rows([first, nothing, diverged])
     assert [row["verdict"] for row in table] == ["the first", "faster", "faster"]
     assert learning.conclusion(table[2]) == "faster, and its loss is not finite"
     assert [row["chosen"] for row in table] == [True, False, False]
@@ -220,20 +220,20 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
     first = side(tmp_path, "first", [0.01] * 8)
     other = side(tmp_path, "other", [0.005] * 8, late=0)
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
-    table = rows([first, other])
-    lines = compare.text(table, "markdown", None).splitlines()
+    table = comparison_rows([first, other])
+    lines = compare.render(table, "markdown", None).splitlines()
     assert "|  | steps/s | times the first | exposed | sent per step | fidelity |  |" in lines
     cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8.00 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
     assert r"| [bold]a\|b | 1 | 0.0513 | +0 |" in lines
     assert lines[-1] == "- Choose [bold]a|b: it is the fastest that does not learn worse."
-    assert "[bold]a|b" in compare.text(table, "text", 160)
-    assert [row["variant"] for row in json.loads(compare.text(table, "json", None))] == [
+    assert "[bold]a|b" in compare.render(table, "text", 160)
+    assert [row["variant"] for row in json.loads(compare.render(table, "json", None))] == [
         "first",
         "[bold]a|b",
     ]
-    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.text(table, "csv", None)))] == [
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render(table, "csv", None)))] == [
         "8",
         "8",
     ]
@@ -242,7 +242,7 @@ def test_the_table_has_four_forms(tmp_path: Path) -> None:
 def test_all_combinations_are_named() -> None:
     """The twin stands behind the first, nothing sent at the end."""
     keys = [("hooks", ["[]", "[fp16]"]), ("seed", ["0", "1"])]
-    found = variants([Path("a.yaml")], ["accumulate=2"], keys, noop=True, twin=True)
+    found = make_variants([Path("a.yaml")], ["accumulate=2"], keys, noop=True, twin=True)
     assert [variant.name for variant in found] == [
         "hooks=[], seed=0",
         "hooks=[], seed=0 once more",
@@ -253,9 +253,9 @@ def test_all_combinations_are_named() -> None:
     ]
     assert found[2].overrides == ("accumulate=2", "hooks=[]", "seed=1")
     assert found[5].overrides == ("accumulate=2", "hooks=[]", "seed=0", "hooks=[noop]")
-    files = variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
+    files = make_variants([Path("x/a.yaml"), Path("b.yaml")], [], [], noop=False, twin=False)
     assert [variant.name for variant in files] == ["a", "b"]
-    alike = variants([Path("x/a.yaml"), Path("y/a.yaml")], [], [], noop=False, twin=False)
+    alike = make_variants([Path("x/a.yaml"), Path("y/a.yaml")], [], [], noop=False, twin=False)
     assert [variant.name for variant in alike] == ["x/a.yaml", "y/a.yaml"]
 
 
@@ -266,10 +266,10 @@ def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
     for noop in (False, True):
         overrides = ("hooks=[noop]",) if noop else ("seed=1",)
         variant = Variant("v", tmp_path / "p.yaml", overrides)
-        longer = fitted(variant, 40)
+        longer = with_step_and_noop_overrides(variant, 40)
         pipeline = load(longer.pipeline, longer.overrides).pipeline
         (train,) = pipeline.train_stages()
-        settings = train.effective(pipeline)
+        settings = train.effective_settings(pipeline)
         assert pipeline.stages[1].name == "evaluate"
         assert (settings.steps, settings.epochs, settings.sync.name) == (40, None, "local_sgd")
         assert [hook.name for hook in settings.hooks] == (["noop"] if noop else ["fp16"])
@@ -300,21 +300,21 @@ def test_only_one_run_works_at_a_time() -> None:
 
     async def take_turns() -> list[int]:
         order = []
-        async with TimeSliceScheduler(every=5) as scheduler:
-            port = json.loads(scheduler.variable(0))["port"]
+        async with TimeSliceScheduler(turn_steps=5) as scheduler:
+            port = json.loads(scheduler.environment_value(0))["port"]
             silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
             silent[0].sendall(b'{"secret')
             ranks = []
             for run, turns in enumerate((3, 5)):
-                scheduler.expect(run, lambda run=run: run not in ended)  # type: ignore[misc]
-                told = scheduler.variable(run)
+                scheduler.add_run(run, lambda run=run: run not in ended)  # type: ignore[misc]
+                told = scheduler.environment_value(run)
                 ranks += [asyncio.create_task(asyncio.to_thread(rank, told, run, turns)) for _ in range(2)]
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(b'{"secret": "x", "run": 0, "rank": 0, "ranks": 9}\n')
                 await asyncio.wait_for(scheduler.wait_for_all(), 30)
-                while left := list(scheduler.left()):
+                while left := list(scheduler.waiting_runs()):
                     for run in left:
-                        await scheduler.give(run)
+                        await scheduler.give_turn(run)
                         order.append(run)
                 stranger.settimeout(20)
                 assert stranger.recv(1) == b""  # heard at the latest while turns were given
@@ -349,7 +349,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"
     assert [row["chosen"] for row in table] == [True, False, False], "noop is nothing to choose"
-    other = [line["loss"] for line in Run(tmp_path / "out" / "0-seed-1").steps(0)]
+    other = [line["loss"] for line in Run(tmp_path / "out" / "0-seed-1").step_records(0)]
     assert all(row["loss_after_samples"] == 60 * 16 for row in table)
     assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
     assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
@@ -357,16 +357,16 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     alone = ddprun("p.yaml", "--run-dir=alone", cwd=tmp_path)
     assert alone.code == 0, alone.stderr
     of_turns, of_one = (
-        [(line["step"], line["loss"]) for line in Run(tmp_path / name).steps(0)]
+        [(line["step"], line["loss"]) for line in Run(tmp_path / name).step_records(0)]
         for name in ("out/0-seed-0", "alone")
     )
     assert of_turns == of_one
     assert other != [loss for _, loss in of_one]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "a band reaches from the lowest seed" in page
-    speeds = alike(row["steps_per_s"] for row in table)
+    speeds = format_alike(row["steps_per_s"] for row in table)
     assert "".join(f"<td>{speed}</td>" for speed in speeds) in page, "one speed"
-    steps = list(Run(tmp_path / "out" / "0-seed-0").steps(1))
+    steps = list(Run(tmp_path / "out" / "0-seed-0").step_records(1))
     assert max(line["step_us"] for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
 
 

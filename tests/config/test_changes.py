@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from ddprun.config import Loaded, PipelineError
-from ddprun.config.changes import changes, schedule_changed
+from ddprun.config import LoadedPipeline, PipelineError
+from ddprun.config.changes import check_changes, schedule_changed
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 
 TEXT = """
 sync: {local_sgd: {every: 4}}
@@ -21,8 +21,8 @@ stages:
 
 
 def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | None = 2) -> list[str]:
-    before = loaded(TEXT).plain()
-    return changes(loaded(TEXT, *overrides), before, next_stage=next_stage, begun=begun)
+    before = loaded(TEXT).as_dict()
+    return check_changes(loaded(TEXT, *overrides), before, next_stage=next_stage, begun_stage=begun)
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_a_stage_that_has_not_begun_is_free(loaded: Load) -> None:
 )
 def test_when_learning_rates_are_followed_anew(loaded: Load, override: str, changed: bool) -> None:
     """Where the optimizer's settings, the schedule or the stage's length are others."""
-    before: dict[str, Any] = loaded(TEXT).plain()
+    before: dict[str, Any] = loaded(TEXT).as_dict()
     assert schedule_changed(loaded(TEXT, override), before, 2) is changed

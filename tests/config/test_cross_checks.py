@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from ddprun.config import Loaded
-from ddprun.plugins import SYNC
+from ddprun.config import LoadedPipeline
+from ddprun.plugins import SYNC_POLICIES
 from ddprun.sync.plan import StageFacts
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 
 LOCAL = "sync: {local_sgd: {every: 2}}\n"
 TRAIN = "stages: [{train: {steps: 4}}]\n"
@@ -365,8 +365,8 @@ def test_every_policy_says_its_period() -> None:
     """The option that a message names is the one that the plan goes by; without one, ranks synchronise at
     every step or never.
     """
-    for name, policy in SYNC.loadable().items():
+    for name, policy in SYNC_POLICIES.load_available().items():
         has_period = policy.period_key in policy.model_fields
         made = policy(**({policy.period_key: 6} if has_period else {}))
         plan = made.plan(StageFacts(backward=True, changes_weights=True))
-        assert plan.period == (6 if has_period else 0 if plan.never else 1), name
+        assert plan.period == (6 if has_period else 0 if plan.never_exchanges else 1), name

@@ -6,12 +6,12 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ddprun.config import load
-from ddprun.config.resolved import plain
-from ddprun.config.scalars import write
+from ddprun.config.resolved import to_plain_data
+from ddprun.config.scalars import format_scalar
 from ddprun.config.schema import (
-    OVERRIDABLE,
+    BUFFER_TIMES,
+    OVERRIDABLE_KEYS,
     STAGES,
-    TIMES,
     Audit,
     Batch,
     Checkpoint,
@@ -20,9 +20,9 @@ from ddprun.config.schema import (
     Launch,
     Loader,
     Timings,
-    pipeline_model,
+    pipeline_class,
 )
-from ddprun.plugins import CLUSTERS, SYNC, TRACKERS
+from ddprun.plugins import CLUSTERS, SYNC_POLICIES, TRACKERS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
 
@@ -40,7 +40,7 @@ def defaults() -> dict[str, str]:
     }
     sections |= {name: CLUSTERS.load(name).Options for name in CLUSTERS.built_in()}
     found: dict[str, str] = {}
-    for key, field in pipeline_model().model_fields.items():
+    for key, field in pipeline_class().model_fields.items():
         if key in sections:
             found |= {
                 f"{key}.{name}": shown(item.default) for name, item in sections[key].model_fields.items()
@@ -51,13 +51,13 @@ def defaults() -> dict[str, str]:
 
 
 def shown(value: object) -> str:
-    value = plain(value)
+    value = to_plain_data(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return (
         "[]"
         if value == []
-        else write(value)
+        else format_scalar(value)
         if isinstance(value, (str, int, float, type(None)))
         else str(value)
     )
@@ -89,7 +89,7 @@ def cells(section: str) -> list[list[str]]:
 def test_every_policy_is_on_the_page_with_its_options() -> None:
     """The table of policies is complete; each is shown with its options and their defaults."""
     wanted = []
-    for name, model in SYNC.loadable().items():
+    for name, model in SYNC_POLICIES.load_available().items():
         keys = [
             key if field.is_required() else f"{key}: {shown(field.default)}"
             for key, field in model.model_fields.items()
@@ -103,7 +103,7 @@ def test_every_policy_is_on_the_page_with_its_options() -> None:
 def test_every_time_for_buffers_is_on_the_page() -> None:
     """The table of times is complete."""
     found = {row[0].strip("`") for row in cells("### Buffers")[1:]}
-    assert found == {*TIMES, "{every: N}"}
+    assert found == {*BUFFER_TIMES, "{every: N}"}
 
 
 def test_every_stage_is_on_the_page_with_its_keys() -> None:
@@ -111,7 +111,7 @@ def test_every_stage_is_on_the_page_with_its_keys() -> None:
     rows = {row[0].strip("`"): row[1] for row in cells("**Stages.**")[1:]}
     assert rows.keys() == STAGES.keys()
     for name, stage in STAGES.items():
-        inherited = OVERRIDABLE if name == "forward" else ()  # "the same keys"
+        inherited = OVERRIDABLE_KEYS if name == "forward" else ()  # "the same keys"
         for key in stage.model_fields:
             assert key in inherited or f"`{key}`" in rows[name], (name, key)
 

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from ddprun.cli.catalog import _KINDS as KINDS_OF_COMMAND
 from ddprun.config import signatures
-from ddprun.config.catalog import GROUPS, catalog
-from ddprun.config.choices import KINDS, choose
+from ddprun.config.catalog import KIND_HEADINGS, entries_of_kind
+from ddprun.config.choices import CHOICE_KINDS, parse_choice
 from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
-from ddprun.config.schema import OVERRIDABLE, STAGES, read_buffers, read_stage
+from ddprun.config.schema import OVERRIDABLE_KEYS, STAGES, parse_buffers, parse_stage
 from ddprun.plugins import CLUSTERS
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
@@ -45,7 +45,7 @@ def check_accepts(kind: str, value: Any) -> bool:
             ((name, options),) = value.items()
             CLUSTERS.load(name).Options.model_validate(options)
         else:
-            read_stage(value) if kind == "stage" else choose(kind, value)
+            parse_stage(value) if kind == "stage" else parse_choice(kind, value)
     except (ValidationError, ValueError):
         return False
     return True
@@ -87,8 +87,8 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 
 def options() -> Iterator[tuple[str, str, str]]:
-    for kind in GROUPS:
-        for entry in catalog(kind):
+    for kind in KIND_HEADINGS:
+        for entry in entries_of_kind(kind):
             for option in entry["options"]:
                 yield kind, entry["name"], option["name"]
 
@@ -115,7 +115,7 @@ def sample(option: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("kind", "name", "option"), list(options()))
 def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> None:
     """Each option of the catalog is one for `check` and for the schema, and what is none there is refused."""
-    (entry,) = (entry for entry in catalog(kind) if entry["name"] == name)
+    (entry,) = (entry for entry in entries_of_kind(kind) if entry["name"] == name)
     (found,) = (item for item in entry["options"] if item["name"] == option)
     given = minimal(entry) | {option: sample(found)}
     if option == "epochs":
@@ -128,13 +128,13 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
 
 def test_the_command_lists_every_kind() -> None:
     """`ddprun catalog` offers each kind that there is, and no other."""
-    assert sorted(KINDS_OF_COMMAND) == sorted(GROUPS)
+    assert sorted(KINDS_OF_COMMAND) == sorted(KIND_HEADINGS)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "stage"])
+@pytest.mark.parametrize("kind", [*CHOICE_KINDS, "stage"])
 def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
     """A name may stand alone for both, or, where an option is required, for neither."""
-    names = [entry["name"] for entry in catalog(kind)]
+    names = [entry["name"] for entry in entries_of_kind(kind)]
     assert bool(names) == (kind not in ("collate", "sampler"))  # of which nothing is built in
     for name in [
         *names,
@@ -183,7 +183,7 @@ def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
 def test_buffers_are_taken_by_both_alike(value: Any, good: bool) -> None:
     """`buffers` has two forms; what is neither is neither for `check` nor for the schema."""
     try:
-        read_buffers(value)
+        parse_buffers(value)
     except (ValidationError, ValueError):
         taken = False
     else:
@@ -196,14 +196,14 @@ def test_a_stage_has_no_defaults_of_its_own() -> None:
     """What a stage does not name holds from above, so an editor must not show a default there."""
     mapping = SCHEMA["$defs"]["stage"]["anyOf"][-1]["properties"]
     for stage in ("train", "forward"):
-        assert not any("default" in mapping[stage]["properties"].get(key, {}) for key in OVERRIDABLE)
+        assert not any("default" in mapping[stage]["properties"].get(key, {}) for key in OVERRIDABLE_KEYS)
 
 
 def test_torch_names_are_known_in_three_spellings() -> None:
     """Torch's own, lower case, and for a loss the function's."""
     for spelled in ("CrossEntropyLoss", "crossentropyloss", "cross_entropy"):
         assert accepts("loss", spelled)
-    for name in signatures.names("optimizer"):
+    for name in signatures.class_names("optimizer"):
         assert accepts("optimizer", name)
         assert accepts("optimizer", name.lower())
 

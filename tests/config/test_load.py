@@ -7,19 +7,19 @@ import pytest
 
 from ddprun.config import (
     DataPair,
-    Evaluate,
-    Loaded,
+    EvaluateStage,
+    LoadedPipeline,
     Pipeline,
     PipelineError,
-    Save,
-    Train,
-    TrainSettings,
+    SaveStage,
+    StepStageSettings,
+    TrainStage,
     load,
 )
 from ddprun.config.load import _name_of
 from ddprun.config.options import Digits, Mlp, Synthetic
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
 
 
@@ -30,7 +30,7 @@ def test_a_minimal_file_gets_every_default(loaded: Load) -> None:
     assert pipeline.loader.batch_size == 64
     assert pipeline.loss.name == "CrossEntropyLoss"
     assert pipeline.hooks == ()
-    assert [type(stage) for stage in pipeline.stages] == [Train]
+    assert [type(stage) for stage in pipeline.stages] == [TrainStage]
     assert pipeline.train_stages()[0].epochs == 1
     assert pipeline.sync.name == "every_step"
 
@@ -128,8 +128,8 @@ def test_stages_know_their_place(loaded: Load) -> None:
         ("evaluate", 1, "stages[1].evaluate"),
         ("save", 2, "stages[2].save"),
     ]
-    assert isinstance(stages[1], Evaluate)
-    assert isinstance(stages[2], Save)
+    assert isinstance(stages[1], EvaluateStage)
+    assert isinstance(stages[2], SaveStage)
     assert stages[2].to == "x.safetensors"
 
 
@@ -141,8 +141,8 @@ def test_a_stage_overrides_what_it_names(loaded: Load) -> None:
         "  - train: {steps: 3}\n"
         "  - train: {epochs: 2, hooks: [], clip_norm: null, schedule: null}\n"
     ).pipeline
-    first, second = (stage.effective(pipeline) for stage in pipeline.train_stages())
-    assert isinstance(first, TrainSettings)
+    first, second = (stage.effective_settings(pipeline) for stage in pipeline.train_stages())
+    assert isinstance(first, StepStageSettings)
     assert (first.steps, first.epochs, [hook.name for hook in first.hooks]) == (3, None, ["fp16"])
     assert (first.clip_norm, first.accumulate) == (1.0, 2)
     assert first.schedule is not None

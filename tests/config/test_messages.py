@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from ddprun import options
 from ddprun.config import errors, schema, signatures
-from ddprun.config.choices import CONTEXT, KINDS, choose
+from ddprun.config.choices import CHOICE_KINDS, VALIDATION_CONTEXT, parse_choice
 from ddprun_hooks.config.options import HookOptions
 
 ODD: list[Any] = [
@@ -33,26 +33,26 @@ def models() -> list[type[BaseModel]]:
 def test_every_error_has_a_sentence() -> None:
     """Each type of error that any value of any key can raise is told in words of our own."""
     for kind in ("optimizer", "schedule", "loss"):
-        for name in signatures.names(kind):
+        for name in signatures.class_names(kind):
             signatures.options_model(kind, name)
     seen: set[str] = set()
     for model in models():
         for odd in ODD:
             seen |= errors_of(model.model_validate, odd)
             for key in [*model.model_fields, "unknown"]:
-                validate = functools.partial(model.model_validate, context=CONTEXT)
+                validate = functools.partial(model.model_validate, context=VALIDATION_CONTEXT)
                 seen |= errors_of(validate, {key: odd})
     assert schema.Pipeline in models()
     assert len(seen) > 10
-    # `extra_forbidden` becomes a sentence of its own on the way, see `errors.with_known_keys`.
-    assert seen - {"extra_forbidden"} <= errors.WORDED
+    # `extra_forbidden` becomes a sentence of its own on the way, see `errors.with_key_hints`.
+    assert seen - {"extra_forbidden"} <= errors.WORDED_ERROR_TYPES
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHOICE_KINDS)
 def test_any_value_for_a_choice_is_told(kind: str) -> None:
     """A choice refuses odd values by errors that have sentences, and by nothing else."""
     for odd in ODD:
-        assert errors_of(lambda value: choose(kind, value), odd) <= errors.WORDED
+        assert errors_of(lambda value: parse_choice(kind, value), odd) <= errors.WORDED_ERROR_TYPES
 
 
 def errors_of(validate: Callable[[Any], Any], value: Any) -> set[str]:

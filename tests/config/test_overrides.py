@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.config import Loaded, PipelineError
-from ddprun.config.tree import parse_path, show
+from ddprun.config import LoadedPipeline, PipelineError
+from ddprun.config.tree import format_path, parse_path
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 
 
 def test_a_value_is_replaced(loaded: Load) -> None:
@@ -88,7 +88,10 @@ def test_an_override_leaves_aliases_of_its_target_alone(loaded: Load) -> None:
     assert [stage.steps for stage in pipeline.train_stages()] == [3, 4]
     text = "hooks: &h [fp16]\nstages: [{train: {steps: 3, hooks: *h}}, {train: {steps: 3}}]\n"
     pipeline = loaded(text, "hooks[0]=bf16").pipeline
-    assert [stage.effective(pipeline).hooks[0].name for stage in pipeline.train_stages()] == ["fp16", "bf16"]
+    assert [stage.effective_settings(pipeline).hooks[0].name for stage in pipeline.train_stages()] == [
+        "fp16",
+        "bf16",
+    ]
 
 
 def test_a_fault_points_into_the_override(loaded: Load) -> None:
@@ -117,7 +120,7 @@ def test_an_override_mends_the_file(loaded: Load) -> None:
 def test_a_shown_path_reads_back(segments: list[str | int]) -> None:
     """The path that a fault shows can be pasted into --set."""
     path = ["key", *segments]
-    assert [segment for segment, _ in parse_path(show(path))] == path
+    assert [segment for segment, _ in parse_path(format_path(path))] == path
 
 
 @given(st.text('ab.[]"=0 {}:,', max_size=40))

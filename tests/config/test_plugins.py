@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import PipelineError, load
-from ddprun.config.schema import pipeline_model
+from ddprun.config.schema import pipeline_class
 from ddprun.plugins import CLUSTERS, TRACKERS
 from ddprun_hooks.config import import_path as installing
 
@@ -54,7 +54,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(installing, "_all_entry_points", lambda: EntryPoints(POINTS))
-    caches = (installing.installed, pipeline_model)
+    caches = (installing.installed_entry_points, pipeline_class)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -102,8 +102,8 @@ def test_a_broken_one_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> Non
     Path("p.yaml").write_text(f"{BASE}track: [good]\nsite: {{queue: long}}\n")
     loaded = load(Path("p.yaml"))
     (tracker,) = loaded.pipeline.track
-    assert (tracker.source, tracker.plain()) == ("installed", "good")
-    assert loaded.plain()["site"] == {"queue": "long", "labels": {}}
+    assert (tracker.source, tracker.to_plain_data()) == ("installed", "good")
+    assert loaded.as_dict()["site"] == {"queue": "long", "labels": {}}
     assert TRACKERS.load("wandb").__module__ == "ddprun.track.backends.wandb"
     assert main(["catalog", "tracker"]) == 0
     listed = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_a_broken_one_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_name_that_is_a_key_already_is_no_cluster() -> None:
     """A package cannot take a pipeline's own keys away."""
     assert "model" in CLUSTERS.installed()
-    assert pipeline_model().model_fields["model"].is_required()
+    assert pipeline_class().model_fields["model"].is_required()
 
 
 def test_submit_asks_for_options_that_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,4 +132,4 @@ def test_keys_of_a_mapping_are_the_users_own() -> None:
     """So a secret in one is not written."""
     Path("p.yaml").write_text(f"{BASE}site: {{queue: a, labels: {{hunter2hunter2: b}}}}\nname: x\n")
     loaded = load(Path("p.yaml"), ["data={a.Data: {token: hunter2hunter2}}"])
-    assert "hunter2" not in loaded.resolved()
+    assert "hunter2" not in loaded.resolved_yaml()

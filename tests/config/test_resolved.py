@@ -7,17 +7,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.config import Forward, Loaded, Train, load
-from ddprun.config.resolved import plain
+from ddprun.config import ForwardStage, LoadedPipeline, TrainStage, load
+from ddprun.config.resolved import to_plain_data
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 
 
 def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
     """Each value of the resolved pipeline says its line, its override, or that it is a default."""
     text = loaded(
         "seed: 3\nloss: mse_loss\n", "loader.workers=2", "optimizer.sgd.lr=0.5", "hooks=[fp16, powersgd]"
-    ).resolved()
+    ).resolved_yaml()
     lines = [line.strip() for line in text.splitlines()]
     assert "seed: 3  # line 5" in lines
     assert "loss: MSELoss  # line 6" in lines
@@ -30,7 +30,7 @@ def test_resolved_tells_where_values_come_from(loaded: Load) -> None:
     assert "- fp16  # --set 3" in lines
     assert "name: p  # default" in lines
     block = "model:\n  mlp:\n    inputs: 64\n    outputs: 10\ndata: digits\noptimizer: sgd\n"
-    lines = [line.strip() for line in loaded(block, base=False).resolved().splitlines()]
+    lines = [line.strip() for line in loaded(block, base=False).resolved_yaml().splitlines()]
     assert "mlp:  # line 2" in lines
     assert "outputs: 10  # line 4" in lines
 
@@ -158,25 +158,25 @@ PIPELINE = st.fixed_dictionaries(
 def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any]) -> None:
     """The resolved text says what the file says: it loads to an equal pipeline with the same digest."""
     first = load(_written(tmp_path / "first.yaml", data))
-    (tmp_path / "second.yaml").write_text(first.resolved(), encoding="utf-8")
+    (tmp_path / "second.yaml").write_text(first.resolved_yaml(), encoding="utf-8")
     second = load(tmp_path / "second.yaml")
     assert second.pipeline == first.pipeline
     assert second.digest() == first.digest()
     for one, other in zip(first.pipeline.stages, second.pipeline.stages, strict=True):
-        assert plain(one) == plain(other)
-        if isinstance(one, (Train, Forward)) and isinstance(other, (Train, Forward)):
-            assert one.effective(first.pipeline) == other.effective(second.pipeline)
+        assert to_plain_data(one) == to_plain_data(other)
+        if isinstance(one, (TrainStage, ForwardStage)) and isinstance(other, (TrainStage, ForwardStage)):
+            assert one.effective_settings(first.pipeline) == other.effective_settings(second.pipeline)
 
 
 def _written(path: Path, data: dict[str, Any]) -> Path:
-    from ddprun.config.scalars import write
+    from ddprun.config.scalars import format_scalar
 
     def flow(value: Any) -> str:
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{write(key)}: {flow(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{format_scalar(key)}: {flow(item)}" for key, item in value.items()) + "}"
         if isinstance(value, list):
             return "[" + ", ".join(map(flow, value)) + "]"
-        return write(value)
+        return format_scalar(value)
 
     path.write_text("".join(f"{key}: {flow(value)}\n" for key, value in data.items()), encoding="utf-8")
     return path
@@ -190,9 +190,11 @@ def test_a_stages_own_optimizer_and_stages_without_keys_load_again(tmp_path: Pat
         "  - average:\n"
         "  - forward: {steps: 9, update: a.b, optimizer: {SGD: {momentum: 0.5}}}\n"
     )
-    (tmp_path / "second.yaml").write_text(first.resolved())
+    (tmp_path / "second.yaml").write_text(first.resolved_yaml())
     second = load(tmp_path / "second.yaml", ["name=p"])
     assert second.digest() == first.digest()
-    assert [plain(stage) for stage in second.pipeline.stages][1] == "average"
-    optimizers = [stage.effective(second.pipeline).optimizer for stage in second.pipeline.step_stages()]
+    assert [to_plain_data(stage) for stage in second.pipeline.stages][1] == "average"
+    optimizers = [
+        stage.effective_settings(second.pipeline).optimizer for stage in second.pipeline.step_stages()
+    ]
     assert [choice.options for choice in optimizers] == [{"lr": 0.5}, {"momentum": 0.5}]

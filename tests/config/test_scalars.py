@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.config.reader import read_text
-from ddprun.config.scalars import Scalar, resolve, write
+from ddprun.config.reader import parse_yaml
+from ddprun.config.scalars import Scalar, format_scalar, parse_scalar
 from ddprun.config.tree import Source
 
 # The core schema's table (YAML 1.2.2, 10.3.2), and what YAML 1.1 reads otherwise.
@@ -74,7 +74,7 @@ CORE: list[tuple[str, Scalar]] = [
 @pytest.mark.parametrize(("text", "value"), CORE)
 def test_a_scalar_means_what_the_core_schema_says(text: str, value: Scalar) -> None:
     """Type and value are those of the core schema; a leading zero alone makes a string, YAMLs disagree."""
-    read = resolve(text)
+    read = parse_scalar(text)
     assert read == value
     assert type(read) is type(value)
     if isinstance(value, float) and isinstance(read, float):
@@ -84,7 +84,7 @@ def test_a_scalar_means_what_the_core_schema_says(text: str, value: Scalar) -> N
 @pytest.mark.parametrize("text", [".nan", ".NaN", ".NAN"])
 def test_nan_is_a_float(text: str) -> None:
     """The three spellings of not-a-number are one; others are strings."""
-    read = resolve(text)
+    read = parse_scalar(text)
     assert isinstance(read, float)
     assert math.isnan(read)
 
@@ -95,7 +95,7 @@ def test_nan_is_a_float(text: str) -> None:
 def test_a_number_beyond_64_bits_is_refused(text: str) -> None:
     """No number becomes infinite or longer than 64 bits on the way."""
     with pytest.raises(OverflowError, match="64"):
-        resolve(text)
+        parse_scalar(text)
 
 
 @given(st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | st.floats() | st.text())
@@ -103,8 +103,8 @@ def test_what_is_written_reads_back(value: Scalar) -> None:
     """Any scalar that a pipeline can hold is written so that the reader gives the same value and type."""
     if isinstance(value, str):
         value = value.encode("utf-8", "ignore").decode()
-    text = f"a: {write(value)}  # comment\n"
-    tree = read_text(text, Source.of("a", 0, text))
+    text = f"a: {format_scalar(value)}  # comment\n"
+    tree = parse_yaml(text, Source.from_text("a", 0, text))
     assert not tree.faults
     assert tree.root is not None
     back = tree.root.data()["a"]
@@ -117,4 +117,4 @@ def test_what_is_written_reads_back(value: Scalar) -> None:
 )
 def test_what_some_yaml_reads_otherwise_is_quoted(text: str) -> None:
     """A resolved pipeline means the same to readers of YAML 1.1."""
-    assert write(text) == f'"{text}"'
+    assert format_scalar(text) == f'"{text}"'

@@ -15,7 +15,7 @@ MODULES: dict[TorchKind, str] = {
     "schedule": "torch.optim.lr_scheduler",
     "loss": "torch.nn",
 }
-EVERY = [(kind, name) for kind in MODULES for name in signatures.names(kind)]
+EVERY = [(kind, name) for kind in MODULES for name in signatures.class_names(kind)]
 
 
 def real(kind: TorchKind, name: str) -> Any:
@@ -41,17 +41,17 @@ def test_nothing_of_torch_is_missing() -> None:
         for name in optim.__all__
         if inspect.isclass(getattr(optim, name)) and issubclass(getattr(optim, name), optim.Optimizer)
     } - {"Optimizer"}
-    assert known == {*signatures.names("optimizer"), "LBFGS", "SparseAdam"}
+    assert known == {*signatures.class_names("optimizer"), "LBFGS", "SparseAdam"}
     for name in schedules.__all__:
         if name != "LRScheduler":
-            assert (name in signatures.names("schedule")) != bool(signatures.refusal("schedule", name))
+            assert (name in signatures.class_names("schedule")) != bool(signatures.refusal("schedule", name))
     nn = importlib.import_module("torch.nn")
     losses = [name for name in dir(nn) if name.endswith(("Loss", "Loss2d"))]
     assert len(losses) > 20
     for name in losses:
-        if signatures.find("loss", name) == name:
-            assert (name in signatures.names("loss")) != bool(signatures.refusal("loss", name))
-    offered = set(signatures.names("loss"))
+        if signatures.find_class("loss", name) == name:
+            assert (name in signatures.class_names("loss")) != bool(signatures.refusal("loss", name))
+    offered = set(signatures.class_names("loss"))
     assert offered >= {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "HuberLoss"}
     assert not offered & {"CTCLoss", "TripletMarginLoss", "CosineEmbeddingLoss", "GaussianNLLLoss"}
 
@@ -93,14 +93,14 @@ def test_one_of_several_words_is_a_string(value: object) -> None:
 
 def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch is not installed, a fault says so instead of allowed_values nothing."""
-    from ddprun.config.choices import choose
+    from ddprun.config.choices import parse_choice
 
     monkeypatch.setattr(signatures, "torch_folder", lambda: None)
     monkeypatch.setattr(signatures, "_classes", lambda kind: {})
     signatures._by_spelling.cache_clear()
     try:
         with pytest.raises(ValidationError, match="torch is not installed"):
-            choose("optimizer", "sgd")
+            parse_choice("optimizer", "sgd")
     finally:
         signatures._by_spelling.cache_clear()
 

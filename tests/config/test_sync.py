@@ -9,15 +9,15 @@ import pytest
 from ddprun.config import (
     AverageStage,
     BroadcastStage,
-    Buffers,
-    Forward,
-    Loaded,
+    BufferSettings,
+    ForwardStage,
+    LoadedPipeline,
     PipelineError,
     StepStage,
-    Train,
+    TrainStage,
     options,
 )
-from ddprun.config.resolved import plain
+from ddprun.config.resolved import to_plain_data
 from ddprun.sync.policies.average import Average
 from ddprun.sync.policies.broadcast import Broadcast
 from ddprun.sync.policies.diloco import Diloco
@@ -26,7 +26,7 @@ from ddprun.sync.policies.hierarchical_sgd import HierarchicalSgd
 from ddprun.sync.policies.independent import Independent
 from ddprun.sync.policies.local_sgd import LocalSgd
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedPipeline]
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_a_policy_comes_with_every_default(loaded: Load, text: str, settings: ob
 @pytest.mark.parametrize(
     ("text", "buffers", "back"),
     [
-        ("auto", Buffers("auto", None, "broadcast"), "auto"),
-        ("{auto: {reduce: mean}}", Buffers("auto", None, "mean"), {"auto": {"reduce": "mean"}}),
-        ("{every_forward: {reduce: broadcast}}", Buffers("every_forward"), "every_forward"),
-        ("{before_evaluate: }", Buffers("before_evaluate"), "before_evaluate"),
-        ("{never: {}}", Buffers("never"), "never"),
-        ("{every: 8}", Buffers("every", 8), {"every": 8, "reduce": "broadcast"}),
-        ("{reduce: mean, every: 8}", Buffers("every", 8, "mean"), {"every": 8, "reduce": "mean"}),
+        ("auto", BufferSettings("auto", None, "broadcast"), "auto"),
+        ("{auto: {reduce: mean}}", BufferSettings("auto", None, "mean"), {"auto": {"reduce": "mean"}}),
+        ("{every_forward: {reduce: broadcast}}", BufferSettings("every_forward"), "every_forward"),
+        ("{before_evaluate: }", BufferSettings("before_evaluate"), "before_evaluate"),
+        ("{never: {}}", BufferSettings("never"), "never"),
+        ("{every: 8}", BufferSettings("every", 8), {"every": 8, "reduce": "broadcast"}),
+        ("{reduce: mean, every: 8}", BufferSettings("every", 8, "mean"), {"every": 8, "reduce": "mean"}),
     ],
 )
-def test_buffers_have_one_form(loaded: Load, text: str, buffers: Buffers, back: Any) -> None:
+def test_buffers_have_one_form(loaded: Load, text: str, buffers: BufferSettings, back: Any) -> None:
     """However a time for buffers is written, it is one value, and one form when written back."""
     pipeline = loaded(f"buffers: {text}\n", "model=cnn").pipeline
     assert pipeline.buffers == buffers
-    assert plain(pipeline.buffers) == back
+    assert to_plain_data(pipeline.buffers) == back
     with pytest.raises(FrozenInstanceError):
         pipeline.buffers.every = 3  # type: ignore[misc]
 
@@ -83,9 +83,9 @@ def test_buffers_have_one_form(loaded: Load, text: str, buffers: Buffers, back: 
 def test_the_defaults_synchronise_every_step(loaded: Load) -> None:
     """A file that says nothing is plain DDP that finds out about buffers and audits nothing."""
     pipeline = loaded("").pipeline
-    assert (pipeline.sync.name, pipeline.buffers, pipeline.audit.every) == ("every_step", Buffers(), 0)
-    (settings,) = (stage.effective(pipeline) for stage in pipeline.step_stages())
-    assert (settings.gradients, settings.mutate, settings.update) == ("all", None, None)
+    assert (pipeline.sync.name, pipeline.buffers, pipeline.audit.every) == ("every_step", BufferSettings(), 0)
+    (settings,) = (stage.effective_settings(pipeline) for stage in pipeline.step_stages())
+    assert (settings.gradient_averaging, settings.mutate, settings.update) == ("all", None, None)
     assert settings.optimizer == pipeline.optimizer
 
 
@@ -102,14 +102,17 @@ def test_every_stage_has_its_class(loaded: Load) -> None:
         "  - train: {steps: 4, sync: independent}\n"
         "  - broadcast:\n"
     ).pipeline
-    kinds = [Train, AverageStage, Forward, Train, BroadcastStage, Train, BroadcastStage]
+    kinds = [TrainStage, AverageStage, ForwardStage, TrainStage, BroadcastStage, TrainStage, BroadcastStage]
     assert [type(stage) for stage in pipeline.stages] == kinds
     assert [stage.index for stage in pipeline.train_stages()] == [0, 3, 5]
     assert [stage.index for stage in pipeline.step_stages()] == [0, 2, 3, 5]
     assert all(isinstance(stage, StepStage) for stage in pipeline.step_stages())
     assert [stage.source for stage in pipeline.stages if isinstance(stage, BroadcastStage)] == [1, 0]
     assert pipeline.stages[1].path == "stages[1].average"
-    assert [plain(pipeline.stages[place]) for place in (1, 6)] == ["average", {"broadcast": {"source": 0}}]
+    assert [to_plain_data(pipeline.stages[place]) for place in (1, 6)] == [
+        "average",
+        {"broadcast": {"source": 0}},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,8 @@ def test_who_sums_gradients(loaded: Load, sync: str, train: str | None) -> None:
         f"sync: {sync}\nstages: [{{train: {{steps: 9}}}}, {{forward: {{steps: 9, update: a.b}}}}]\n"
     ).pipeline
     first, second = pipeline.step_stages()
-    assert first.effective(pipeline).gradients == train
-    assert second.effective(pipeline).gradients is None
+    assert first.effective_settings(pipeline).gradient_averaging == train
+    assert second.effective_settings(pipeline).gradient_averaging is None
 
 
 def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
@@ -146,10 +149,10 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
         "      sync: {average: {every: 1}}}\n",
         "model=cnn",
     ).pipeline
-    first, second, third = (stage.effective(pipeline) for stage in pipeline.step_stages())
+    first, second, third = (stage.effective_settings(pipeline) for stage in pipeline.step_stages())
     assert (first.steps, first.accumulate, first.clip_norm, first.warmup_steps) == (3, 1, 1.0, 2)
     assert [hook.name for hook in first.hooks] == ["fp16"]
-    assert first.buffers == Buffers("never")
+    assert first.buffers == BufferSettings("never")
     assert first.update is not None
     assert first.update.settings == options.EvolutionStrategies(std=0.05, population=4)
     assert first.mutate is None
@@ -159,13 +162,13 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
     assert second.mutate.settings == options.Noise(std=1.0)
     assert second.optimizer.options == {"lr": 0.5}
     assert (third.epochs, third.hooks, third.clip_norm, third.update) == (2, (), None, None)
-    assert (third.sync.name, third.buffers) == ("average", Buffers("every", 2))
+    assert (third.sync.name, third.buffers) == ("average", BufferSettings("every", 2))
 
 
 def test_dotted_mutations_and_updates(loaded: Load) -> None:
     """A dotted function keeps its options; nothing is imported."""
     pipeline = loaded("stages: [{forward: {steps: 1, mutate: {a.b: {c: 1}}, update: d.e}}]\n").pipeline
-    settings = pipeline.step_stages()[0].effective(pipeline)
+    settings = pipeline.step_stages()[0].effective_settings(pipeline)
     assert settings.mutate is not None
     assert settings.update is not None
     assert (settings.mutate.name, settings.mutate.options, settings.mutate.source) == (
@@ -189,9 +192,9 @@ def test_overrides_reach_into_policies(loaded: Load) -> None:
         "audit.every=3",
         "model=cnn",
     ).pipeline
-    settings = pipeline.step_stages()[0].effective(pipeline)
+    settings = pipeline.step_stages()[0].effective_settings(pipeline)
     assert pipeline.sync.options["every"] == 4
-    assert pipeline.buffers == Buffers("every", 2, "mean")
+    assert pipeline.buffers == BufferSettings("every", 2, "mean")
     assert settings.update is not None
     assert settings.update.options == {"std": 0.5, "population": 8}
     assert settings.mutate is not None
@@ -234,7 +237,7 @@ def test_resolved_tells_where_policies_come_from(loaded: Load) -> None:
         "sync:\n  diloco: {every: 4}\nbuffers: {every: 2}\nstages:\n  - average\n  - forward: {steps: 9}\n"
         "  - train:\n      steps: 9\n      mutate:\n        noise: {std: 0.5}\n",
         "model=cnn",
-    ).resolved()
+    ).resolved_yaml()
     lines = [line.strip() for line in text.splitlines()]
     for line in (
         "diloco:  # line 6",
@@ -247,4 +250,4 @@ def test_resolved_tells_where_policies_come_from(loaded: Load) -> None:
         "std: 0.5  # line 14",
     ):
         assert line in lines, text
-    assert "buffers: auto  # default" in loaded("").resolved().splitlines()
+    assert "buffers: auto  # default" in loaded("").resolved_yaml().splitlines()

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from ddprun.cli.doctor import text
-from ddprun.doctor import Finding, Report, host, pair_of
+from ddprun.cli.doctor import format_report
+from ddprun.doctor import Finding, Report, host, pair_label
 from ddprun.doctor.host import Gpus, gpu_finding
 from ddprun.doctor.hosts import version_findings
 from ddprun.doctor.links import (
-    Listening,
-    Measured,
+    LinkMeasurement,
+    ListeningPorts,
     clock_findings,
-    closed_ports,
+    find_unreachable_ports,
     link_findings,
-    open_ports,
+    listen_on_ports,
+    pair_rounds,
     port_findings,
-    rounds,
     route_findings,
 )
-from ddprun.units import duration
+from ddprun.units import format_duration
 
 FINE = Finding("a", "cores", "ok", "4 for 2 ranks")
 BAD = Finding("a - b", "ports", "problem", "none", "open them", {"closed": [1]})
@@ -37,7 +37,7 @@ def test_what_is_not_ok_says_what_to_do() -> None:
 def test_a_report_is_grouped_by_place() -> None:
     """The verdict comes last; without color there is no escape sequence."""
     report = Report([{"name": "a"}, {"name": "b"}], [FINE, BAD, replace(FINE, check="later")])
-    assert text(report).splitlines() == [
+    assert format_report(report).splitlines() == [
         "a",
         "  ok       cores        4 for 2 ranks",
         "  ok       later        4 for 2 ranks",
@@ -46,13 +46,13 @@ def test_a_report_is_grouped_by_place() -> None:
         "                     -> open them",
         "2 hosts: 1 problem",
     ]
-    assert "\x1b[" in text(report, color=True)
-    assert text(Report([{"name": "a"}], [FINE])).endswith("1 host: no problems")
+    assert "\x1b[" in format_report(report, color=True)
+    assert format_report(Report([{"name": "a"}], [FINE])).endswith("1 host: no problems")
 
 
 def test_a_report_in_json_gives_the_findings_back() -> None:
     """With counts, and whether there is no problem."""
-    plain = json.loads(json.dumps(Report([{"name": "a"}], [FINE, BAD]).plain()))
+    plain = json.loads(json.dumps(Report([{"name": "a"}], [FINE, BAD]).as_dict()))
     assert [Finding(**one) for one in plain["findings"]] == [FINE, BAD]
     assert (plain["fit"], plain["counts"]) == (False, {"ok": 1, "note": 0, "warning": 0, "problem": 1})
 
@@ -60,7 +60,7 @@ def test_a_report_in_json_gives_the_findings_back() -> None:
 @pytest.mark.parametrize("hosts", range(1, 20))
 def test_each_pair_is_measured_once(hosts: int) -> None:
     """No host twice in a round; and up to eight hosts nothing else is on the network."""
-    found = rounds(hosts)
+    found = pair_rounds(hosts)
     pairs = [pair for one in found for pair in one]
     assert sorted(pairs) == [(i, j) for i in range(hosts) for j in range(i + 1, hosts)]
     for one in found:
@@ -85,7 +85,7 @@ def test_clocks_are_told_by_who_is_ahead() -> None:
 
 def test_lengths_have_three_digits() -> None:
     """In the unit that fits."""
-    assert [duration(s) for s in (3600, 12.34, 1, 0.9996, 0.5, 1.5e-4, 0)] == [
+    assert [format_duration(s) for s in (3600, 12.34, 1, 0.9996, 0.5, 1.5e-4, 0)] == [
         "3600 s",
         "12.3 s",
         "1 s",
@@ -96,7 +96,7 @@ def test_lengths_have_three_digits() -> None:
     ]
 
 
-MEASURED = Measured("gloo", 1e-4, 9400.0, 9300.0, 9000.0, 1 << 20)
+MEASURED = LinkMeasurement("gloo", 1e-4, 9400.0, 9300.0, 9000.0, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_a_late_link_is_noted() -> None:
 
 def test_a_port_is_open_or_closed_or_somebody_elses() -> None:
     """Each that cannot be reached is named with why; None is not tried."""
-    with open_ports("127.0.0.1") as one, open_ports("127.0.0.1") as other:
-        stranger = Listening("127.0.0.1", other.ports[:1], "another")
-        assert closed_ports([None, one, stranger]) == [
+    with listen_on_ports("127.0.0.1") as one, listen_on_ports("127.0.0.1") as other:
+        stranger = ListeningPorts("127.0.0.1", other.ports[:1], "another")
+        assert find_unreachable_ports([None, one, stranger]) == [
             [],
             [],
             [(stranger.ports[0], "another program answers")],
         ]
-    assert closed_ports([one]) == [[(port, "connection refused") for port in one.ports]]
-    there = Listening("10.0.0.1", (1, 2), "x")
+    assert find_unreachable_ports([one]) == [[(port, "connection refused") for port in one.ports]]
+    there = ListeningPorts("10.0.0.1", (1, 2), "x")
     found: Any = [[[], [(2, "no answer")]], [[], []]]
     (finding,) = port_findings(["a", "b"], [there, there], found)
     assert finding.found == "a cannot connect to b:2 (of 2 tried): no answer"
@@ -184,14 +184,18 @@ def test_versions_that_differ_between_hosts() -> None:
         ("warning", "NVIDIA driver"),
     ]
     assert found[1].found == "torch: a has 2.13.0+cpu, b has 2.13.0+cu130"
-    assert {one.where for one in found} == {pair_of("a", "b")}
+    assert {one.where for one in found} == {pair_label("a", "b")}
 
 
 @pytest.mark.parametrize(
     ("gpus", "level", "told"),
     [
         (Gpus(), "ok", "no NVIDIA GPU here"),
-        (Gpus(driver="580.1", broken="CUDA cannot start"), "problem", "(580.1) sees GPUs, torch does not"),
+        (
+            Gpus(driver="580.1", why_unusable="CUDA cannot start"),
+            "problem",
+            "(580.1) sees GPUs, torch does not",
+        ),
         (Gpus(names=("H200",), driver="580.1"), "ok", "1 x H200"),
         (Gpus(names=("H200", "H200")), "ok", "2 x H200; all have direct access to each other"),
         (

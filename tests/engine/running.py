@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ddprun.config import Loaded, load
-from ddprun.engine.worker import work
-from ddprun.run_files import Resuming
+from ddprun.config import LoadedPipeline, load
+from ddprun.engine.worker import run_worker
+from ddprun.run_files import ResumeMode
 from tests.ranks import as_processes
 
 
@@ -25,14 +25,14 @@ def run_pipeline(folder: Path, text: str, ranks: int, name: str = "run") -> Path
 
 
 def _work(file: Path, run_dir: Path) -> int:
-    return work(load(file), run_dir)
+    return run_worker(load(file), run_dir)
 
 
 class _EndedError(BaseException):
     pass
 
 
-def to_its_end(loaded: Loaded, run_dir: Path, told: Path, *, resuming: Resuming = "no") -> int:
+def to_its_end(loaded: LoadedPipeline, run_dir: Path, told: Path, *, resuming: ResumeMode = "no") -> int:
     """Be a rank until it ends, with its screen in a file; gives the exit code, of a failed one, too."""
     handle = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 2)
@@ -43,7 +43,7 @@ def to_its_end(loaded: Loaded, run_dir: Path, told: Path, *, resuming: Resuming 
 
     os._exit = end  # type: ignore[assignment]
     try:
-        return work(loaded, run_dir, resuming=resuming)
+        return run_worker(loaded, run_dir, resuming=resuming)
     except _EndedError as ended:
         return int(ended.args[0])
     finally:

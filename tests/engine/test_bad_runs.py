@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddprun import BAD_INPUT
+from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.config.bad import FOLDER, matches, read
 from tests.engine.running import run_pipeline, summary
 from tests.ranks import as_processes, ddprun
@@ -24,7 +24,7 @@ def test_each_fault_of_a_run_is_told_with_its_place(file: Path, tmp_path: Path) 
         pytest.skip("this machine has a GPU for each rank")
     bad = read(file)
     done = ddprun(file, "--nproc-per-node=2", cwd=tmp_path)
-    assert done.code == BAD_INPUT, done.stderr
+    assert done.code == EXIT_BAD_INPUT, done.stderr
     printed = done.stderr
     headlines = re.findall(rf"^{re.escape(str(file))}:(.*)$", printed, re.MULTILINE)
     assert len(headlines) == len(bad.expected) == 1, printed
@@ -85,7 +85,7 @@ stages: [{train: {steps: 8}}]
 def attempt(file: Path) -> None:
     """Be a rank that no launcher ends; it ends with os._exit."""
     os.dup2(os.open("printed.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    work(load(file), None)
+    run_worker(load(file), None)
 
 
 def said(folder: Path, model: str = "mine.Heads", options: str = "") -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
 from ddprun.engine.stage_run import StageRun
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.engine.running import lines, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
@@ -250,19 +250,19 @@ def test_ranks_that_train_apart_exchange_no_counts(folder: Path, sync: str, exch
 
 
 def counted_gathers(folder: Path, text: str) -> int:
-    from ddprun_hooks.comm.control import Control
+    from ddprun_hooks.comm.control import ControlChannel
 
     file = folder / f"gathers-{text.count('local')}.yaml"
     file.write_text(text)
-    count, gather = 0, Control.all_gather
+    count, gather = 0, ControlChannel.all_gather
 
-    def all_gather(self: Control, numbers: Any, what: str = "") -> torch.Tensor:
+    def all_gather(self: ControlChannel, numbers: Any, what: str = "") -> torch.Tensor:
         nonlocal count
         count += what == "what counts in the step"
         return gather(self, numbers, what)
 
-    Control.all_gather = all_gather  # type: ignore[method-assign]
-    assert work(load(file), folder / file.stem) == 0
+    ControlChannel.all_gather = all_gather  # type: ignore[method-assign]
+    assert run_worker(load(file), folder / file.stem) == 0
     return count
 
 
@@ -477,8 +477,8 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     train, between = loop.train_step, loop.between_steps
 
     def noting(run: StageRun, batches: StepBatches, stage_step: int) -> None:
-        feed = run.session.runtime.feeds.of(run.stage.index)
-        found.append([len(feed.dataset), feed.epoch, int(batches.total)])
+        feed = run.session.runtime.feeds.for_stage(run.stage.index)
+        found.append([len(feed.dataset), feed.epoch, int(batches.total_weight)])
         train(run, batches, stage_step)
 
     def stopping(run: Any, *given: Any) -> Any:
@@ -491,7 +491,7 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     loop.train_step = noting
     loop.between_steps = stopping  # type: ignore[assignment]
     resuming: Any = "no" if until or name == "w" else "yes"
-    assert work(load(folder / "stages.yaml"), folder / name, resuming=resuming) == 0
+    assert run_worker(load(folder / "stages.yaml"), folder / name, resuming=resuming) == 0
     return found
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import Loaded, PipelineError, load
+from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import compiling
-from ddprun.engine.compiling import Graph, blocks_of, compile_model
+from ddprun.engine.compiling import CompiledGraph, compile_model, select_blocks
 from ddprun.explain.explain import explain
-from ddprun.explain.text import text
+from ddprun.explain.text import render_text
 from ddprun.zoo.models import MODELS
 from tests.checkpoint.runs import CNN, check
 from tests.engine.running import events, lines, summary, to_its_end, weights
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def pipeline(tmp_path: Path) -> Iterator[Any]:
     """Load a pipeline with this `compile`; torch's own settings are as before afterwards."""
 
-    def loaded(settings: str, more: str = "") -> Loaded:
+    def loaded(settings: str, more: str = "") -> LoadedPipeline:
         (tmp_path / "p.yaml").write_text(f"{BASE}compile: {settings}\n{more}")
         return load(tmp_path / "p.yaml")
 
@@ -102,23 +102,23 @@ def test_blocks_are_found(pipeline: Any, blocks: str, names: list[str]) -> None:
     """By patterns of their names, their class, or because they repeat; the outermost, never a bare list."""
     loaded = pipeline(f"{{blocks: {blocks}}}".replace("auto", "[a]"))
     settings = loaded.pipeline.compile.model_copy(update={"blocks": "auto"} if blocks == "auto" else {})
-    assert sorted(blocks_of(loaded, Net(), settings)) == names
+    assert sorted(select_blocks(loaded, Net(), settings)) == names
 
 
 def test_blocks_that_are_not_there(pipeline: Any) -> None:
     """The fault is at the pattern, and lists what there is."""
     loaded = pipeline('{blocks: ["layers.*", "block.*"]}')
-    found = fault(lambda: blocks_of(loaded, Net(), loaded.pipeline.compile))
+    found = fault(lambda: select_blocks(loaded, Net(), loaded.pipeline.compile))
     assert found.startswith('4:32: compile.blocks[1]: no module, and no class of one, is called "block.*"; ')
     assert "there are first, last, " in found
     assert "of the classes Linear, Layer, " in found
     loaded = pipeline("true")
     settings = loaded.pipeline.compile.model_copy(update={"blocks": "auto"})
     mlp = MODELS["mlp"](inputs=64, hidden=[8, 8], outputs=10, activation="relu")
-    assert "no block of the model repeats" in fault(lambda: blocks_of(loaded, mlp, settings))
+    assert "no block of the model repeats" in fault(lambda: select_blocks(loaded, mlp, settings))
 
 
-def graphs(loaded: Loaded, model: nn.Module, *sizes: int) -> compiling.GraphCompiler:
+def graphs(loaded: LoadedPipeline, model: nn.Module, *sizes: int) -> compiling.GraphCompiler:
     """Forward and backward passes on batches of these sizes, without kernels."""
     inputs = next(iter(model.parameters())).shape[1]
     compiler, _ = compile_model(loaded, model, backend="aot_eager")
@@ -145,7 +145,7 @@ def test_a_graph_is_cut_where_gradients_fill_a_bucket(pipeline: Any) -> None:
     assert torch.allclose(model(x), expected, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         model(x)
-    assert compiler.graphs[1:] == [Graph((tuple(names),), training=False)]
+    assert compiler.graphs[1:] == [CompiledGraph((tuple(names),), training=False)]
 
     net = Net()
     compiler = graphs(pipeline("{blocks: [layers.*]}", "ddp: {bucket_cap_mb: 1}\n"), net, 4)
@@ -166,15 +166,15 @@ def test_graph_breaks_are_named_with_their_place(pipeline: Any) -> None:
     loaded = pipeline("{fullgraph: true}")
     with pytest.raises(torch._dynamo.exc.Unsupported) as broken:
         graphs(loaded, Net(branch=True), 4)
-    error = compiling.as_fault(loaded, broken.value)
+    error = compiling.as_compile_error(loaded, broken.value)
     assert error is not None
     assert f"4:22: compile.fullgraph: the graph breaks: {found.reason} ({found.where}); change" in str(error)
-    assert compiling.as_fault(loaded, ValueError("of the pipeline's own")) is None
+    assert compiling.as_compile_error(loaded, ValueError("of the pipeline's own")) is None
 
 
 def test_batches_of_many_sizes(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph for each of the first, whatever came before, and none for more than that; or one for all."""
-    monkeypatch.setattr(compiling, "_SIZES", 3)
+    monkeypatch.setattr(compiling, "_MAX_GRAPHS_PER_BLOCK", 3)
     compiler = graphs(pipeline("true"), Net(), 4, 2, 3, 4)
     assert (len(compiler.graphs), compiler.at_recompile_limit) == (3, False)
     torch._dynamo.reset()
@@ -300,16 +300,16 @@ def test_explain_shows_the_graphs_and_buckets_of_the_run(runs: dict[str, Path]) 
     """Without building a kernel."""
     explained = explain(load(runs["true"].parent / "true.yaml"), hosts=1, ranks_per_host=2)
     (started,) = [event for event in events(runs["true"]) if event["event"] == "started"]
-    assert explained.probe.gradients is not None
-    assert [[p.name for p in one.params] for one in explained.probe.gradients.layouts] == [
+    assert explained.probe.gradient_buckets is not None
+    assert [[p.name for p in one.params] for one in explained.probe.gradient_buckets.layouts] == [
         bucket["params"] for bucket in started["buckets"]
     ]
-    said = " ".join(text(explained).split())
+    said = " ".join(render_text(explained).split())
     assert "Compile The model, mode default: 1 graph, without a graph break. Gradients of a graph" in said
     assert "0 0 1.weight 0 1 3.weight … 5.bias (4)" in said or "0 1 5.weight … 3.bias (4)" in said
     shown = json.loads(json.dumps(explained.as_object()))["compile"]
     assert (shown["mode"], shown["blocks"], len(shown["graphs"][0]["parts"])) == ("default", [""], 2)
-    unknown = explain(load(runs["null"].parent / "null.yaml"), importing=False)
+    unknown = explain(load(runs["null"].parent / "null.yaml"), allow_imports=False)
     assert unknown.as_object()["compile"] is None
 
 

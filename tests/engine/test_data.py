@@ -19,8 +19,8 @@ from torch.utils.data import (
 )
 
 from ddprun.config import Loader
-from ddprun.engine.data import Batches, Feed
-from ddprun_hooks.comm.control import Control
+from ddprun.engine.data import BatchDataset, Feed
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
 
@@ -63,8 +63,8 @@ def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]
             ids = micro.content[0].tolist()
             assert len(ids) > 0
             assert micro.samples in (0, len(ids))
-            row.append((ids[: micro.samples], int(step.total)))
-        assert len(row) == step.count
+            row.append((ids[: micro.samples], int(step.total_weight)))
+        assert len(row) == step.micro_batch_count
         steps.append(row)
     return steps
 
@@ -230,7 +230,7 @@ def test_batches_of_tensors_are_those_of_torchs_default_collate(kind: type[Tenso
     """Values, shapes, types and layout in memory; also of views, and for indices from the end."""
     data = kind(torch.randn(3, 4, 9).permute(2, 1, 0), torch.arange(9), torch.rand(9, 1).half() > 0.5)
     indices = [3, 0, -1, 3]
-    made, wanted = Batches(data, None)[indices], default_collate([data[index] for index in indices])
+    made, wanted = BatchDataset(data, None)[indices], default_collate([data[index] for index in indices])
     assert type(made) is type(wanted)
     for one, other in zip(made, wanted, strict=True):
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
@@ -483,7 +483,7 @@ class PartStream(IterableDataset[tuple[int, int]]):
 
 
 def compare(group: RankGroup, source: Feed) -> list[int]:
-    return source.compare_ranks(Control(group.process_groups[0], group.rank, group.size))
+    return source.compare_ranks(ControlChannel(group.process_groups[0], group.rank, group.size))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])
@@ -529,7 +529,7 @@ def test_data_that_shards_itself_is_taken_as_it_is(
         source.first_batch()
         return [
             [
-                (int(step.total), micro.content[0].tolist()[: micro.samples])
+                (int(step.total_weight), micro.content[0].tolist()[: micro.samples])
                 for step in source.steps(accumulate, epochs=1)
                 for micro in step.micro_batches
             ]
@@ -552,7 +552,7 @@ def test_parts_of_very_different_sizes(kind: type[Part | PartStream]) -> None:
         source = feed(data, group.rank, 2, sharded=True, shuffle=False, **changes)
         compare(group, source)
         return [
-            (int(step.total), micro.samples)
+            (int(step.total_weight), micro.samples)
             for step in source.steps(1, epochs=1)
             for micro in step.micro_batches
             if len(micro.content[0])

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ddprun.config import load, metric_names
-from ddprun.engine.evaluate import call_sizes
-from ddprun.engine.worker import work
+from ddprun.engine.evaluate import batch_sizes
+from ddprun.engine.worker import run_worker
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import as_processes
 
@@ -236,7 +236,7 @@ def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, da
 @pytest.mark.parametrize("most", [1, 4, 64])
 def test_calls_are_as_many_and_as_large_on_every_rank(held: list[int], most: int) -> None:
     """A rank has a whole batch for a call or nothing at all, and all samples are taken."""
-    sizes = call_sizes(held, most)
+    sizes = batch_sizes(held, most)
     for count in held:
         for size in sizes:
             assert count == 0 or count >= size
@@ -249,7 +249,7 @@ def test_calls_are_as_many_and_as_large_on_every_rank(held: list[int], most: int
 
 def attempt() -> None:
     os.dup2(os.open("said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    work(load(Path("p.yaml")), Path("run"))
+    run_worker(load(Path("p.yaml")), Path("run"))
 
 
 def test_held_out_data_that_is_at_its_end_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
 from ddprun.config.schema import MonitoredMetric
-from ddprun.engine.save import noted_step
+from ddprun.engine.save import saved_step
 from tests.checkpoint.runs import CNN, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import ddprun
@@ -194,7 +194,7 @@ def test_the_best_of_steps_that_are_taken_again_is_not_kept(tmp_path: Path) -> N
     """A run is killed after its best evaluation, then goes on from before it at another rate."""
     text = STOPPED.replace("every: 3", "every: 8").replace("steps: 60", "steps: 15")
     run_dir = launch(tmp_path, text, 2, kill="1 27", code=1)
-    assert noted_step(run_dir, "best.safetensors") == 10
+    assert saved_step(run_dir, "best.safetensors") == 10
     assert checkpoints.steps_in(run_dir / "checkpoints") == [8]
     launch(tmp_path, text.replace("lr: 0.01", "lr: 10.0"), 2)
     (removed,) = [event for event in events(run_dir) if event["event"] == "best_removed"]
@@ -202,7 +202,7 @@ def test_the_best_of_steps_that_are_taken_again_is_not_kept(tmp_path: Path) -> N
     losses = {one["step"]: one["loss"] for one in evaluated(run_dir)}
     best = summary(run_dir)["best"]
     assert losses[5] < best["value"] == losses[best["step"]], "that of step 5 was overwritten"
-    assert noted_step(run_dir, "best.safetensors") == best["step"]
+    assert saved_step(run_dir, "best.safetensors") == best["step"]
 
 
 def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_a_pipeline_with_all_of_it_reads_back(tmp_path: Path) -> None:
     """`check --resolved` is a pipeline again."""
     (tmp_path / "p.yaml").write_text(STOPPED.replace("samples.", "mylab."))
     loaded = load(tmp_path / "p.yaml")
-    (tmp_path / "again.yaml").write_text(loaded.resolved())
-    assert load(tmp_path / "again.yaml").plain() == loaded.plain()
+    (tmp_path / "again.yaml").write_text(loaded.resolved_yaml())
+    assert load(tmp_path / "again.yaml").as_dict() == loaded.as_dict()

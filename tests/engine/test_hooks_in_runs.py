@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun
 
@@ -69,7 +69,7 @@ def run_in_turns(folder: Path, run_dir: Path, resuming: bool) -> int:
     """A rank of a run whose ranks were placed on two hosts in turns."""
     name = "ab"[int(os.environ["RANK"]) % 2]
     with mock.patch("socket.gethostname", return_value=name):
-        return work(load(folder / "p.yaml"), run_dir, resuming="yes" if resuming else "no")
+        return run_worker(load(folder / "p.yaml"), run_dir, resuming="yes" if resuming else "no")
 
 
 def test_hosts_whose_ranks_lie_in_turns(tmp_path: Path) -> None:

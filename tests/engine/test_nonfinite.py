@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.ranks import as_processes, ddprun
 
 MODULE = """
@@ -86,7 +86,7 @@ def run(folder: Path, ranks: int = 2, *, resuming: bool = False) -> tuple[list[i
 
 def as_rank(resuming: bool) -> int:
     os.dup2(os.open("said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    return work(load(Path("p.yaml")), Path("run"), resuming="yes" if resuming else "no")
+    return run_worker(load(Path("p.yaml")), Path("run"), resuming="yes" if resuming else "no")
 
 
 def strict(text: str) -> Any:
@@ -115,7 +115,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
 def kept(folder: Path) -> dict[int, str | None]:
     """The checkpoints, and what in each is not finite."""
     root = folder / "run/checkpoints"
-    return {step: checkpoints.opened(root, step).nonfinite for step in checkpoints.steps_in(root)}
+    return {step: checkpoints.open_checkpoint(root, step).nonfinite for step in checkpoints.steps_in(root)}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
     }
 
     def take(step: int, nonfinite: str | None) -> list[int]:
-        unfinished = checkpoints.unfinished(tmp_path, step, "t")
+        unfinished = checkpoints.unfinished_path(tmp_path, step, "t")
         unfinished.mkdir(parents=True)
         for name in files:
             (unfinished / name).write_text("{}")
@@ -285,5 +285,5 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
     assert take(3, "layer.weight") == [3, 2]
     assert take(4, "loss") == [4, 3, 2]
     assert take(5, "optimizer/state/0/exp_avg") == [5, 4, 2]
-    assert checkpoints.last_finite(tmp_path) == 2
+    assert checkpoints.newest_finite_step(tmp_path) == 2
     assert take(6, None) == [6, 5]

@@ -13,7 +13,7 @@ from ddprun.config import PipelineError, load
 from ddprun.config.options import Cnn, Mlp, Transformer
 from ddprun.engine import build
 from ddprun.engine.weights import load_weights
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from ddprun.host.import_path import make_folder_importable
 from ddprun.zoo.models import MODELS
 from tests.engine.running import run_pipeline, summary, weights
@@ -244,11 +244,11 @@ def broken_off(folder: Path) -> None:
         return found
 
     loop.between_steps = until_six
-    work(load(folder / "broken.yaml"), folder / "broken")
+    run_worker(load(folder / "broken.yaml"), folder / "broken")
 
 
 def resumed(folder: Path) -> int:
-    return work(load(folder / "broken.yaml"), folder / "broken", resuming="yes")
+    return run_worker(load(folder / "broken.yaml"), folder / "broken", resuming="yes")
 
 
 def test_a_group_without_a_parameter_is_a_fault(folder: Path) -> None:
@@ -291,5 +291,5 @@ def test_the_resolved_pipeline_loads_again(tmp_path: Path) -> None:
     text = pipeline(more).replace("shuffle: false", "sampler: {a.b: {c: {d.e: {f: '{here}'}}}}, collate: g.h")
     (tmp_path / "p.yaml").write_text(text)
     loaded = load(tmp_path / "p.yaml")
-    (tmp_path / "q.yaml").write_text(loaded.resolved())
+    (tmp_path / "q.yaml").write_text(loaded.resolved_yaml())
     assert load(tmp_path / "q.yaml").pipeline == loaded.pipeline

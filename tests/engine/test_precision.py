@@ -50,7 +50,7 @@ def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
     gpu = FakeGpu()
     gpu.device = torch.device("meta")
     precision = Precision("pure_bf16", torch.device("meta"))
-    precision._copies = CopyStream(gpu)
+    precision._copy_stream = CopyStream(gpu)
     resident = torch.zeros(7, device="meta")
     given = {"image": torch.zeros(5), "pair": (torch.zeros(2, dtype=torch.int64), resident), "name": "x"}
     moved = precision.to_device(given)
@@ -79,11 +79,11 @@ def test_deterministic_refuses_what_cannot_repeat_its_bits() -> None:
     """As torch does: attention's backward pass on a GPU is one of them unless it is asked for."""
     values, index = torch.zeros(4), torch.tensor([0, 0])
     with mock.patch.dict(os.environ):
-        seeding.make_deterministic(torch.device("cpu"), everything=False)
+        seeding.make_deterministic(torch.device("cpu"), strict=False)
         values.put_(index, torch.ones(2))
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         try:
-            seeding.make_deterministic(torch.device("cpu"), everything=True)
+            seeding.make_deterministic(torch.device("cpu"), strict=True)
             with pytest.raises(RuntimeError, match="deterministic"):
                 values.put_(index, torch.ones(2))
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

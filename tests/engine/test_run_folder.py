@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.config import load
 from ddprun.engine import run_folder
-from ddprun.engine.run_folder import ABOUT, SUMMARY, FolderInUseError, RunFolderError
+from ddprun.engine.run_folder import RUN_INFO_FILE, SUMMARY_FILE, FolderInUseError, RunFolderError
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -44,19 +44,19 @@ def held(folder: Path, for_s: float) -> "subprocess.Popen[str]":
 
 def test_a_run_that_goes_on_waits_for_its_predecessors_lock(tmp_path: Path) -> None:
     """A rank 0 that was killed is gone soon; the lock then falls to the next one."""
-    (tmp_path / ABOUT).write_text("{}")
-    (tmp_path / SUMMARY).write_text("{}")
+    (tmp_path / RUN_INFO_FILE).write_text("{}")
+    (tmp_path / SUMMARY_FILE).write_text("{}")
     with held(tmp_path, 1.5) as other:
         run_folder._take_over(tmp_path, 30)
         assert other.wait(30) == 0
     assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
-    assert not (tmp_path / SUMMARY).exists(), "it told of the attempt before"
+    assert not (tmp_path / SUMMARY_FILE).exists(), "it told of the attempt before"
 
 
 def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
     """After a while, with its name; nothing in it is touched."""
-    (tmp_path / ABOUT).write_text("{}")
-    (tmp_path / SUMMARY).write_text("{}")
+    (tmp_path / RUN_INFO_FILE).write_text("{}")
+    (tmp_path / SUMMARY_FILE).write_text("{}")
     with held(tmp_path, 60) as other:
         with pytest.raises(FolderInUseError, match="is in use by process 7 on node1"):
             run_folder._take_over(tmp_path, 0.3)
@@ -68,7 +68,7 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
                 tmp_path, 0.3, restarted=True
             )  # a failure, after which ranks are started again
         other.kill()
-    assert (tmp_path / SUMMARY).exists()
+    assert (tmp_path / SUMMARY_FILE).exists()
 
 
 def test_a_folder_that_is_not_here_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_restart_waits_as_long_as_a_network_disk_may_keep_a_lock(
     """But not so long that the other ranks, which wait for it, take that for a hang."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     loaded = load(tmp_path / "p.yaml", [f"launch.timeout_s={timeout_s}"])
-    assert run_folder._wait_s(loaded) == wait_s
+    assert run_folder._lock_wait_s(loaded) == wait_s

@@ -14,15 +14,15 @@ import torch
 
 from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
-from ddprun.engine.interrupts import StopRequest
+from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import synchronize, train_step
 from ddprun.engine.session import RunState, Session
 from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import StageRun, begin_stage
-from ddprun.engine.state import _StateSchema, restore, state_of
-from ddprun.host.device import Place
+from ddprun.engine.state import _StateSchema, collect_state, restore
+from ddprun.host.device import DeviceAndBackend
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.sync.audit import Finding
+from ddprun.sync.audit import AuditResult
 from tests.hooks.test_stacks import assert_same
 from tests.ranks import as_processes
 
@@ -43,17 +43,17 @@ def open_here(folder: Path, name: str) -> Session:
     loaded = load(folder / "p.yaml")
     ranks = Ranks(Environment.read(), timedelta(seconds=60))
     ranks.connect()
-    place = Place(torch.device("cpu"), "gloo")
+    place = DeviceAndBackend(torch.device("cpu"), "gloo")
     ranks.join(place)
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    return open_session(loaded, run_dir, ranks, place, StopRequest())
+    return open_session(loaded, run_dir, ranks, place, SignalRequests())
 
 
 def go(stage_run: StageRun, steps: int) -> None:
     session = stage_run.session
     session.runtime.model.train()
-    for batches in islice(session.runtime.feeds.of(0).steps(stage_run.settings.accumulate), steps):
+    for batches in islice(session.runtime.feeds.for_stage(0).steps(stage_run.settings.accumulate), steps):
         step = session.state.current_step
         session.runtime.recorder.begin_step(step, 0)
         train_step(stage_run, batches, step)
@@ -81,7 +81,7 @@ def first_part(folder: Path) -> None:
     session = open_here(folder, "first")
     go(begin(session), 6)
     session.runtime.recorder.wait_for_messages()
-    torch.save(state_of(session), folder / f"state-{os.environ['RANK']}")
+    torch.save(collect_state(session), folder / f"state-{os.environ['RANK']}")
 
 
 def second_part(folder: Path) -> list[bytes]:
@@ -89,7 +89,7 @@ def second_part(folder: Path) -> list[bytes]:
     state = torch.load(folder / f"state-{os.environ['RANK']}", weights_only=True)
     restore(session, state)
     found = Checkpoint(folder, step=6, world_size=session.runtime.ranks.size, files={})
-    session.state.mid_stage = {**state, "new_rates": False, "checkpoint": found}
+    session.state.resume_state = {**state, "new_rates": False, "checkpoint": found}
     stage_run = begin(session)
     assert session.state.step == 6
     go(stage_run, 5)
@@ -103,7 +103,7 @@ CHANGES: dict[str, Callable[[RunState], object]] = {
     "cursor": lambda state: setattr(state.cursor, "first_epoch", 3),
     "replicas": lambda state: setattr(state.replicas, "mutated_at", 3),
     "outer_momentum": lambda state: state.outer_momentum.update(weight=torch.ones(2)),
-    "last_audit": lambda state: setattr(state, "last_audit", Finding((), (), 0.0, "")),
+    "last_audit": lambda state: setattr(state, "last_audit", AuditResult((), (), 0.0, "")),
     "farthest_apart": lambda state: setattr(state, "farthest_apart", 0.5),
     "evaluations": lambda state: setattr(state.evaluations, "since", 2),
     "synchronizer": lambda state: setattr(state, "synchronizer", None),
@@ -118,15 +118,15 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
     go(begin(session), 1)
     session.runtime.recorder.wait_for_messages()
     found = {}
-    first = before = copy.deepcopy(state_of(session))
+    first = before = copy.deepcopy(collect_state(session))
     for name, change in CHANGES.items():
         change(session.state)
-        now = copy.deepcopy(state_of(session))
+        now = copy.deepcopy(collect_state(session))
         found[name] = [part for part in now if repr(now[part]) != repr(before[part])]
         before = now
     for name, saved in (("not reset", first), ("not restored", before)):
         restore(session, saved)
-        now = state_of(session)
+        now = collect_state(session)
         found[name] = [part for part in now if repr(now[part]) != repr(saved[part])]
     found["not checked"] = [part for part in now if part not in _StateSchema.model_fields]
     return found
@@ -138,7 +138,7 @@ def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
     """
     prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
     (found,) = as_processes(1, changed_parts, tmp_path)
-    assert {field.name for field in fields(RunState)} == {*CHANGES, "mid_stage"}
+    assert {field.name for field in fields(RunState)} == {*CHANGES, "resume_state"}
     assert sorted(found.pop("not reset")) == ["schedule", "sync"]
     assert found.pop("not restored") == []
     assert found.pop("not checked") == []

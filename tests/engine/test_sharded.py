@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.engine.running import events, summary
 from tests.ranks import as_processes, ddprun
 
@@ -105,7 +105,7 @@ def write(folder: Path, kind: str, options: str, more: str, stages: str = "{trai
 
 def as_rank() -> int:
     os.dup2(os.open("said", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    return work(load(Path("p.yaml")), Path("run"))
+    return run_worker(load(Path("p.yaml")), Path("run"))
 
 
 def found(folder: Path) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 from ddprun.config import load
-from ddprun.engine.save import MADE
-from ddprun.engine.worker import work
+from ddprun.engine.save import PIPELINE_HEADER
+from ddprun.engine.worker import run_worker
 from ddprun.zoo.data import digits
 from tests.engine.running import events, lines, run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun
@@ -293,7 +293,7 @@ def test_save_leaves_weights_and_the_pipeline_that_made_them(tmp_path: Path) -> 
     """The file beside it runs again to the same weights."""
     folder = on_digits(tmp_path, epochs=1)
     assert not list(folder.glob(".*")), "unfinished files are left"
-    assert (folder / "model.yaml").read_text() == MADE + (folder / "pipeline.yaml").read_text()
+    assert (folder / "model.yaml").read_text() == PIPELINE_HEADER + (folder / "pipeline.yaml").read_text()
     again = run(tmp_path, (folder / "model.yaml").read_text(), name="again")
     for name, value in weights(folder).items():
         assert torch.equal(value, weights(again)[name])
@@ -371,7 +371,7 @@ class Net(nn.Module):
 
 def _work_unfrozen(file: Path, run_dir: Path) -> int:
     gc.unfreeze()  # the fork server has frozen what it has imported
-    return work(load(file), run_dir)
+    return run_worker(load(file), run_dir)
 
 
 @pytest.mark.parametrize(("own", "threshold"), [("", 5000), ("gc.set_threshold(1234)\n", 1234)])

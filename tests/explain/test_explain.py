@@ -9,7 +9,7 @@ import pytest
 from ddprun.config import load
 from ddprun.explain import model_probe
 from ddprun.explain.explain import explain
-from ddprun.explain.traffic import Amount
+from ddprun.explain.traffic import SentBytes
 from tests.engine.running import events, lines, run_pipeline, summary
 
 HEAD = """
@@ -140,19 +140,22 @@ def test_a_run_finds_the_same(tmp_path: Path) -> None:
     )
     found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
     probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
-    assert probe.gradients is not None
+    assert probe.gradient_buckets is not None
     assert probe.buffer_use is not None
     said = [
         {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-        for b in probe.gradients.layouts
+        for b in probe.gradient_buckets.layouts
     ]
     assert found["started"]["buckets"] == said
     assert len(said) > 1
     verdict, buffers = probe.buffer_use, found["buffers"]
     assert buffers["changing"] == list(verdict.changing)
     assert buffers["counters"] == list(verdict.counters)
-    assert (buffers["bytes"], buffers["read_in_training"]) == (verdict.bytes, verdict.read)
-    assert verdict.bytes > 0
+    assert (buffers["bytes"], buffers["read_in_training"]) == (
+        verdict.changing_bytes,
+        verdict.read_in_training,
+    )
+    assert verdict.changing_bytes > 0
 
 
 PERIODS = [
@@ -171,7 +174,7 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
         file.write_text(f"{CNN}stages: [train: {stage}]\n")
         (stage_explained,) = explain(load(file), hosts=2, ranks_per_host=2).stages
         each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
-        sent = Amount.none((1,) * 4)
+        sent = SentBytes.zero((1,) * 4)
         for step in range(1, steps + 1):
             amount = each[(step - 1) % stage_explained.cycle + 1].amount
             assert amount is not None
@@ -240,10 +243,10 @@ launch: {nproc_per_node: 2}
     )
     found = explain(load(tmp_path / "shown.yaml"))
     assert [stage.steps for stage in found.stages] == [4, 5]
-    assert found.probe.gradients is not None
-    (bucket,) = found.probe.gradients.layouts
+    assert found.probe.gradient_buckets is not None
+    (bucket,) = found.probe.gradient_buckets.layouts
     assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
-    assert explain(load(tmp_path / "shown.yaml"), importing=False).probe.feeds is None
+    assert explain(load(tmp_path / "shown.yaml"), allow_imports=False).probe.feeds is None
 
 
 MANY = """
@@ -266,9 +269,9 @@ def test_ranks_that_send_alike_are_simulated_once(
     file = tmp_path / "many.yaml"
     file.write_text(f"{CNN}stages:{MANY.format(stack=stack)}")
     few = explain(load(file), hosts=12, ranks_per_host=2)
-    assert len(few.stages[0].counts) < few.stages[0].ranks == 24
+    assert len(few.stages[0].ranks_represented) < few.stages[0].ranks == 24
     every = {rank: (1, rank) for rank in range(24)}
-    monkeypatch.setattr("ddprun.explain.traffic._ranks_alike", lambda *_: every)
+    monkeypatch.setattr("ddprun.explain.traffic._representative_ranks", lambda *_: every)
     assert few.as_object() == explain(load(file), hosts=12, ranks_per_host=2).as_object()
 
 
@@ -290,17 +293,17 @@ def test_buckets_without_values_are_those_of_ddp(
         text = text.replace("data: digits", "data: {text: {files: words.txt, context: 16}}")
     file = tmp_path / "large.yaml"
     file.write_text(f"{text}stages: [train: {{steps: 1}}]\n")
-    by_order = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
+    by_order = explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets
     assert by_order is not None
     assert len(by_order.layouts) > 1
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
-    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradients == by_order
+    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets == by_order
     for cap_mb in (by_order.cap_mb, 1.0):
         loaded = load(file, [f"ddp={{bucket_cap_mb: {cap_mb}, static_graph: true}}"])
-        by_ddp = explain(loaded, hosts=1, ranks_per_host=2).probe.gradients
+        by_ddp = explain(loaded, hosts=1, ranks_per_host=2).probe.gradient_buckets
         assert by_ddp is not None
-        assert by_ddp.layouts == by_order.of(cap_mb)
-        assert by_ddp.of(2.0) is None
+        assert by_ddp.layouts == by_order.layouts_for(cap_mb)
+        assert by_ddp.layouts_for(2.0) is None
 
 
 def test_a_probe_serves_other_settings_of_the_same_model(
@@ -354,6 +357,6 @@ class Net(nn.Linear):
     model = "looks.Net: {in_features: 64, out_features: 10}"
     file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
-    gradients = explain(load(file), hosts=1, ranks_per_host=2).probe.gradients
+    gradients = explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets
     assert gradients is not None
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddprun.explain.text import ends, named_steps, paragraph, table
-from ddprun.units import count, size
+from ddprun.explain.text import first_and_last, paragraph, steps_text, table
+from ddprun.units import format_bytes, format_count
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from ddprun.units import count, size
 )
 def test_size(bytes: float, words: str) -> None:
     """Three digits that count."""
-    assert size(bytes) == words
+    assert format_bytes(bytes) == words
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_size(bytes: float, words: str) -> None:
 )
 def test_named_steps(steps: list[int], cycle: int, last: int | None, words: str) -> None:
     """As one would say it."""
-    assert named_steps(steps, cycle, last) == words
+    assert steps_text(steps, cycle, last) == words
 
 
 def test_lists_and_tables() -> None:
     """Names lose their middle, columns are as wide as they have to be, paragraphs stay beside their label."""
-    assert ends(["a", "b"]) == "a, b"
-    assert ends(["a", "b", "c"]) == "a … c (3)"
-    assert (count(1, "rank"), count(2000, "rank")) == ("1 rank", "2,000 ranks")
+    assert first_and_last(["a", "b"]) == "a, b"
+    assert first_and_last(["a", "b", "c"]) == "a … c (3)"
+    assert (format_count(1, "rank"), format_count(2000, "rank")) == ("1 rank", "2,000 ranks")
     assert table([("a", "bb"), ("ccc", "d")], "<>") == ["a    bb", "ccc   d"]
     lines = list(paragraph("Label", "word " * 40))
     assert lines[0].startswith("  Label         word")

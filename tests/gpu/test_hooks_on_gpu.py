@@ -11,9 +11,9 @@ from torch import Tensor
 from ddprun_hooks import Payload
 from ddprun_hooks.builtin.cast import note_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.gpu import Gpu, Mark
+from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS, contribution
@@ -39,7 +39,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
     torch.cuda.set_device(0)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    control = open_control(timeout)
+    control = open_control_channel(timeout)
     results = []
     for device, over in (("cpu", "gloo"), ("cuda:0", backend)):
         stack = make_stack(specs)
@@ -56,7 +56,7 @@ def on_both(specs: Specs, backend: str) -> list[tuple[Tensor, Tensor]]:
         for step in range(STEPS):
             tensor = contribution(rank, step, ranks).to(device)
             payload = Payload(tensor, PARAMS, "gradient", 0)
-            given.append(exchange.gradients.send(payload, stack, []).wait().cpu().clone())
+            given.append(exchange.gradient_queue.send(payload, stack, []).wait().cpu().clone())
         results.append(given)
     return list(zip(*results, strict=True))
 
@@ -83,13 +83,13 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
     """Torch raises where anything waits: not the hook, and not who reads once the payload is over."""
     own = torch.full((1000,), value, device="cuda:0")
     total = own.half()
-    trace: BucketTrace[Mark]
+    trace: BucketTrace[StreamTimestamp]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         payload = Payload(own, (), "gradient", 0)
         note_overflow("fp16", payload, total)
-        done = Gpu(torch.device("cuda", 0)).mark()
+        done = Gpu(torch.device("cuda", 0)).record_timestamp()
         done.event.synchronize()  # as the clock does, which reads the payload's last mark
         trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
         read_findings([trace])

@@ -11,7 +11,7 @@ import torch
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import find_overflow
-from ddprun_hooks.builtin.two_phase import Fp8, FusedBlocks, Int4, Int8, Reduction
+from ddprun_hooks.builtin.two_phase import Fp8, FusedBlockReduction, Int4, Int8, TwoPhaseReduction
 from tests.gpu.conftest import Figure
 from tests.hooks import same_bits
 from tests.hooks.test_kernels import BLOCKS, DTYPES, KINDS
@@ -30,7 +30,7 @@ SIZES = [(1, 1), (777, 3), ((1 << 20) + 5, 2)]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "block"), [*BLOCKS, ("int8", 4096)])
 def test_codes_have_the_bits_of_torch(name: str, block: int, kind: str, dtype: torch.dtype) -> None:
-    assert kernels.usable(torch.zeros(1, device=GPU)), "the kernels are what a hook would take"
+    assert kernels.can_run_on(torch.zeros(1, device=GPU)), "the kernels are what a hook would take"
     for numel, ranks in SIZES:
         assert same_bits.of_blocks(name, block, numel, ranks, dtype, kind, device=GPU) == []
 
@@ -57,10 +57,10 @@ def test_the_largest_values_are_those_of_a_stable_sort(
     given = same_bits.values(kind, numel, 3).to(GPU)
     from ddprun_hooks.kernels import largest
 
-    monkeypatch.setattr(topk, "_WORTH_A_KERNEL", numel + 1)
+    monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", numel + 1)
     messages = [
-        largest.taken(given, torch.zeros_like(given), k),
-        topk.taken(given, torch.zeros_like(given), k),
+        largest.take_largest(given, torch.zeros_like(given), k),
+        topk.take_largest(given, torch.zeros_like(given), k),
     ]
     ours, torchs = (one[: 4 * k].view(torch.int32).sort().values for one in messages)
     assert torch.equal(ours, torchs)
@@ -90,8 +90,8 @@ def copied_gb_per_s(nbytes: int) -> float:
 def test_quantising_takes_as_long_as_copying_as_much(figure: Figure, wire: Any) -> None:
     """Payload and residual of 256 MiB each are read, the message and what is left are written."""
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
-    ours = FusedBlocks(wire, given, residual, 0, 2)
-    theirs = Reduction(wire, given, residual, 0, 2)
+    ours = FusedBlockReduction(wire, given, residual, 0, 2)
+    theirs = TwoPhaseReduction(wire, given, residual, 0, 2)
     message = ours.encode()
     encoded = 3 * 4 * LARGE + message.numel()
     copied = copied_gb_per_s(encoded)
@@ -100,7 +100,7 @@ def test_quantising_takes_as_long_as_copying_as_much(figure: Figure, wire: Any) 
 
     def in_torch() -> None:
         theirs.encode()
-        wire.subtract(theirs._x, theirs._sent)
+        wire.subtract(theirs._padded_sum, theirs._message)
 
     figure("faster than torch", f"{ms(in_torch) / ms(ours.encode):.1f} times")
     assert share > 0.9
@@ -112,10 +112,10 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
 
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
     wire, k = Int8(256), LARGE // 100
-    ours = FusedBlocks(wire, given, residual, 0, 2)
+    ours = FusedBlockReduction(wire, given, residual, 0, 2)
     message = ours.encode()
-    sums = ours.add(message).repeat(2)
-    monkeypatch.setattr(topk, "_WORTH_A_KERNEL", LARGE + 1)
+    sums = ours.sum_shares(message).repeat(2)
+    monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", LARGE + 1)
 
     def add_in_torch() -> None:
         first, second = message.view(2, -1)
@@ -129,15 +129,15 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
         find_overflow("bf16", given, given.to(torch.bfloat16))
 
     def cast() -> None:
-        casts.narrowed(given, None, torch.bfloat16)
+        casts.launch_downcast(given, None, torch.bfloat16)
 
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "sum of two shares": (lambda: ours.add(message), add_in_torch),
+        "sum of two shares": (lambda: ours.sum_shares(message), add_in_torch),
         "decoding": (lambda: ours.decode(sums), decode_in_torch),
         "cast, and what overflows": (cast, cast_in_torch),
         "1 % largest": (
-            lambda: largest.taken(given, residual, k),
-            lambda: topk.taken(given, residual, k),
+            lambda: largest.take_largest(given, residual, k),
+            lambda: topk.take_largest(given, residual, k),
         ),
     }
     for what, (kernel, reference) in pairs.items():

@@ -18,9 +18,9 @@ import ddprun_hooks
 from ddprun.engine.objective import Precision
 from ddprun.telemetry.clock import StreamClock
 from ddprun_hooks import Communicator, Payload
-from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.gpu import CopyStream, Gpu, Staging
+from ddprun_hooks.comm.gpu import CopyStream, Gpu, PinnedStaging
 from ddprun_hooks.comm.queue import StreamQueue
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.registry import AnyHook, make_stack
@@ -54,7 +54,7 @@ def open_lane(specs: Any, backend: str = "nccl") -> tuple[Exchange, Stack, torch
     ranks = dist.get_world_size()
     stack = make_stack(specs)
     exchange = Exchange.open(
-        control=open_control(TIMEOUT),
+        control=open_control_channel(TIMEOUT),
         device=device,
         backend=backend,
         hosts=["here"] * ranks,
@@ -79,7 +79,7 @@ def without_waiting(all_specs: list[Any]) -> list[str]:
             try:
                 stack.begin_step()
                 payload = Payload(tensor, PARAMS, "gradient", 0)
-                results.append(exchange.gradients.send(payload, stack, []).wait())
+                results.append(exchange.gradient_queue.send(payload, stack, []).wait())
                 stack.rollback() if step == 1 else stack.commit()
             except RuntimeError as error:
                 wrong.append(f"{specs}: {error}")
@@ -132,10 +132,10 @@ def overlapping() -> tuple[float, list[float], bool]:
         for index, tensor in enumerate(tensors):
             tensor.fill_(index + 1.0)  # behind the sleep: a queue that does not wait for it sends zeros
         payloads = [Payload(tensor, (), "gradient", index) for index, tensor in enumerate(tensors)]
-        futures = [exchange.gradients.send(payload, stack, traces) for payload in payloads]
+        futures = [exchange.gradient_queue.send(payload, stack, traces) for payload in payloads]
         results = [future.wait() for future in futures]
         torch.cuda.synchronize()
-    read = clock.read(traces)
+    read = clock.read_traces(traces)
     took = max(trace.done or 0 for trace in read) - min(trace.ready for trace in read)
     spans = [span for trace in read for span in trace.spans if span.phase == "encode"]
     encoded = [(span.done - span.start) / 1000 for span in spans]
@@ -220,7 +220,7 @@ def test_the_devices_clock_is_tied_to_the_hosts(figure: Figure) -> None:
 
 def staged() -> tuple[float, float, bool]:
     gpu = Gpu(torch.device("cuda", 0))
-    staging, stalls, same = Staging(gpu), [], True
+    staging, stalls, same = PinnedStaging(gpu), [], True
     weights = [torch.full((64 << 20,), float(index), device="cuda") for index in range(8)]  # 2 GiB
     for _ in range(2):  # the first one page-locks memory
         torch.cuda.synchronize()
@@ -228,7 +228,7 @@ def staged() -> tuple[float, float, bool]:
         copies = staging.begin()
         assert copies is not None
         copied = [copies.copy(tensor) for tensor in weights]
-        copies.sent()
+        copies.mark_all_started()
         for tensor in weights:
             tensor.add_(100.0)  # the next step
         stalls.append(time.monotonic() - start)
@@ -236,7 +236,7 @@ def staged() -> tuple[float, float, bool]:
         same = same and all(
             bool((one == float(tensor[0]) - 100.0).all()) for one, tensor in zip(copied, weights, strict=True)
         )
-        copies.give_back()
+        copies.release()
     return stalls[0], stalls[1], same
 
 
@@ -252,16 +252,16 @@ def inputs() -> tuple[bool, bool, bool]:
     gpu = Gpu(torch.device("cuda", 0))
     copies = CopyStream(gpu)
     given = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
-    copies.send(given)
-    copies.join()
+    copies.copy_to_gpu(given)
+    copies.wait_for_copies()
     torch.cuda.synchronize()
     sleep(cycles_of(300))
-    moved = copies.send(given)
+    moved = copies.copy_to_gpu(given)
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(copies._stream)
     computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     computed.record()
-    copies.join()
+    copies.wait_for_copies()
     copied.synchronize()
     early = not computed.query()
     doubled = moved * 2
@@ -340,7 +340,7 @@ def skipped(value: float) -> tuple[list[bool], Tensor, bool]:
         if step == 1 and rank == 1:
             tensor[5] = value
         stack.begin_step()
-        mean = exchange.gradients.send(Payload(tensor, PARAMS, "gradient", 0), stack, []).wait()
+        mean = exchange.gradient_queue.send(Payload(tensor, PARAMS, "gradient", 0), stack, []).wait()
         taken.append(bool(torch.isfinite(mean).all()))
         residual = stack.state_dict()["int8"]["gradient"]["first.weight"]["residual"]
         if taken[-1]:

@@ -14,7 +14,15 @@ from triton.compiler import ASTSource
 
 from ddprun_hooks.kernels import blocks, casts, largest
 
-_I32 = ("numel", "in_share", "ranks", "padded", "count", "tiles", "k")  # arguments that are whole numbers
+_I32 = (
+    "numel",
+    "blocks_per_share",
+    "ranks",
+    "message_numel",
+    "count",
+    "tiles",
+    "k",
+)  # arguments that are whole numbers
 
 
 @dataclass(frozen=True)
@@ -43,35 +51,42 @@ def _variants() -> Iterator[
 ]:
     """Name, kernel and variant; types behind pointers; constants; how it is launched."""
     for format, block in (("int8", 256), ("int8", 260), ("int8", 4096), ("int4", 64), ("fp8", 256)):
-        _, options = blocks._tiles(block, 1, 1)
+        _, options = blocks._grid_and_options(block, 1, 1)
         constants = {"FORMAT": format, "BLOCK": block}
         message = {"message": "u8"}
         yield (
             "encode",
             blocks.encode,
             f"{format}, {block}",
-            {"given": "fp32", "residual": "fp32"} | message,
+            {"payload": "fp32", "residual": "fp32"} | message,
             constants,
             options,
         )
-        arrived = {"arrived": "u8", "kept": "fp32"} | message
-        yield "add", blocks.add, f"{format}, {block}", arrived, constants, options
+        arrived = {"arrived": "u8", "residual_share": "fp32"} | message
+        yield "sum_and_encode", blocks.sum_and_encode, f"{format}, {block}", arrived, constants, options
         yield "decode", blocks.decode, f"{format}, {block}", message | {"values": "fp32"}, constants, options
     for dtype in ("fp16", "bf16"):
         options = casts._LAUNCH
-        narrow: dict[str, str | None] = {"given": "fp32", "residual": None, "message": dtype, "flags": "i32"}
-        yield "narrow", casts.narrow, dtype, narrow, {}, options
-        yield "narrow", casts.narrow, f"{dtype}, residual", narrow | {"residual": "fp32"}, {}, options
-        yield "add", casts.add, dtype, {"arrived": dtype, "kept": "fp32", "message": dtype}, {}, options
-        yield "widen", casts.widen, dtype, {"total": dtype, "values": "fp32", "flags": "i32"}, {}, options
+        plain: dict[str, str | None] = {
+            "payload": "fp32",
+            "residual": None,
+            "message": dtype,
+            "flags": "i32",
+        }
+        yield "downcast", casts.downcast, dtype, plain, {}, options
+        yield "downcast", casts.downcast, f"{dtype}, residual", plain | {"residual": "fp32"}, {}, options
+        summed = {"arrived": dtype, "residual_share": "fp32", "message": dtype}
+        yield "sum_and_downcast", casts.sum_and_downcast, dtype, summed, {}, options
+        yield "upcast", casts.upcast, dtype, {"total": dtype, "values": "fp32", "flags": "i32"}, {}, options
     options = largest._LAUNCH
     held = {"residual": "fp32", "bins": "i32"}
-    yield "start", largest.start, "fp32", {"given": "fp32"} | held, {}, options
-    yield "refine", largest.refine, "fp32", held, {"LEVEL": 3}, options
+    yield "add_and_histogram", largest.add_and_histogram, "fp32", {"payload": "fp32"} | held, {}, options
+    yield "histogram_next_bits", largest.histogram_next_bits, "fp32", held, {"LEVEL": 3}, options
     programs = {"PROGRAMS": largest._PROGRAMS}
-    yield "count", largest.count, "fp32", held | {"counts": "i32"}, programs, options
-    taken = held | {"counts": "i32", "indices": "i32", "values": "fp32"}
-    yield "take", largest.take, "fp32", taken, programs, options
+    counted = held | {"counts": "i32"}
+    yield "count_per_program", largest.count_per_program, "fp32", counted, programs, options
+    written = counted | {"indices": "i32", "values": "fp32"}
+    yield "write_largest", largest.write_largest, "fp32", written, programs, options
 
 
 def _compiled(

@@ -11,14 +11,28 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin import topk
-from ddprun_hooks.builtin.cast import Casts, FusedCasts, Narrow, find_overflow, overflow_finding
-from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, FusedBlocks, Int4, Int8, Reduction, WireFormat
+from ddprun_hooks.builtin.cast import (
+    CastFormat,
+    CastReduction,
+    FusedCastReduction,
+    find_overflow,
+    overflow_finding,
+)
+from ddprun_hooks.builtin.two_phase import (
+    BlockScaled,
+    Fp8,
+    FusedBlockReduction,
+    Int4,
+    Int8,
+    TwoPhaseReduction,
+    WireFormat,
+)
 from ddprun_hooks.testing import run_hooks
 
 WIRES = {"int8": Int8, "int4": Int4, "fp8": Fp8}
-REDUCTIONS: dict[str, tuple[type[Reduction], type[Reduction]]] = {
-    "blocks": (Reduction, FusedBlocks),
-    "casts": (Casts, FusedCasts),
+REDUCTIONS: dict[str, tuple[type[TwoPhaseReduction], type[TwoPhaseReduction]]] = {
+    "blocks": (TwoPhaseReduction, FusedBlockReduction),
+    "casts": (CastReduction, FusedCastReduction),
 }
 
 
@@ -75,7 +89,7 @@ def differences(
             given = [one.clone() for one in payloads]
             all_ranks = [made(wire, given[rank], kept[rank], rank, ranks) for rank in range(ranks)]
             sent = torch.stack([one.encode().view(ranks, -1) for one in all_ranks])
-            sums = torch.cat([one.add(sent[:, rank].flatten()) for rank, one in enumerate(all_ranks)])
+            sums = torch.cat([one.sum_shares(sent[:, rank].flatten()) for rank, one in enumerate(all_ranks)])
             means = [one.decode(sums.clone()) for one in all_ranks]
             assert all(torch.equal(bits(one), bits(means[0])) for one in means)
             assert means[0].data_ptr() == given[0].data_ptr()
@@ -136,7 +150,7 @@ def of_sums_in_fp32(
         [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
         for step in range(2)
     ]
-    return differences(Narrow(name), "casts", ranks, steps, same_codes=True)
+    return differences(CastFormat(name), "casts", ranks, steps, same_codes=True)
 
 
 def of_cast(
@@ -145,15 +159,15 @@ def of_cast(
     """Differences of a cast that sums in 16 bits; `large` is what another rank has brought into the sum."""
     from ddprun_hooks.kernels import casts
 
-    wire, own = Narrow(name), values(kind, numel, 1).to(device, dtype)
+    wire, own = CastFormat(name), values(kind, numel, 1).to(device, dtype)
     expected_sent = own.to(wire.dtype)
-    sent, flags = casts.narrowed(own, None, wire.dtype)
+    sent, flags = casts.launch_downcast(own, None, wire.dtype)
     found = [] if torch.equal(bits(sent), bits(expected_sent)) else ["sent"]
     total = expected_sent.clone()
     if large is not None:
         total[numel // 2] = large
     expected = find_overflow(name, own, total)
-    ours = overflow_finding(name, casts.widened(total, mean := own.clone(), flags))
+    ours = overflow_finding(name, casts.launch_upcast(total, mean := own.clone(), flags))
     if device != "cpu":
         torch.cuda.synchronize()  # codes are on their way to the host
     if int(ours.code) != (0 if expected is None else int(expected.code)):
@@ -174,7 +188,7 @@ def of_largest(
     with mock.patch.multiple(largest, _LAUNCH={**largest._LAUNCH, "TILE": tile}, _PROGRAMS=programs):
         for step in range(2):
             given = values(kind, numel, step).to(dtype)
-            message = largest.taken(given.to(device), ours, k).cpu()
+            message = largest.take_largest(given.to(device), ours, k).cpu()
             expected += given
             order = torch.where(expected.isnan(), math.inf, expected.abs()).double()
             order[expected.isnan()] = torch.finfo(torch.float64).max
@@ -203,7 +217,7 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
 
     params = (ParamSlice("w", (numel,), 0, numel),)
     outcomes, launched = [], 0
-    for usable in (kernels.usable, kernels.fits):
+    for can_run_on in (kernels.can_run_on, kernels.supports_dtypes):
         stack = make_stack([hook])
 
         def body(rank: Any, stack: Any = stack) -> list[Tensor]:
@@ -212,13 +226,18 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
 
         spies = [
             mock.patch.object(module, name, wraps=getattr(module, name))
-            for module, name in ((blocks, "encoded"), (casts, "narrowed"), (largest, "taken"))
+            for module, name in (
+                (blocks, "launch_encode"),
+                (casts, "launch_downcast"),
+                (largest, "take_largest"),
+            )
         ]
-        with mock.patch.object(kernels, "usable", usable), mock.patch.object(topk, "_WORTH_A_KERNEL", 0):
+        chosen = mock.patch.object(kernels, "can_run_on", can_run_on)
+        with chosen, mock.patch.object(topk, "_MIN_KERNEL_NUMEL", 0):
             with spies[0] as first, spies[1] as second, spies[2] as third:
                 given = run_hooks([hook], 1, body)[0]
             launched = first.call_count + second.call_count + third.call_count
-            assert not launched or usable is kernels.fits
+            assert not launched or can_run_on is kernels.supports_dtypes
         kept = stack.state_dict()
         outcomes.append(given + ([next(iter(kept.values()))["gradient"]["w"]["residual"]] if kept else []))
     return [

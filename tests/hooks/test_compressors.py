@@ -56,7 +56,7 @@ def test_powersgd_gives_what_the_paper_does() -> None:
 
         hook = c.stack.hooks[0]
         assert isinstance(hook, PowerSgd)
-        start = hook._factor("gradient", param[0], torch.empty(0, dtype=torch.float64))
+        start = hook._last_q("gradient", param[0], torch.empty(0, dtype=torch.float64))
         return start, [c.send(step[c.rank].reshape(-1) / ranks, param) for step in gradients]
 
     results = run_hooks([{"powersgd": {"rank": 3}}], ranks, body)

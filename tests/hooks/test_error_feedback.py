@@ -14,7 +14,7 @@ from ddprun_hooks.testing import (
     NUMEL,
     PARAMS,
     Rank,
-    bucket,
+    bucket_slices,
     contribution,
     residual_total,
     run_hooks,
@@ -107,7 +107,7 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
 def test_other_buckets_keep_what_is_kept_by_name(specs: Specs) -> None:
     """One bucket becomes two, in another order: nothing is lost and nothing counts twice."""
     names = [param.name for param in PARAMS]
-    first, second = bucket(names[3:]), bucket(names[:3])
+    first, second = bucket_slices(names[3:]), bucket_slices(names[:3])
     border = sum(param.numel for param in PARAMS[:3])
 
     def body(c: Rank) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:

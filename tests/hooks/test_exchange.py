@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddprun_hooks import DisagreementError
-from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import HostQueue
@@ -20,15 +20,15 @@ from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.testing import run_ranks
 
 
-def control(group: RankGroup) -> Control:
-    return Control(group.process_groups[0], group.rank, group.size)
+def control(group: RankGroup) -> ControlChannel:
+    return ControlChannel(group.process_groups[0], group.rank, group.size)
 
 
 def test_a_word_reaches_every_rank_in_rank_order() -> None:
     """Posting does not wait; reading gives every rank's numbers exactly."""
 
     def body(group: RankGroup) -> torch.Tensor:
-        posted = control(group).post([group.rank + 0.1, 2.0**52 + group.rank])
+        posted = control(group).all_gather_async([group.rank + 0.1, 2.0**52 + group.rank])
         return posted.wait()
 
     for words in run_ranks(3, body):
@@ -39,9 +39,9 @@ def test_ranks_that_disagree_are_named() -> None:
     """Rank 2 differs from rank 0: every rank gets an error that says so."""
 
     def body(group: RankGroup) -> str:
-        control(group).agree("the pipeline", "same")
+        control(group).check_agreement("the pipeline", "same")
         with pytest.raises(DisagreementError) as caught:
-            control(group).agree("the buckets", "odd" if group.rank == 2 else "same")
+            control(group).check_agreement("the buckets", "odd" if group.rank == 2 else "same")
         return str(caught.value)
 
     messages = run_ranks(3, body)
@@ -118,7 +118,7 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
     def work(rank: int) -> tuple[float, float, int, int]:
         post.arrive(rank)
         group: Any = post
-        offset, bound = Control(group, rank, size).clock_offset(rounds)
+        offset, bound = ControlChannel(group, rank, size).clock_offset(rounds)
         return offset, bound, post.here.ahead, post.here.hops
 
     with ThreadPoolExecutor(size) as pool:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
-from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, combine
+from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, merge_requirements
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
@@ -33,7 +33,10 @@ STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if "shared_memory" not in 
 def on_a_gpu() -> Iterator[None]:
     """Inside, tensors say that they are on a GPU."""
     is_cuda = mock.patch.object(Tensor, "is_cuda", property(lambda self: True))
-    with is_cuda, mock.patch.object(cast, "to_host", lambda code: torch.zeros((), dtype=code.dtype)):
+    with (
+        is_cuda,
+        mock.patch.object(cast, "copy_scalar_to_host", lambda code: torch.zeros((), dtype=code.dtype)),
+    ):
         yield
 
 
@@ -57,7 +60,7 @@ class Divisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_hook_neither_waits_for_a_gpu_nor_mixes_devices(specs: Specs) -> None:
     stack = make_stack(specs)
     placement = Placement(0, ("a", "a", "b", "b"), (2, 2, 2, 2))
-    group = simulated_group("world", placement, combine([stack.requirements]))
+    group = simulated_group("world", placement, merge_requirements([stack.requirements]))
     with on_a_gpu(), mock.patch.object(Tensor, "data_ptr", lambda self: id(self)):
         for step in range(2):  # the second has residuals
             stack.begin_step()
@@ -103,5 +106,5 @@ def test_int8_scales_are_aligned_in_a_message(block: int) -> None:
     stack = make_stack(spec)
     group = simulated_group("world", Placement(0, ("a",) * 3, (3,) * 3), stack.requirements)
     for numel in (1, block + 1, 7 * block - 5):
-        layout = BucketLayout.of(0, torch.float32, {"w": torch.empty(numel)}.items())
+        layout = BucketLayout.from_tensors(0, torch.float32, {"w": torch.empty(numel)}.items())
         simulate(example_payload(layout, "gradient"), stack, group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
-from ddprun_hooks.builtin.hierarchical import cut_at_rows, slices_between
+from ddprun_hooks.builtin.hierarchical import row_aligned_ends, slices_between
 from ddprun_hooks.comm.groups import Placement
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
@@ -31,7 +31,7 @@ def test_shares_hold_whole_rows_and_everything_once() -> None:
     for _ in range(300):
         params = random_params(generator)
         numel, parts = params[-1].offset + params[-1].numel, generator.randrange(1, 6)
-        ends = cut_at_rows(params, numel, parts)
+        ends = row_aligned_ends(params, numel, parts)
         assert ends == sorted(ends)
         assert (len(ends), ends[-1]) == (parts, numel)
         row = max(param.numel // (param.shape[0] if param.shape else 1) for param in params)
@@ -112,7 +112,7 @@ def test_the_ranks_of_each_host() -> None:
     """
 
     def blocks(hosts: str, sizes: Sequence[int], split: int | None = None) -> list[list[int]]:
-        return Placement(0, tuple(hosts), tuple(sizes)).blocks(split)
+        return Placement(0, tuple(hosts), tuple(sizes)).split_by_host(split)
 
     assert blocks("abab", (2,) * 4) == [[0, 2], [1, 3]]
     assert blocks("abba", (2,) * 4) == [[0, 3], [1, 2]]

@@ -144,18 +144,18 @@ assert "triton" not in sys.modules
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it works")
 def test_a_triton_that_does_not_work_is_said_once_and_not_used() -> None:
     """Here, because torch finds no GPU."""
-    kernels._works.cache_clear()
+    kernels._triton_works.cache_clear()
     device = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         with pytest.warns(UserWarning, match="Triton is installed but does not work here"):
-            assert not kernels._works(device)
-        assert not kernels._works(device)
-    kernels._works.cache_clear()
+            assert not kernels._triton_works(device)
+        assert not kernels._triton_works(device)
+    kernels._triton_works.cache_clear()
 
 
 def test_an_old_gpu_computes_in_torch() -> None:
     """Its types and instructions were not looked at."""
-    kernels._works.cache_clear()
+    kernels._triton_works.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)):
-        assert not kernels._works(torch.device("cuda", 0))
-    kernels._works.cache_clear()
+        assert not kernels._triton_works(torch.device("cuda", 0))
+    kernels._triton_works.cache_clear()

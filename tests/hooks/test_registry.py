@@ -131,7 +131,7 @@ def test_hooks_are_taken_as_they_are() -> None:
     assert make_stack(Doubling).hooks[0].factor == 2.0  # type: ignore[attr-defined]
     several = make_stack([plain, Doubling(), "fp16"])
     assert several.names == (f"{here}.plain", f"{here}.Doubling", "fp16")
-    assert several.described == repr([f"{here}.plain", f"{here}.Doubling", "fp16"])
+    assert several.description == repr([f"{here}.plain", f"{here}.Doubling", "fp16"])
     with pytest.raises(HookSetupError, match=rf'hooks\[1\]: hook "{here}.blocking" is not async'):
         make_stack(["fp16", blocking])
 
@@ -175,8 +175,9 @@ def test_an_installed_package_adds_hooks_by_entry_point(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[ddprun.hooks]\nwide = wide_hooks:Wide\n")
     script = (
         "import sys; sys.path.append(sys.argv[1])\n"
-        "from ddprun_hooks.registry import installed_names, make_stack\n"
-        "assert installed_names() == ['wide'], installed_names()\n"
+        "from ddprun_hooks.config.options import installed_hook_names\n"
+        "from ddprun_hooks.registry import make_stack\n"
+        "assert installed_hook_names() == ['wide'], installed_hook_names()\n"
         "assert 'wide_hooks' not in sys.modules\n"
         "assert make_stack(['wide', 'fp16']).names == ('wide', 'fp16')\n"
     )

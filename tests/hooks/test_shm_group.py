@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks import ExchangeError
-from ddprun_hooks.shm.group import ShmGroup, Steps
+from ddprun_hooks.shm.group import ShmGroup, ShmOperation
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.shm.setup import open_shm_groups
 from tests.ranks import as_processes, is_running
@@ -55,7 +55,12 @@ def as_ranks(
 
     def run(rank: int) -> Any:
         groups = open_shm_groups(
-            rank=rank, size=size, count=count, share=share, timeout_s=timeout_s, slot_bytes=SLOT_BYTES
+            rank=rank,
+            size=size,
+            count=count,
+            broadcast_bytes=share,
+            timeout_s=timeout_s,
+            slot_bytes=SLOT_BYTES,
         )
         return body(rank, groups)
 
@@ -224,7 +229,7 @@ def test_a_peer_that_is_late_is_named_and_the_group_is_of_no_more_use() -> None:
     finished = threading.Barrier(3)
     begun: list[int] = []
 
-    def never_begun() -> Steps:
+    def never_begun() -> ShmOperation:
         begun.append(1)
         yield ()
 
@@ -266,7 +271,9 @@ def test_an_operation_that_fails_of_itself_breaks_the_group_with_its_own_error()
 def test_ranks_that_do_not_come_to_open_groups_are_named() -> None:
     """Rank 0 waits for rank 1 no longer than it was told to."""
     with pytest.raises(ExchangeError, match="rank 7 did not arrive"):
-        open_shm_groups(rank=0, size=2, count=1, share=lambda data: data, timeout_s=0.1, names=[4, 7])
+        open_shm_groups(
+            rank=0, size=2, count=1, broadcast_bytes=lambda data: data, timeout_s=0.1, rank_labels=[4, 7]
+        )
 
 
 def test_memory_is_not_shared_with_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +432,7 @@ def open_by_file(rank: int, folder: Path) -> ShmGroup:
             store.set("name", data.decode())
         return bytes(store.get("name"))
 
-    return open_shm_groups(rank=rank, size=3, count=1, share=share, timeout_s=30)[0]
+    return open_shm_groups(rank=rank, size=3, count=1, broadcast_bytes=share, timeout_s=30)[0]
 
 
 def survive(folder: Path, with_child: bool) -> tuple[str, float, float] | None:
@@ -496,11 +503,11 @@ def test_steps_never_block() -> None:
 
     def body(rank: int, groups: list[ShmGroup]) -> Iterator[Any]:
         (group,) = groups
-        steps: Steps = group.all_reduce(torch.ones(3))
+        operation: ShmOperation = group.all_reduce(torch.ones(3))
         if rank == 0:
-            assert [peer.name for peer in next(steps)] == [1, 2]
-            assert [peer.name for peer in next(steps)] == [1, 2]
+            assert [peer.rank_label for peer in next(operation)] == [1, 2]
+            assert [peer.rank_label for peer in next(operation)] == [1, 2]
             assert group.phase == 0
-        return steps
+        return operation
 
     as_ranks(3, body)

@@ -169,7 +169,7 @@ def test_a_step_that_is_rolled_back_leaves_no_trace(specs: Specs, value: float) 
         c.step(0)
         before = c.stack.state_dict()
         c.stack.begin_step()
-        c.send(contribution(c.rank, 9, c.ranks) * (value if c.rank == 0 else 1.0))
+        c.send(contribution(c.rank, 9, c.world_size) * (value if c.rank == 0 else 1.0))
         c.stack.rollback()
         assert_same(c.stack.state_dict(), before)
         c.stack.begin_step()
@@ -188,7 +188,7 @@ def test_what_is_not_finite_is_passed_on_and_not_kept(specs: Specs) -> None:
     odd = {1: math.inf, 4: -math.inf, 7: math.nan}
 
     def body(c: Rank) -> list[Tensor]:
-        tensors = [contribution(c.rank, step, c.ranks) for step in range(10)]
+        tensors = [contribution(c.rank, step, c.world_size) for step in range(10)]
         for step, value in odd.items():
             if c.rank == 1:
                 tensors[step][700] = value
@@ -222,7 +222,7 @@ def test_no_more_rounds_are_used_than_declared_and_bytes_go_down(specs: Specs) -
 @pytest.mark.parametrize("specs", ALL, ids=str)
 def test_the_grammar_takes_every_stack_that_is_tested_here(specs: Specs) -> None:
     """Without importing the hooks, as `ddprun check` does it."""
-    found = grammar.problems([grammar.entry(*parse_spec(spec)) for spec in specs])
+    found = grammar.stack_problems([grammar.stack_entry(*parse_spec(spec)) for spec in specs])
     assert [problem for problem in found if problem.severity == "error"] == []
 
 

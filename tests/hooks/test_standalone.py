@@ -143,7 +143,7 @@ def sent_meanwhile() -> list[list[int]]:
         assert all(trace.handed_over is not None for trace in handle.traces), "not waited for"
         found[-1].append(len(handle.traces))
 
-    handle.meanwhile = meanwhile
+    handle.on_last_bucket_sent = meanwhile
     for step in range(5):
         found.append([])
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from ddprun_hooks.comm.queue import StreamQueue
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.registry import make_stack
-from ddprun_hooks.testing import Rank, bucket, contribution, run_hooks
+from ddprun_hooks.testing import Rank, bucket_slices, contribution, run_hooks
 from tests.fake_gpu import FakeGpu
 from tests.hooks.test_stacks import LOSSY, Specs
 
@@ -26,9 +26,9 @@ BUCKETS = (("first.weight", "first.bias"), ("conv.weight",), ("last.weight", "sc
 
 def shares(c: Rank, step: int) -> list[Payload]:
     """This rank's payload of each bucket."""
-    flat, start, payloads = contribution(c.rank, step, c.ranks), 0, []
+    flat, start, payloads = contribution(c.rank, step, c.world_size), 0, []
     for index, names in enumerate(BUCKETS):
-        params = bucket(names)
+        params = bucket_slices(names)
         numel = sum(param.numel for param in params)
         payloads.append(Payload(flat[start : start + numel].clone(), params, "gradient", index))
         start += numel
@@ -44,7 +44,7 @@ def in_host_memory(c: Rank) -> list[Tensor]:
 def on_streams(c: Rank, detailed: bool = True) -> tuple[list[Tensor], FakeGpu, list[Any]]:
     gpu, traces, results = FakeGpu(), list[Any](), []
     queue = StreamQueue(c.group, gpu)
-    queue.detailed = detailed
+    queue.detailed_timing = detailed
     for step in range(STEPS):
         futures = [queue.send(one, c.stack, traces) for one in shares(c, step)]
         results += [future.wait().clone() for future in futures]
@@ -124,7 +124,7 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
     if order is not None:
         monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
     monkeypatch.setattr(exchange_module, "Gpu", lambda device: FakeGpu())
-    monkeypatch.setattr(exchange_module, "_urgent_nccl", lambda timeout: "urgent")
+    monkeypatch.setattr(exchange_module, "_high_priority_nccl_options", lambda timeout: "urgent")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", new_group)
     control: Any = SimpleNamespace(all_gather_bytes=None)
@@ -137,8 +137,8 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
         gradients=make_stack("int8").requirements,
         timeout=timedelta(seconds=9),
     )
-    groups: list[Any] = [*exchange.gradients.world.process_groups]
+    groups: list[Any] = [*exchange.gradient_queue.world.process_groups]
     assert groups == [f"world.{index} of 0" for index in range(rounds)]
-    assert exchange.plain.world.process_groups == [dist.group.WORLD]
+    assert exchange.plain_queue.world.process_groups == [dist.group.WORLD]
     assert {options for _, options in made} == {"urgent"}
     assert not any("plain" in name for name, _ in made)

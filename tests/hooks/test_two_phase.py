@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.builtin.cast import DTYPES, Narrow
+from ddprun_hooks.builtin.cast import DTYPES, CastFormat
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8, WireFormat
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
@@ -24,7 +24,7 @@ CODES: list[tuple[BlockScaled, list[float]]] = [
     (Int4(64), list(range(8))),
     (Fp8(256), E4M3),
 ]
-FORMATS: list[WireFormat] = [*(wire for wire, _ in CODES), *map(Narrow, DTYPES)]
+FORMATS: list[WireFormat] = [*(wire for wire, _ in CODES), *map(CastFormat, DTYPES)]
 SUMMED_IN_FP32: list[HookSpec] = [{name: {"accumulate": "fp32"}} for name in DTYPES]
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ddprun.config import Loaded, PipelineError
+from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.load import load
 from ddprun.host import device
 from ddprun.host.device import LaunchFacts, agree_on_backend, check_launch, device_of, launch_facts
@@ -20,7 +20,7 @@ launch: {device: DEVICE, backend: BACKEND}
 """
 
 
-def loaded(folder: Path, wanted: str = "auto", backend: str = "auto") -> Loaded:
+def loaded(folder: Path, wanted: str = "auto", backend: str = "auto") -> LoadedPipeline:
     file = folder / "p.yaml"
     file.write_text(PIPELINE.replace("DEVICE", wanted).replace("BACKEND", backend))
     return load(file)

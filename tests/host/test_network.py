@@ -25,7 +25,7 @@ def test_what_the_user_has_named_holds(monkeypatch: pytest.MonkeyPatch, name: st
 def test_the_way_to_this_host_is_the_loopback() -> None:
     """And its name is its own."""
     assert network.interface_towards("127.0.0.1") == "lo"
-    assert network.is_own("localhost")
+    assert network.is_this_host("localhost")
 
 
 def test_gloo_wants_the_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:

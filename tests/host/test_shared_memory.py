@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import shared_memory
-from ddprun.host.shared_memory import PAGE_BYTES, Room, binary, needed_bytes, room, shortage, startup_bytes
+from ddprun.host.shared_memory import (
+    PAGE_BYTES,
+    ShmSpace,
+    format_bytes,
+    needed_bytes,
+    shm_space,
+    shortage,
+    startup_bytes,
+)
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running
 
@@ -35,21 +43,22 @@ def test_what_is_needed_is_whole_pages() -> None:
 )
 def test_a_shortage_is_certain_or_likely(free: int, certain: bool | None) -> None:
     """Certain is one that keeps loading processes from starting."""
-    found = shortage(2, 2, [1], Room(1 << 20, free))
+    found = shortage(2, 2, [1], ShmSpace(1 << 20, free))
     assert (found and found.certain) == certain
-    assert shortage(2, 0, [1], Room(0, 0)) is None
+    assert shortage(2, 0, [1], ShmSpace(0, 0)) is None
     assert shortage(2, 2, [1], None) is None
 
 
 def test_the_room_that_there_is(tmp_path: Path) -> None:
     """Of a folder that is there, or is not."""
-    found = room(tmp_path)
+    found = shm_space(tmp_path)
     assert found is not None
     assert 0 < found.free <= found.total
-    assert room(tmp_path / "none") is None
-    assert [binary(size) for size in (100, 64 << 10, 1000 << 20, 3 << 40)] == [
+    assert shm_space(tmp_path / "none") is None
+    assert [format_bytes(size) for size in (100, 64 << 10, 1_023_590, 1000 << 20, 3 << 40)] == [
         "100 B",
         "64 KiB",
+        "1000 KiB",
         "1000 MiB",
         "3 TiB",
     ]
@@ -116,6 +125,6 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
 )
 def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
     """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
-    found = shared_memory.nccl_shortage(ranks, shared_memory.Room(free, free))
+    found = shared_memory.nccl_shortage(ranks, shared_memory.ShmSpace(free, free))
     assert (found is not None) == short
     assert found is None or (not found.certain and "64 MiB free" in found.message)

@@ -109,8 +109,8 @@ def test_a_rendezvous_answers_or_does_not() -> None:
     """A port that somebody listens on, with a host name or an address; and one on which nobody does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert network.answers(f"localhost:{port}")
-        assert network.answers(f"127.0.0.1:{port}")
-        assert network.answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
-    assert not network.answers(f"127.0.0.1:{port}")
-    assert not network.answers("127.0.0.1:x")
+        assert network.endpoint_answers(f"localhost:{port}")
+        assert network.endpoint_answers(f"127.0.0.1:{port}")
+        assert network.endpoint_answers(f"no.such.host.invalid:1,127.0.0.1:{port}")
+    assert not network.endpoint_answers(f"127.0.0.1:{port}")
+    assert not network.endpoint_answers("127.0.0.1:x")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddprun.launch.launcher import LauncherError, first_host, recognise
+from ddprun.launch.launcher import LauncherError, detect_launcher, first_host
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -44,7 +44,7 @@ BATCH_SCRIPT = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", 
 @pytest.mark.parametrize("environment", [{}, BATCH_SCRIPT, {"MASTER_ADDR": "node0", "MASTER_PORT": "1"}])
 def test_nobody_has_started_what_a_user_starts(environment: dict[str, str]) -> None:
     """Nor what a batch script of Slurm's starts, outside of srun."""
-    assert recognise(environment, {"nproc_per_node": "2"}) is None
+    assert detect_launcher(environment, {"nproc_per_node": "2"}) is None
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_nobody_has_started_what_a_user_starts(environment: dict[str, str]) -> N
 )
 def test_a_rank_knows_who_has_started_it(environment: dict[str, str], told: str) -> None:
     """The innermost launcher counts: torchrun under srun, or in a pod."""
-    found = recognise(environment, {})
+    found = detect_launcher(environment, {})
     assert found is not None
-    assert (found.summary, found.starts_ranks, found.first) == (told, False, False)
+    assert (found.summary, found.starts_ranks, found.is_first) == (told, False, False)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_a_host_knows_that_it_is_to_start_ranks(
     environment: dict[str, str], told: str, flags: set[str]
 ) -> None:
     """Then torchrun's flags may be given."""
-    found = recognise(environment, {"nproc_per_node": "2"})
+    found = detect_launcher(environment, {"nproc_per_node": "2"})
     assert found is not None
-    assert (found.summary, found.starts_ranks, found.first) == (told, True, False)
+    assert (found.summary, found.starts_ranks, found.is_first) == (told, True, False)
     assert set(found.flags) == flags
 
 
 def test_srun_gives_each_task_its_place() -> None:
     """In torchrun's variables; all tasks of a step meet at one port, and two steps hardly ever at one."""
-    found = recognise(TASK_FOR_EACH_RANK, {})
+    found = detect_launcher(TASK_FOR_EACH_RANK, {})
     assert found is not None
     variables = dict(found.variables)
     port = variables.pop("MASTER_PORT")
@@ -102,7 +102,7 @@ def test_srun_gives_each_task_its_place() -> None:
         "MASTER_ADDR": "gpu003",
     }
     assert 15_000 <= int(port) < 30_000
-    other = recognise(TASK_FOR_EACH_RANK | {"SLURM_STEP_ID": "1"}, {})
+    other = detect_launcher(TASK_FOR_EACH_RANK | {"SLURM_STEP_ID": "1"}, {})
     assert other is not None
     assert other.variables["MASTER_PORT"] != port
 
@@ -146,7 +146,7 @@ def test_srun_gives_each_task_its_place() -> None:
 def test_contradictions_are_errors(environment: dict[str, str], flags: dict[str, str], told: str) -> None:
     """Each says which variables, what they are, and what is allowed."""
     with pytest.raises(LauncherError) as caught:
-        recognise(environment, dict(flags))
+        detect_launcher(environment, dict(flags))
     assert told in str(caught.value)
 
 

@@ -82,33 +82,33 @@ def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch:
     be told is none.
     """
     with launcher_folder() as folder:
-        monkeypatch.setenv(rank_files.SCRATCH, str(folder))
-        assert rank_files.outcome(folder) is None
-        assert rank_files.keep_outcome(3) == 0
-        assert rank_files.outcome(folder) == 3
-    monkeypatch.setenv(rank_files.SCRATCH, str(temporary / "nowhere"))
-    assert (rank_files.keep_outcome(3), rank_files.keep_outcome(0)) == (3, 1)
-    rank_files.keep_checkpoint(5, True)
-    rank_files.keep_run_dir(temporary)
-    assert rank_files.run_dir() is None
-    monkeypatch.delenv(rank_files.SCRATCH)
-    assert rank_files.keep_outcome(3) == 3
+        monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(folder))
+        assert rank_files.read_outcome(folder) is None
+        assert rank_files.report_outcome(3) == 0
+        assert rank_files.read_outcome(folder) == 3
+    monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(temporary / "nowhere"))
+    assert (rank_files.report_outcome(3), rank_files.report_outcome(0)) == (3, 1)
+    rank_files.report_checkpoint(5, True)
+    rank_files.report_run_dir(temporary)
+    assert rank_files.read_run_dir() is None
+    monkeypatch.delenv(rank_files.SCRATCH_VARIABLE)
+    assert rank_files.report_outcome(3) == 3
 
 
 def test_only_children_that_do_not_fail_are_signalled(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number may be another process's by now."""
-    monkeypatch.setenv(rank_files.SCRATCH, str(temporary))
-    rank_files.keep_pid()
-    assert rank_files.pids(temporary) == [], "this process is no child of its own"
+    monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(temporary))
+    rank_files.register_pid()
+    assert rank_files.live_rank_pids(temporary) == [], "this process is no child of its own"
     child = subprocess.Popen([sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         (temporary / "pids" / str(child.pid)).touch()
-        assert rank_files.pids(temporary) == [child.pid]
+        assert rank_files.live_rank_pids(temporary) == [child.pid]
     finally:
         child.kill()
         child.communicate(timeout=30)
-    assert rank_files.pids(temporary) == []
-    rank_files.drop_pid()
+    assert rank_files.live_rank_pids(temporary) == []
+    rank_files.unregister_pid()
     assert not (temporary / "pids" / str(os.getpid())).exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddprun.doctor import Report
-from ddprun.doctor.links import Measured, link_findings
-from ddprun.predict.links import TCP_SHARE, Link, Links, parse_links, rate_of, shown
+from ddprun.doctor.links import LinkMeasurement, link_findings
+from ddprun.predict.links import TCP_SHARE, Link, Links, link_text, parse_links, rate_text
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_what_is_neither_a_rate_nor_a_time(rate: str | None, latency: str | None
 
 def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
     """The slowest of all pairs, with the longest latency: measured, so nothing is taken off for headers."""
-    two = Measured("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20)
-    three = Measured("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20)
+    two = LinkMeasurement("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20)
+    three = LinkMeasurement("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20)
     findings = [*link_findings("a", "b", two, [None]), *link_findings("a", "c", three, [None])]
     file = tmp_path / "link.json"
-    file.write_text(json.dumps(Report([], findings).plain()))
+    file.write_text(json.dumps(Report([], findings).as_dict()))
     found = parse_links(str(file)).across
     assert found.bytes_per_s == pytest.approx(11e6)
     assert found.latency_s == pytest.approx(0.002)
@@ -103,5 +103,5 @@ def test_a_file_that_doctor_has_not_written(tmp_path: Path, text: str | None, sa
 @pytest.mark.parametrize("text", ["100 Mbit/s", "2.5 Gbit/s", "37 Mbit/s", "56 kbit/s", "999 Mbit/s"])
 def test_a_rate_is_shown_as_it_was_said(text: str) -> None:
     """Nominal again, three digits."""
-    assert rate_of(parse_links(text).across.bytes_per_s) == text
-    assert shown(Link(latency_s=0.008)) == "unlimited, 8 ms"
+    assert rate_text(parse_links(text).across.bytes_per_s) == text
+    assert link_text(Link(latency_s=0.008)) == "unlimited, 8 ms"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import load
-from ddprun.explain.explain import Explained, explain
-from ddprun.predict.costs import OWN, Costs, Line, RecordsError, StageCosts, read
-from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_of
+from ddprun.explain.explain import Explanation, explain
+from ddprun.predict.costs import OWN_WORK_PARTS, Costs, LinearCost, RecordsError, StageCosts, read_costs
+from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
 from ddprun.predict.links import Link, Links, parse_links
-from ddprun.predict.measure import NothingToMeasureError, stages_for
-from ddprun.predict.model import CostModel, Lateness, Predicted
-from ddprun.predict.timeline import Timeline, rounds_of
+from ddprun.predict.measure import NothingToMeasureError, short_run_stages
+from ddprun.predict.model import CostModel, Lateness, StepPrediction
+from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.report.runs import Run
 from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
@@ -46,36 +46,36 @@ STAGES = {
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explained, Costs]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Costs]:
     """A run with the stages of a short run, explained as it ran, and its costs."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "cases.yaml").write_text(PIPELINE.format(stages="[{train: {steps: 4}}]"))
-    stages = stages_for(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
+    stages = short_run_stages(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
     run_dir = run_pipeline(folder, PIPELINE.format(stages=stages), RANKS)
     explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=RANKS)
-    return explained, read(Run(run_dir), len(explained.stages))
+    return explained, read_costs(Run(run_dir), len(explained.stages))
 
 
 @pytest.fixture(scope="module")
-def model(measured: tuple[Explained, Costs]) -> CostModel:
+def model(measured: tuple[Explanation, Costs]) -> CostModel:
     """Fitted to that run."""
     return CostModel(*measured, Links())
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Explained:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
     """A pipeline with all kinds of stages, on two hosts with two ranks each."""
     file = tmp_path_factory.mktemp("cases") / "cases.yaml"
     file.write_text(PIPELINE.format(stages=f"[{', '.join(STAGES.values())}]"))
     return explain(load(file), hosts=2, ranks_per_host=2)
 
 
-def predicted(model: CostModel, cases: Explained, name: str, links: Links) -> Predicted:
+def predicted(model: CostModel, cases: Explanation, name: str, links: Links) -> StepPrediction:
     """A step of one of `STAGES`."""
     return model.predict(cases.stages[list(STAGES).index(name)], cases.world, links)
 
 
-def test_what_was_measured_is_predicted(measured: tuple[Explained, Costs], model: CostModel) -> None:
+def test_what_was_measured_is_predicted(measured: tuple[Explanation, Costs], model: CostModel) -> None:
     """The fit leaves nothing of a step with a stack that was measured, if its parts leave it any room."""
     explained, costs = measured
     for stack in (["int8"], []):
@@ -84,56 +84,69 @@ def test_what_was_measured_is_predicted(measured: tuple[Explained, Costs], model
             for stage, found in zip(explained.stages, costs.stages, strict=True)
             if stage.settings is not None
             and [hook.name for hook in stage.settings.hooks] == stack
-            and stage.settings.gradients == "all"
+            and stage.settings.gradient_averaging == "all"
         ]
         assert len(alike) == 2
         step_us = sum(found.step_us * found.steps for _, found in alike) / sum(
             found.steps for _, found in alike
         )
         guess = model.predict(alike[0][0], explained.world, Links())
-        assert guess.measured
+        assert guess.hooks_measured
         assert guess.step_us == pytest.approx(step_us, rel=0.02) or guess.step_us > step_us
 
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "average"])
-def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explained, name: str) -> None:
+def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explanation, name: str) -> None:
     """Its parts and what it waits for are its time; what nobody sends costs nothing."""
     one = predicted(model, cases, name, parse_links("100Mbit", "1ms"))
     assert sum(one.parts.values()) + one.exposed_us == pytest.approx(one.step_us)
     assert 0 < one.efficiency <= 1 + 1e-9
     if name in ("independent", "noop"):
         assert one.efficiency == pytest.approx(1)
-        assert one.across_bytes == 0
-        assert one.limit == ("cores" if model._machine.share() < 1 else "computation")
+        assert one.host_sends_bytes == 0
+        assert one.limit == ("cores" if model._machine.core_share() < 1 else "computation")
+
+
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "average"])
+@pytest.mark.parametrize("rate", ["100kbit", "100Mbit"])
+def test_times_of_buckets_are_those_of_a_step_that_sends(
+    model: CostModel, cases: Explanation, name: str, rate: str
+) -> None:
+    """Since that step began; also if an exchange overlaps with the steps after it."""
+    found = predicted(model, cases, name, parse_links(rate, "1ms")).as_object()
+    cycle_us = cases.stages[list(STAGES).index(name)].cycle * found["step_us"]
+    assert bool(found["buckets"]) == (name != "independent")
+    for bucket in found["buckets"]:
+        assert 0 <= bucket["ready_us"] <= bucket["done_us"] <= cycle_us + 5
 
 
 @pytest.mark.parametrize("name", ["every_step", "int8", "accumulate", "local_sgd", "diloco", "forward"])
-def test_a_worse_link_is_never_better(model: CostModel, cases: Explained, name: str) -> None:
+def test_a_worse_link_is_never_better(model: CostModel, cases: Explanation, name: str) -> None:
     """Neither a slower one nor one of more latency, and far enough down the link is what limits."""
     rates = [predicted(model, cases, name, Links(across=Link(rate))) for rate in (1e10, 1e8, 1e7, 1e6, 1e5)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(rates))
     assert rates[-1].limit == "link across"
     # A link that is always busy is what a step takes, but for what computing hides.
-    assert rates[-1].step_us >= rates[-1].busy["across"]
-    assert rates[-1].step_us == pytest.approx(rates[-1].busy["across"], rel=0.2)
+    assert rates[-1].step_us >= rates[-1].links_busy_us["across"]
+    assert rates[-1].step_us == pytest.approx(rates[-1].links_busy_us["across"], rel=0.2)
     late = [predicted(model, cases, name, Links(across=Link(1e8, s))) for s in (0.0, 1e-3, 1e-2, 1e-1)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(late))
     assert late[-1].limit == "latency"
 
 
-def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explained) -> None:
+def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explanation) -> None:
     """What a host sends to others is what explain counts, for a mean step."""
     for stage in cases.stages:
         if stage.patterns and stage.cycle_amount is not None:
             sent = stage.cycle_amount.sizes(stage.cycle)["between_hosts"] / cases.world.hosts
-            assert model.predict(stage, cases.world, Links()).across_bytes == pytest.approx(sent)
+            assert model.predict(stage, cases.world, Links()).host_sends_bytes == pytest.approx(sent)
 
 
-def test_accumulating_repeats_all_but_the_exchange(model: CostModel, cases: Explained) -> None:
+def test_accumulating_repeats_all_but_the_exchange(model: CostModel, cases: Explanation) -> None:
     """Three micro-steps compute three times, and send once."""
     links = parse_links("10Mbit")
     once, thrice = (predicted(model, cases, name, links) for name in ("every_step", "accumulate"))
-    assert thrice.across_bytes == once.across_bytes
+    assert thrice.host_sends_bytes == once.host_sends_bytes
     for part in ("data_us", "forward_us", "backward_us"):
         assert thrice.parts[part] == pytest.approx(
             3 * once.parts[part], rel=0.35
@@ -141,28 +154,30 @@ def test_accumulating_repeats_all_but_the_exchange(model: CostModel, cases: Expl
 
 
 def test_thousands_of_ranks_take_no_longer_to_predict(
-    model: CostModel, cases: Explained, monkeypatch: pytest.MonkeyPatch
+    model: CostModel, cases: Explanation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many moments are played for 16,384 ranks as for 64."""
-    counts, whole = [], Timeline._pass
+    counts, advance = [], StepSimulator._advance_time
     for hosts in (32, 8192):
         many = explain(cases.loaded, hosts=hosts, ranks_per_host=2, probe=cases.probe)
         moments = list[int]()
         with monkeypatch.context() as patched:
-            patched.setattr(Timeline, "_pass", lambda *args, to=moments: to.append(1) or whole(*args))
+            patched.setattr(
+                StepSimulator, "_advance_time", lambda *args, to=moments: to.append(1) or advance(*args)
+            )
             model.predict(many.stages[0], many.world, parse_links("100Gbit", "5us"))
         counts.append(len(moments))
     assert counts[1] == pytest.approx(counts[0], rel=0.5)
 
 
-def test_hooks_pay_below_their_break_even(model: CostModel, cases: Explained) -> None:
+def test_hooks_pay_below_their_break_even(model: CostModel, cases: Explanation) -> None:
     """At half the rate a stage is faster with the hook, and at twice the rate it is not, beyond 2 %."""
     index = list(STAGES).index("int8")
     found = forecast(cases, model, parse_links("10Mbit"), (), hosts=[1, 4])
-    (verdict,) = found.hooks[index]
+    (verdict,) = found.hook_verdicts[index]
     assert verdict.hook == "int8"
     assert verdict.pays is True
-    limit = verdict.break_even
+    limit = verdict.break_even_bytes_per_s
     assert limit is not None
     assert 1e6 < limit < 1e12
     plain = list(STAGES).index("every_step")
@@ -175,20 +190,20 @@ def test_hooks_pay_below_their_break_even(model: CostModel, cases: Explained) ->
     assert {row.ranks for row in found.sweep if row.hosts == 4} == {8}
 
 
-def test_the_short_run_has_what_a_forecast_wants(cases: Explained) -> None:
+def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     """Each stack of the pipeline, each without one hook, and the stages in which nothing is sent."""
-    assert stacks_of(cases) == [[], [{"int8": {"block": 256}}]]
-    text = stages_for(cases.loaded, [[], ["int8"]], steps=5)
+    assert stacks_to_measure(cases) == [[], [{"int8": {"block": 256}}]]
+    text = short_run_stages(cases.loaded, [[], ["int8"]], steps=5)
     assert text.count("steps: 5") == 2 * 4
     assert text.count("noop") == text.count("independent") == 2
     only_forward = PIPELINE.format(stages="[{forward: {steps: 4}}]")
     file = cases.loaded.path.with_name("forward.yaml")
     file.write_text(only_forward)
     with pytest.raises(NothingToMeasureError, match="no stage trains"):
-        stages_for(load(file), [[]])
+        short_run_stages(load(file), [[]])
 
 
-def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explained) -> None:
+def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> None:
     """Momentum is as large as the weights, and so is what int8 has not sent yet."""
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
@@ -201,13 +216,15 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explained) -> None
 
 def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:
     """Ten steps, half of whose own time is forward and half backward, and what processes computed in them."""
-    parts = dict.fromkeys(OWN, 0.0) | {"forward_us": own_us / 2, "backward_us": own_us / 2}
+    parts = dict.fromkeys(OWN_WORK_PARTS, 0.0) | {"forward_us": own_us / 2, "backward_us": own_us / 2}
     spread = [[own_us] * 10] * RANKS
-    return StageCosts(10, step_us, cpu_us, parts, own_us=spread, cpus_us=[[cpu_us] * 10] * RANKS)
+    return StageCosts(
+        10, step_us, cpu_us, parts, own_us_by_rank=spread, cpu_us_by_rank=[[cpu_us] * 10] * RANKS
+    )
 
 
 @pytest.fixture(scope="module")
-def simple(tmp_path_factory: pytest.TempPathFactory) -> Explained:
+def simple(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
     """Without exchange, with plain gradients, and without exchange in three micro-steps; two ranks here."""
     file = tmp_path_factory.mktemp("simple") / "simple.yaml"
     stages = "{train: {steps: 9, hooks: [noop]}}, {train: {steps: 9}}, "
@@ -217,7 +234,7 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> Explained:
 
 
 @pytest.mark.parametrize(("cores", "step_us"), [(1.0, 10_000), (2.0, 5_000), (8.0, 5_000)])
-def test_work_is_what_processes_computed(simple: Explained, cores: float, step_us: float) -> None:
+def test_work_is_what_processes_computed(simple: Explanation, cores: float, step_us: float) -> None:
     """Two ranks took 10 ms on one core for 5 ms of work: with a core for each they take 5 ms."""
     quiet, _, accumulated = simple.stages
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
@@ -229,7 +246,7 @@ def test_work_is_what_processes_computed(simple: Explained, cores: float, step_u
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
 
 
-def test_threads_of_a_rank_are_no_exchange(simple: Explained) -> None:
+def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
     """Ranks that keep four cores busy take as long as they took, and what that computes is their own."""
     quiet, plain, _ = simple.stages
     costs = Costs(
@@ -241,7 +258,7 @@ def test_threads_of_a_rank_are_no_exchange(simple: Explained) -> None:
 
 
 @pytest.mark.parametrize("more_us", [0, 700, 4_000])
-def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explained, more_us: float) -> None:
+def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explanation, more_us: float) -> None:
     """On one core two ranks take twice what each computes, whatever it is."""
     measured = made_up(10_000, 5_000 + more_us, 9_000)
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
@@ -262,31 +279,31 @@ def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
         line |= dict.fromkeys(PARTS, 0) | {"forward_us": forward_us, "exposed_wire_us": 70_000}
         records.append(json.dumps({**line, "start_us": 0, "step_us": forward_us + 70_000}))
     (tmp_path / "steps" / "rank-00000.jsonl").write_text("\n".join(records) + "\n")
-    costs = read(Run(tmp_path), 2)
+    costs = read_costs(Run(tmp_path), 2)
     assert (costs.device, costs.cores) == ("cpu", 3.5)
     found, none = costs.stages
     assert (found.steps, found.step_us, found.cpu_us, none.steps) == (16, 71_000, 800, 0)
     assert found.parts["forward_us"] == 1_000
     with pytest.raises(RecordsError, match="no stage with records of more than 3 steps"):
-        read(Run(tmp_path), 0)
+        read_costs(Run(tmp_path), 0)
 
 
 def test_a_collective_has_the_rounds_of_its_algorithm() -> None:
     """A ring's grow with ranks, a tree's with their logarithm; two ranks need one message."""
-    assert [rounds_of("all_reduce", ranks) for ranks in (1, 2, 4, 1024)] == [0, 2, 6, 2046]
-    assert [rounds_of("all_reduce", ranks, in_trees=True) for ranks in (2, 4, 1024)] == [2, 4, 20]
-    assert [rounds_of("all_gather", ranks) for ranks in (1, 2, 8)] == [0, 1, 7]
-    assert [rounds_of("all_to_all", ranks) for ranks in (1, 2, 8)] == [0, 1, 1]
-    assert rounds_of("broadcast", 1000) == 10
+    assert [round_count("all_reduce", ranks) for ranks in (1, 2, 4, 1024)] == [0, 2, 6, 2046]
+    assert [round_count("all_reduce", ranks, use_trees=True) for ranks in (2, 4, 1024)] == [2, 4, 20]
+    assert [round_count("all_gather", ranks) for ranks in (1, 2, 8)] == [0, 1, 7]
+    assert [round_count("all_to_all", ranks) for ranks in (1, 2, 8)] == [0, 1, 1]
+    assert round_count("broadcast", 1000) == 10
 
 
 def test_a_line_goes_through_its_points() -> None:
     """And costs never fall with bytes, nor below zero."""
-    exact = Line.through([(0, 5), (10, 25)])
+    exact = LinearCost.fit([(0, 5), (10, 25)])
     assert (exact.base, exact.slope) == pytest.approx((5, 2))
-    assert Line.through([(10, 20), (10, 40)]).at(10) == pytest.approx(30)
-    assert Line.through([(10, 20), (20, 10)]) == Line(15.0)
-    below_zero = Line.through([(10, 1), (20, 12)])
+    assert LinearCost.fit([(10, 20), (10, 40)]).at(10) == pytest.approx(30)
+    assert LinearCost.fit([(10, 20), (20, 10)]) == LinearCost(15.0)
+    below_zero = LinearCost.fit([(10, 1), (20, 12)])
     assert below_zero.base == 0
     assert below_zero.slope > 0
 
@@ -295,11 +312,11 @@ def test_the_last_of_n_ranks_is_an_order_statistic() -> None:
     """Of one rank it is its mean; of many it goes to the largest; with steps it grows as sums do."""
     rank = [float(value) for value in range(101)]
     late = Lateness([rank, rank])
-    assert late.us(1, 1) == pytest.approx(0)
-    assert late.us(1, 2) == pytest.approx(100 / 6, rel=0.02)  # of two uniform draws from 0 to 100
-    assert late.us(1, 10_000) == pytest.approx(50, rel=0.01)
-    assert late.us(9, 2) == pytest.approx(3 * late.us(1, 2))
+    assert late.expected_us(1, 1) == pytest.approx(0)
+    assert late.expected_us(1, 2) == pytest.approx(100 / 6, rel=0.02)  # of two uniform draws from 0 to 100
+    assert late.expected_us(1, 10_000) == pytest.approx(50, rel=0.01)
+    assert late.expected_us(9, 2) == pytest.approx(3 * late.expected_us(1, 2))
     always = Lateness([[10.0] * 5, [20.0] * 5])
-    assert always.us(1, 1_000) == pytest.approx(5)
-    assert always.us(8, 1_000) == pytest.approx(40)
-    assert Lateness([]).us(1, 4) == 0
+    assert always.expected_us(1, 1_000) == pytest.approx(5)
+    assert always.expected_us(8, 1_000) == pytest.approx(40)
+    assert Lateness([]).expected_us(1, 4) == 0

@@ -3,7 +3,16 @@
 import pytest
 
 from ddprun.predict.links import Link, Links
-from ddprun.predict.timeline import Await, Carry, Flight, Instruction, Machine, Send, Timeline, Work
+from ddprun.predict.timeline import (
+    Await,
+    BucketTransfer,
+    Collective,
+    Instruction,
+    Machine,
+    Send,
+    StepSimulator,
+    Work,
+)
 
 # arXiv 2503.09799 and 2501.18512: 10 billion parameters in bf16, steps of 0.8 s, two workers, each of which
 # sends all of it once in a ring; backward passes take two thirds of a step.
@@ -17,19 +26,21 @@ def utilisation(gbit_per_s: float, period: int) -> float:
     """The share of the time in which workers compute; a period of 1 is data-parallel training."""
     link = Link(gbit_per_s * 1e9 / 8)
     machine = Machine(float("inf"), 1, Links(across=link), workers=1)
-    timeline = Timeline(machine)
+    simulator = StepSimulator(machine)
     nbytes = PARAMETERS * BYTES / BUCKETS
     forward, backward = (1 - BACKWARD) * STEP_US, BACKWARD * STEP_US
-    flights = [Flight(str(number), (Carry(0.0, {"across": nbytes}),)) for number in range(BUCKETS)]
+    transfers = [
+        BucketTransfer(str(number), (Collective(0.0, {"across": nbytes}),)) for number in range(BUCKETS)
+    ]
     if period == 1:
         steps: list[list[Instruction]] = [[Work(forward, "forward_us")]]
-        for flight in flights:  # each as soon as its part of the backward pass is over
+        for flight in transfers:  # each as soon as its part of the backward pass is over
             steps[0] += [Work(backward / BUCKETS, "backward_us"), Send(flight)]
         steps[0].append(Await())
     else:
         steps = [[Work(STEP_US, "forward_us")] for _ in range(period)]
-        steps[-1] += [*map(Send, flights), Await()]
-    taken = sum(timeline.play(step).us for step in steps)
+        steps[-1] += [*map(Send, transfers), Await()]
+    taken = sum(simulator.simulate_step(step).step_us for step in steps)
     return period * STEP_US / taken
 
 

@@ -9,35 +9,35 @@ import pytest
 from ddprun.predict.links import Link, Links
 from ddprun.predict.timeline import (
     Await,
-    Carry,
-    Flight,
+    BucketTransfer,
+    Collective,
     Instruction,
-    Late,
+    LastRankWait,
     Machine,
-    Played,
     Send,
-    Timeline,
+    SimulatedStep,
+    StepSimulator,
     Work,
 )
 
 SLOW = Links(across=Link(1e6))  # a byte takes a microsecond
-ALONE = Machine(cores=math.inf, local=1, links=SLOW)
+ALONE = Machine(cores=math.inf, ranks_per_host=1, links=SLOW)
 
 
-def flight(
+def transfer(
     nbytes: float, *, work_us: float = 0.0, rounds: int = 1, hooks_us: float = 0.0, **more: float
-) -> Flight:
+) -> BucketTransfer:
     """A bucket with one collective between hosts."""
-    carry = Carry(work_us, {"across": nbytes}, rounds, **more)  # type: ignore[arg-type]
-    return Flight(f"{nbytes:g}", (Work(hooks_us), carry, Work(hooks_us)))
+    collective = Collective(work_us, {"across": nbytes}, rounds, **more)  # type: ignore[arg-type]
+    return BucketTransfer(f"{nbytes:g}", (Work(hooks_us), collective, Work(hooks_us)))
 
 
-def play(machine: Machine, *instructions: Instruction) -> Played:
+def play(machine: Machine, *instructions: Instruction) -> SimulatedStep:
     """One step."""
-    return Timeline(machine).play(instructions)
+    return StepSimulator(machine).simulate_step(instructions)
 
 
-def whole(played: Played) -> float:
+def whole(played: SimulatedStep) -> float:
     """All that the training thread did."""
     return sum(played.parts.values()) + played.exposed_us
 
@@ -45,32 +45,32 @@ def whole(played: Played) -> float:
 def test_a_step_is_its_work_if_nothing_is_sent() -> None:
     """And its parts are those it was told."""
     played = play(ALONE, Work(300, "forward_us"), Work(700, "backward_us"), Await())
-    assert played.us == pytest.approx(1000)
+    assert played.step_us == pytest.approx(1000)
     assert played.parts == {"forward_us": 300, "backward_us": 700}
-    assert not played.exposed
+    assert not played.waits_us
 
 
 @pytest.mark.parametrize("backward_us", [0.0, 40.0, 100.0, 250.0])
 def test_what_overlaps_with_work_costs_nothing(backward_us: float) -> None:
     """A message of 100 µs that is sent while there is work."""
-    played = play(ALONE, Send(flight(100)), Work(backward_us, "backward_us"), Await())
-    assert played.us == pytest.approx(max(100, backward_us))
+    played = play(ALONE, Send(transfer(100)), Work(backward_us, "backward_us"), Await())
+    assert played.step_us == pytest.approx(max(100, backward_us))
     assert played.exposed_us == pytest.approx(max(0.0, 100 - backward_us))
-    assert whole(played) == pytest.approx(played.us)
+    assert whole(played) == pytest.approx(played.step_us)
 
 
 def test_a_link_carries_one_message_after_the_other() -> None:
     """First in, first out: the sum of their bytes, and each ends when it is through."""
-    played = play(ALONE, Send(flight(100)), Send(flight(50)), Send(flight(7)), Await())
-    assert played.us == pytest.approx(157)
-    assert [one.done_us for one in played.flights] == pytest.approx([100, 150, 157])
-    assert played.exposed == {"wire": pytest.approx(157)}
+    played = play(ALONE, Send(transfer(100)), Send(transfer(50)), Send(transfer(7)), Await())
+    assert played.step_us == pytest.approx(157)
+    assert [one.done_us for one in played.transfers] == pytest.approx([100, 150, 157])
+    assert played.waits_us == {"wire": pytest.approx(157)}
 
 
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:
     """A small one waits for the messages of a large one in each of its rounds."""
-    played = play(ALONE, Send(flight(1000, rounds=10)), Send(flight(10, rounds=10)), Await())
-    large, small = played.flights
+    played = play(ALONE, Send(transfer(1000, rounds=10)), Send(transfer(10, rounds=10)), Await())
+    large, small = played.transfers
     assert large.done_us == pytest.approx(1009)  # before the last message of the small one
     assert small.done_us == pytest.approx(1010)
 
@@ -80,12 +80,12 @@ def test_latency_is_no_burden_for_a_link() -> None:
     links = Links(across=Link(1e6, 30e-6))
     played = play(
         Machine(math.inf, 1, links),
-        Send(flight(100, latencies={"across": 1})),  # type: ignore[arg-type]
-        Send(flight(100, latencies={"across": 1})),  # type: ignore[arg-type]
+        Send(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
+        Send(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
         Await(),
     )
-    assert [one.done_us for one in played.flights] == pytest.approx([130, 230])
-    assert played.exposed == {"wire": pytest.approx(170), "latency": pytest.approx(60)}  # of the first, then
+    assert [one.done_us for one in played.transfers] == pytest.approx([130, 230])
+    assert played.waits_us == {"wire": pytest.approx(170), "latency": pytest.approx(60)}  # of the first, then
 
 
 @pytest.mark.parametrize("local", [1, 2, 4, 16])
@@ -96,57 +96,69 @@ def test_cores_are_shared(local: int, cores: float) -> None:
     played = play(
         machine,
         Work(200, "forward_us"),
-        Send(flight(0, work_us=300, hooks_us=50)),
+        Send(transfer(0, work_us=300, hooks_us=50)),
         Work(100, "backward_us"),
         Await(),
     )
     work_us = 200 + 300 + 2 * 50 + 100
-    assert played.us >= work_us * local / cores - 1e-3
+    assert played.step_us >= work_us * local / cores - 1e-3
     if local >= cores:  # all cores are always at work
-        assert played.us == pytest.approx(work_us * local / cores)
+        assert played.step_us == pytest.approx(work_us * local / cores)
     if 2 * local <= cores:  # everything overlaps that can
-        assert played.us == pytest.approx(200 + 50 + 300 + 50)
-    assert whole(played) == pytest.approx(played.us)
+        assert played.step_us == pytest.approx(200 + 50 + 300 + 50)
+    assert whole(played) == pytest.approx(played.step_us)
 
 
 def test_a_process_group_has_two_threads() -> None:
     """The third collective of a group begins when one of the first two has ended."""
-    phases = [Flight(str(us), (Carry(us, {}, queue="one"),)) for us in (100.0, 300.0, 10.0)]
+    phases = [BucketTransfer(str(us), (Collective(us, {}, queue="one"),)) for us in (100.0, 300.0, 10.0)]
     played = play(ALONE, *map(Send, phases), Await())
-    assert [one.done_us for one in played.flights] == pytest.approx([100, 300, 110])
+    assert [one.done_us for one in played.transfers] == pytest.approx([100, 300, 110])
     others = [
-        Flight(one.name, (Carry(us, {}, queue=one.name),))
+        BucketTransfer(one.name, (Collective(us, {}, queue=one.name),))
         for one, us in zip(phases, (100.0, 300.0, 10.0), strict=True)
     ]
-    assert [one.done_us for one in play(ALONE, *map(Send, others), Await()).flights] == [100, 300, 10]
+    assert [one.done_us for one in play(ALONE, *map(Send, others), Await()).transfers] == [100, 300, 10]
 
 
 def test_all_wait_for_the_last_rank() -> None:
     """It is blamed for as long as nothing can move."""
-    late = Flight("late", (Work(0.0), Late(60.0), Carry(0.0, {"across": 100.0})))
+    late = BucketTransfer("late", (Work(0.0), LastRankWait(60.0), Collective(0.0, {"across": 100.0})))
     played = play(ALONE, Send(late), Work(20, "backward_us"), Await())
-    assert played.us == pytest.approx(160)
-    assert played.exposed == {"late": pytest.approx(40), "wire": pytest.approx(100)}
+    assert played.step_us == pytest.approx(160)
+    assert played.waits_us == {"late": pytest.approx(40), "wire": pytest.approx(100)}
 
 
 def test_what_overlaps_with_the_next_steps_is_awaited_there() -> None:
     """An exchange of 250 µs under three steps of 100 µs, applied two steps later."""
-    timeline = Timeline(ALONE)
-    sent = Flight("delta", (Carry(0.0, {"across": 250.0}),), "sync")
+    simulator = StepSimulator(ALONE)
+    sent = BucketTransfer("delta", (Collective(0.0, {"across": 250.0}),), "sync")
     steps: Sequence[Sequence[Instruction]] = [
         (Work(100, "forward_us"), Await("sync", 2), Send(sent)),
         (Work(100, "forward_us"), Await("sync", 2)),
         (Work(100, "forward_us"), Await("sync", 2)),
     ]
-    played = [timeline.play(step) for step in steps]
-    assert [one.us for one in played] == pytest.approx([100, 100, 150])
-    assert timeline.idle
+    played = [simulator.simulate_step(step) for step in steps]
+    assert [one.step_us for one in played] == pytest.approx([100, 100, 150])
+    assert simulator.idle
+    (times,) = played[0].transfers
+    assert (times.ready_us, times.done_us) == pytest.approx((100, 350))
+
+
+def test_times_of_a_transfer_count_from_its_own_step() -> None:
+    """Also of one that is done in the next step, and if other steps came before."""
+    simulator = StepSimulator(ALONE)
+    simulator.simulate_step([Work(1000, "forward_us")])
+    step = simulator.simulate_step([Work(100, "forward_us"), Send(transfer(250))])
+    assert simulator.simulate_step([Await()]).step_us == pytest.approx(250)
+    (times,) = step.transfers
+    assert (times.ready_us, times.done_us) == pytest.approx((100, 350))
 
 
 def test_a_gpu_computes_slower_while_it_sends() -> None:
     """By a factor, and only then."""
-    machine = Machine(math.inf, 8, SLOW, workers=1, drag=1.25)
-    played = play(machine, Work(100, "forward_us"), Send(flight(100)), Work(100, "backward_us"), Await())
+    machine = Machine(math.inf, 8, SLOW, workers=1, overlap_slowdown=1.25)
+    played = play(machine, Work(100, "forward_us"), Send(transfer(100)), Work(100, "backward_us"), Await())
     assert played.parts == {"forward_us": pytest.approx(100), "backward_us": pytest.approx(120)}
 
 
@@ -156,15 +168,15 @@ def test_more_never_takes_less(what: str) -> None:
     times = []
     for amount in (0, 1, 2, 5, 10, 50):
         links = Links(across=Link(1e6, amount * 1e-5 if what == "latency" else 0.0))
-        carry = Carry(
+        collective = Collective(
             work_us=10.0 * amount if what == "work" else 5.0,
-            nbytes={"across": 100.0 * amount if what == "bytes" else 100.0},
+            bytes_by_level={"across": 100.0 * amount if what == "bytes" else 100.0},
             rounds=4,
-            latencies={"across": 4},
+            latency_counts={"across": 4},
             wake_us=3.0,
         )
-        buckets = [Flight(str(number), (Work(2.0), carry, Work(2.0))) for number in range(4)]
+        buckets = [BucketTransfer(str(number), (Work(2.0), collective, Work(2.0))) for number in range(4)]
         played = play(Machine(2, 4, links), *map(Send, buckets), Work(30, "backward_us"), Await())
-        assert whole(played) == pytest.approx(played.us)
-        times.append(played.us)
+        assert whole(played) == pytest.approx(played.step_us)
+        times.append(played.step_us)
     assert all(one <= other + 1e-6 for one, other in pairwise(times))

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from ddprun.cli import main
-from ddprun.predict.links import rate_of
-from ddprun.report.digest import digest
-from ddprun.report.predicted import Compared, Prediction, PredictionError, compare
-from ddprun.report.replay import Network, read, replay
+from ddprun.predict.links import rate_text
+from ddprun.report.digest import digest_run
+from ddprun.report.predicted import Prediction, PredictionError, StageComparison, compare_stages
+from ddprun.report.replay import RunTopology, read_measured_stages, replay_stage
 from ddprun.report.runs import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make, over_a_link
 from tests.report.test_report import words
 
 RATE = 10e6
-NETWORK = Network(hosts=2, ranks=2, on_cpu=True)
+NETWORK = RunTopology(hosts=2, ranks=2, on_cpu=True)
 ENDS = [(10_000, 20_000), (30_000, 45_000), (40_000, 50_000), (47_000, 70_000)]
 """When each bucket of `over_a_link` is ready and done, over 10 MB/s."""
 
@@ -32,10 +32,10 @@ PREDICTED_BUCKETS = [
 ]
 
 
-def compared(folder: Path, prediction: dict[str, Any] | None = None) -> Compared:
+def compared(folder: Path, prediction: dict[str, Any] | None = None) -> StageComparison:
     """The only stage of a run."""
     file = Prediction.read(json.dumps(prediction).encode()) if prediction else None
-    (stage,) = compare(digest(Run(folder)), file)
+    (stage,) = compare_stages(digest_run(Run(folder)), file)
     return stage
 
 
@@ -60,17 +60,17 @@ def predicted(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("rate", [1e5, RATE, 1e9])
 def test_the_link_that_a_run_had_is_found(tmp_path: Path, rate: float) -> None:
     """Its rate, from when buckets that wait for one another are done; then nothing is left to explain."""
-    run = digest(Run(over_a_link(tmp_path / "run", bytes_per_s=rate)))
-    found = replay(read(run)[0], NETWORK)
+    run = digest_run(Run(over_a_link(tmp_path / "run", bytes_per_s=rate)))
+    found = replay_stage(read_measured_stages(run)[0], NETWORK)
     assert found is not None
-    assert (found.level, found.known) == ("across", rate < 1e9)
+    assert (found.level, found.rate_known) == ("across", rate < 1e9)
     assert found.bytes_per_s == pytest.approx(rate, rel=0.01)
-    (stage,) = compare(run)
-    for said, was in (*stage.buckets.values(), *stage.step.values()):
+    (stage,) = compare_stages(run)
+    for said, was in (*stage.buckets.values(), *stage.step_parts_us.values()):
         assert said == pytest.approx(was, abs=20), "microseconds"
     if rate == RATE:
         assert [was for _, was in stage.buckets.values()] == ENDS
-    text = f"The link between hosts gave {rate_of(rate)}. Over it"
+    text = f"The link between hosts gave {rate_text(rate)}. Over it"
     if rate == 1e9:
         text = "The link between hosts took too little of a step for its rate to be known. Over it"
     assert stage.sentences[0].startswith(text)
@@ -80,7 +80,7 @@ def test_the_link_that_a_run_had_is_found(tmp_path: Path, rate: float) -> None:
 def test_a_bucket_that_took_longer_is_named(tmp_path: Path) -> None:
     """It does not count for the link, nor for the others; no reason is made up."""
     stage = compared(over_a_link(tmp_path / "run", longer_us=50_000))
-    assert f"gave {rate_of(RATE)}." in stage.sentences[0]
+    assert f"gave {rate_text(RATE)}." in stage.sentences[0]
     assert stage.sentences[1] == (
         "Gradient 1 was done 50 ms later than predicted (+111%): nothing in the records says why."
     )
@@ -92,7 +92,7 @@ def test_a_late_rank_is_named(tmp_path: Path) -> None:
     """It is not in what is predicted, and not taken for a slow link; the cause comes from its episode."""
     folder = over_a_link(tmp_path / "run", late_us=30_000)
     stage = compared(folder)
-    assert f"gave {rate_of(RATE)}." in stage.sentences[0]
+    assert f"gave {rate_text(RATE)}." in stage.sentences[0]
     late = (
         "Gradient 2 was done 15 ms later than predicted (+25%), and 1 other bucket by more than 10%: rank 1 "
     )
@@ -120,8 +120,8 @@ def test_a_rank_that_began_its_step_later_is_not_late(tmp_path: Path) -> None:
         line["all_ready_us"] += 20_000 * (line["rank"] == 0)
 
     rewrite(folder, wait)
-    assert f"gave {rate_of(RATE)}." in compared(folder).sentences[0]
-    assert read(digest(Run(folder)))[0].late("gradient 0")[0] == 0
+    assert f"gave {rate_text(RATE)}." in compared(folder).sentences[0]
+    assert read_measured_stages(digest_run(Run(folder)))[0].wait_for_last_rank("gradient 0")[0] == 0
 
 
 def test_exchange_that_overlaps_with_later_steps_is_compared_only(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_exchange_that_overlaps_with_later_steps_is_compared_only(tmp_path: Path
         line.update(kind="delta", step=line["step"] + 1)
 
     rewrite(folder, apply_later)
-    assert compare(digest(Run(folder))) == []
+    assert compare_stages(digest_run(Run(folder))) == []
     buckets = [one | {"bucket": f"delta {n}"} for n, one in enumerate(PREDICTED_BUCKETS)]
     stage = compared(folder, predicted(buckets=buckets))
     assert stage.buckets == {f"delta {n}": (ends, ends) for n, ends in enumerate(ENDS)}
@@ -152,11 +152,11 @@ def test_where_nothing_is_exchanged_nothing_is_predicted(
     """A run of one rank, and one whose exchange takes no link; the page has no such part."""
     alone = make(tmp_path / "alone", ranks=1)
     (alone / "buckets" / "rank-00000.jsonl").unlink()
-    assert compare(digest(Run(alone))) == []
+    assert compare_stages(digest_run(Run(alone))) == []
     inside = make(tmp_path / "inside")
     for file in (inside / "buckets").iterdir():
         file.write_text(file.read_text().replace('"wire_bytes": 2000', '"wire_bytes": 0'))
-    assert compare(digest(Run(inside))) == []
+    assert compare_stages(digest_run(Run(inside))) == []
     for folder in (alone, over_a_link(tmp_path / "joined")):
         assert main(["report", str(folder), "--no-trace"]) == 0
     pages = [words((tmp_path / name / "report.html").read_text()) for name in ("alone", "joined")]
@@ -171,7 +171,7 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
         "A step was predicted to take 75 ms, and took 75 ms (+0%).",
         "Neither the step nor a bucket differs from the prediction by more than 10%.",
     ]
-    assert stage.step == {
+    assert stage.step_parts_us == {
         "own": (54_000, 54_000),
         "hooks": (0, 0),
         "late": (0, 0),
@@ -203,7 +203,7 @@ def test_other_numbers_of_ranks_are_a_chart(tmp_path: Path) -> None:
             {"bytes_per_s": RATE / 4},
             {},
             "Gradient 3 was done 140 ms later than predicted (+200%), and 3 other buckets by more than 10%: "
-            f"the link between hosts gave {rate_of(RATE / 4)}, and {rate_of(RATE)} was predicted with.",
+            f"the link between hosts gave {rate_text(RATE / 4)}, and {rate_text(RATE)} was predicted with.",
         ),
         (
             {},
@@ -248,7 +248,7 @@ def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, An
     """A sentence says what differs."""
     stage = compared(over_a_link(tmp_path / "run"), predicted(**changed))
     assert stage.sentences == [f"The prediction is not compared, since it is of something else: {said}."]
-    assert not stage.step
+    assert not stage.step_parts_us
     assert not stage.buckets
 
 
@@ -265,8 +265,8 @@ def test_a_policy_that_seldom_synchronises_is_compared_by_its_cycle(tmp_path: Pa
     folder = over_a_link(tmp_path / "run", steps=19, every=4)
     mean_us = (3 * 54_000 + 75_000) / 4
     stage = compared(folder, predicted(cycle=4, step_us=mean_us))
-    assert stage.step["step"] == (mean_us, mean_us)
-    assert compared(folder).step["step"] == pytest.approx((75_000, 75_000), abs=20)
+    assert stage.step_parts_us["step"] == (mean_us, mean_us)
+    assert compared(folder).step_parts_us["step"] == pytest.approx((75_000, 75_000), abs=20)
 
 
 def changed(*path: str | int, to: Any) -> bytes:
@@ -322,7 +322,7 @@ def test_a_file_has_its_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more of it is read; and one that is not there is not there."""
-    monkeypatch.setattr("ddprun.report.predicted.MOST_BYTES", 100)
+    monkeypatch.setattr("ddprun.report.predicted.MAX_PREDICTION_BYTES", 100)
     folder = over_a_link(tmp_path / "run")
     with pytest.raises(PredictionError, match="longer than 100 bytes"):
         Prediction.read(b" " * 101)
@@ -354,8 +354,8 @@ def test_odd_records_make_no_odd_page(tmp_path: Path, key: str, value: float) ->
                 if key in one:
                     one[key] = value
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compare(digest(Run(folder)))
-    compare(digest(Run(folder)), Prediction.read(json.dumps(predicted()).encode()))
+    compare_stages(digest_run(Run(folder)))
+    compare_stages(digest_run(Run(folder)), Prediction.read(json.dumps(predicted()).encode()))
 
 
 def test_a_report_imports_no_code_of_the_pipeline(tmp_path: Path) -> None:
@@ -400,14 +400,16 @@ stages:
     assert main(["report", str(folder), "--no-trace", "--predicted", str(file)]) == 0
     page = words((folder / "report.html").read_text())
     assert page.count("A step was predicted to take") == 3
-    measured = compare(digest(Run(folder)), Prediction.read(file.read_bytes()))
+    measured = compare_stages(digest_run(Run(folder)), Prediction.read(file.read_bytes()))
     for stage, prefix in zip(measured, ("gradient", "delta", None), strict=True):
         assert all(said is not None and was is not None for said, was in stage.buckets.values()), stage
         assert {name.split()[0] for name in stage.buckets} == ({prefix} if prefix else set())
     times_us = [
-        line["step_us"] for rank in (0, 1) for line in Run(folder).steps(rank, range(4, 13).__contains__)
+        line["step_us"]
+        for rank in (0, 1)
+        for line in Run(folder).step_records(rank, range(4, 13).__contains__)
     ]
-    assert measured[0].step["step"][1] == median(times_us)
+    assert measured[0].step_parts_us["step"][1] == median(times_us)
     assert main(["report", str(folder), "--no-trace"]) == 0
     page = words((folder / "report.html").read_text())
     assert page.count("with no rank late, a step takes") == 2

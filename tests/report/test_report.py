@@ -13,8 +13,9 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.report import html
-from ddprun.report.digest import Digest, digest, sentences
+from ddprun.report.digest import RunDigest, digest_run, sentences, step_time_difference
 from ddprun.report.runs import Run
+from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make
 
@@ -64,8 +65,8 @@ def charts_in(page: str) -> dict[str, Any]:
     return charts
 
 
-def page_of(*digests: Digest) -> str:
-    return html.page(html.named(digests))
+def page_of(*digests: RunDigest) -> str:
+    return html.page(html.with_short_names(digests))
 
 
 def words(page: str) -> str:
@@ -74,7 +75,7 @@ def words(page: str) -> str:
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     """No address but its own parts; every chart has a label, and can be reached without a mouse."""
-    text = page_of(digest(Run(make(tmp_path / "run", late=1))))
+    text = page_of(digest_run(Run(make(tmp_path / "run", late=1))))
     page = Page(text)
     assert page.addresses == ["data:,"]
     assert "default-src 'none'" in text
@@ -91,7 +92,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
     """On made-up runs: one with a late rank, one without."""
-    late = sentences(digest(Run(make(tmp_path / "late", ranks=4, late=1))))
+    late = sentences(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
     assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
         "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
@@ -99,14 +100,38 @@ def test_three_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path)
         "others waited for it.",
         "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
     ]
-    assert sentences(digest(Run(make(tmp_path / "even"))))[""][1:] == [
+    assert sentences(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long.",
         "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
         "`loader.batch_size`, or more ranks.",
     ]
-    assert sentences(digest(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
+    assert sentences(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
         "There was one rank, so no rank waited for another."
     )
+
+
+def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that take time, of which no part is known."""
+    folder = make(tmp_path / "run")
+    for file in (folder / "steps").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        nothing = dict.fromkeys(PARTS, 0)
+        file.write_text("".join(json.dumps(line | nothing) + "\n" for line in lines))
+    assert sentences(digest_run(Run(folder)))[""][0] == (
+        "A step took 10.0 ms on average; its records do not tell what for."
+    )
+    assert main(["report", str(folder)]) == 0, capsys.readouterr().err
+
+
+def test_runs_whose_parts_do_not_tell_what_differs(tmp_path: Path) -> None:
+    """One takes longer, and its records have the same parts: none of them is named."""
+    even, slow = make(tmp_path / "even"), make(tmp_path / "slow")
+    for file in (slow / "steps").iterdir():
+        file.write_text(file.read_text().replace('"step_us": 10000', '"step_us": 50000'))
+    before, after = (digest_run(Run(folder)).times for folder in (even, slow))
+    assert step_time_difference("even", before, after) == "A step took 40.0 ms longer than with even."
 
 
 def everything(folder: Path) -> Path:
@@ -131,7 +156,7 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         record["step_us"] += 10_000
         record["data_us"] += 10_000
     slower.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = digest(Run(folder))
+    found = digest_run(Run(folder))
     told = sentences(found)
     assert list(told) == ["stage 0, train", "stage 1, train (int8)", "stage 2, train (int8)"]
     assert [told[name][0].split(" on average")[0] for name in told] == [
@@ -140,12 +165,12 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         "A step took 10.0 ms",
     ]
     assert told["stage 1, train (int8)"][2].startswith("Try more `loader.workers`")
-    assert [[(sent.hooks, sent.steps) for sent in stage.sent] for stage in found.stages] == [
+    assert [[(sent.hooks, sent.steps) for sent in stage.traffic] for stage in found.stages] == [
         [((), 20)],
         [(("int8",), 20)],
         [(("int8",), 20)],
     ]
-    assert found.times.steps == [60, 60]
+    assert found.times.steps_by_rank == [60, 60]
     page = words(page_of(found))
     assert "0 gradient none: all-reduce 100%" in page
     assert "1 gradient int8 100%" in page
@@ -168,7 +193,7 @@ def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, pa
             record["step_us"] += 10_000
             record[part] += 10_000
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = sentences(digest(Run(folder)))
+    told = sentences(digest_run(Run(folder)))
     assert list(told.values())[slow][2] == advice
 
 
@@ -196,13 +221,13 @@ def test_advice_puts_nothing_down_to_hooks_that_the_policy_does(
     text = events.read_text().replace('"stage": 1, "kind": "train", "sync": "every_step"', seldom)
     assert seldom in text
     events.write_text(text)
-    told = sentences(digest(Run(folder)))
+    told = sentences(digest_run(Run(folder)))
     assert next(iter(told.values()))[2].startswith(advice)
 
 
 def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
     """Of one run, and of several: in the colour of each run where they are not the same."""
-    one, two = (digest(Run(everything(tmp_path / name))) for name in ("one", "two"))
+    one, two = (digest_run(Run(everything(tmp_path / name))) for name in ("one", "two"))
     charts = over_steps(charts_in(page_of(one)))
     labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
     assert {"rank 0", "rank 1", "mean over ranks", "held-out"} in labels
@@ -225,7 +250,7 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
         for chart in (*norms, *rates)
     ]
     assert looks[0] == looks[1], "a group has one colour"
-    other = digest(Run(make(tmp_path / "other", evaluated=(10,))))
+    other = digest_run(Run(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
     colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}
     assert colours.keys() == {
@@ -247,7 +272,7 @@ def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
     for rank in (0, 1):
         file = folder / "buckets" / f"rank-{rank:05}.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = digest(Run(folder))
+    found = digest_run(Run(folder))
     sizes = found.fidelity["cosine"]
     assert list(sizes) == ["buckets of 2.00 kB", "buckets of 4.00 kB"]
     assert sizes["buckets of 2.00 kB"].means == pytest.approx([1.0] * 5 + [0.9] * 5 + [0.8] * 5)
@@ -261,7 +286,7 @@ def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("runs", [1, 3])
 def test_a_constant_is_drawn_from_zero(tmp_path: Path, runs: int) -> None:
     """Not in the middle of a scale of two wholes; as learning rates without a schedule are."""
-    made = [digest(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    made = [digest_run(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
     charts = over_steps(charts_in(page_of(*made)))
     axes = [chart["layout"]["yaxis"] for chart in charts if is_constant(chart)]
     assert len(axes) >= 2
@@ -276,7 +301,7 @@ def is_constant(chart: dict[str, Any]) -> bool:
 
 def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
     """What is drawn last is on top."""
-    loss = over_steps(charts_in(page_of(digest(Run(everything(tmp_path / "run"))))))[0]
+    loss = over_steps(charts_in(page_of(digest_run(Run(everything(tmp_path / "run"))))))[0]
     names = [trace["name"] for trace in loss["data"] if "name" in trace]
     assert names == ["rank 0", "rank 1", "mean over ranks", "held-out"]
     widths = {trace["name"]: trace["line"]["width"] for trace in loss["data"] if "name" in trace}
@@ -288,7 +313,7 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     runs = [Run(make(tmp_path / name, late=late)) for name, late in (("even", None), ("late", 1))]
     slow = tmp_path / "late" / "steps" / "rank-00001.jsonl"
     slow.write_text(slow.read_text().replace('"step_us": 10000', '"step_us": 50000'))
-    text = page_of(*map(digest, runs))
+    text = page_of(*map(digest_run, runs))
     told = words(text)
     assert "A step took 20.0 ms longer than with" in told
     assert "did not take turns" in told
@@ -307,18 +332,18 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
 def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
     """How each synchronises and through which hooks: the names of folders do not say it."""
     plain = make(tmp_path / "plain")
-    told = words(page_of(*(digest(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
+    told = words(page_of(*(digest_run(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
     assert "stages that take steps train train; train (int8); train (int8)" in told
 
 
 def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
     """As the first turn of a comparison does; if no step is left, nothing is said about time."""
     run = Run(make(tmp_path / "run", steps=20, stages=((), ())))
-    found = digest(run, lambda step: step > 15)
-    assert found.times.steps == [5, 5]
+    found = digest_run(run, lambda step: step > 15)
+    assert found.times.steps_by_rank == [5, 5]
     assert len(found.loss.steps) == 20
     assert list(sentences(found)) == ["stage 1, train"]
-    none = digest(run, lambda _: False)
+    none = digest_run(run, lambda _: False)
     assert none.steps_per_s is None
     page = html.page([("some", found), ("none", none)], html.Comparison(["They differ."], []))
     assert "They differ." in words(page)
@@ -332,7 +357,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
 
     def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
         (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
-        found = digest(Run(run))
+        found = digest_run(Run(run))
         return sentences(found)[""], words(page_of(found))
 
     parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
@@ -357,17 +382,17 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
 
 def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     """Means over ranks and steps, bytes by stack, the steps whose timeline is shown."""
-    found = digest(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
-    assert found.recorded == list(range(5, 51, 5))
+    found = digest_run(Run(make(tmp_path / "run", late=1, hooks=("fp16",), steps=50, every=5)))
+    assert found.recorded_steps == list(range(5, 51, 5))
     assert found.times.mean_parts_us["step_us"] == 10_000
-    assert found.times.parts_us[0]["exposed_wait_us"] == 3000
-    assert found.times.parts_us[1]["exposed_wait_us"] == 0
+    assert found.times.mean_us_by_rank[0]["exposed_wait_us"] == 3000
+    assert found.times.mean_us_by_rank[1]["exposed_wait_us"] == 0
     assert found.loss.steps[0] == 5
     assert found.loss.means[0] == pytest.approx(1 / 5)
     (stage,) = found.stages
-    (sent,) = stage.sent
+    (sent,) = stage.traffic
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
-    assert sent.steps == stage.bucket_steps == 10
+    assert sent.steps == stage.sampled_step_count == 10
     assert {one["step"] for one in found.timelines} >= {5, 50}
     first = found.timelines[0]["ranks"]
     assert [one["start_us"] for one in first] == [0, 0], "clocks are aligned"
@@ -389,7 +414,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 )
 def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: list[str]) -> None:
     """So that a reader compares them by their place."""
-    assert html.alike(values) == cells
+    assert html.format_alike(values) == cells
 
 
 def test_quantities_are_aligned_right() -> None:
@@ -403,16 +428,16 @@ def test_quantities_are_aligned_right() -> None:
 
 def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves reach from the first step to the last, in few points; what is sent is drawn from all steps."""
-    monkeypatch.setattr("ddprun.report.digest._BUCKET_LINES", 2000)
-    found = digest(Run(make(tmp_path / "run", steps=5000)))
+    monkeypatch.setattr("ddprun.report.digest._MAX_BUCKET_RECORDS", 2000)
+    found = digest_run(Run(make(tmp_path / "run", steps=5000)))
     assert len(found.loss.steps) <= 400
     assert found.loss.steps[0] < 10
     assert found.loss.steps[-1] > 4990
     assert found.loss.highest[0] == 1.0
     (stage,) = found.stages
-    (sent,) = stage.sent
-    assert 400 < stage.bucket_steps < 600
-    assert sent.payloads == 4 * sent.steps == 4 * stage.bucket_steps
+    (sent,) = stage.traffic
+    assert 400 < stage.sampled_step_count < 600
+    assert sent.payloads == 4 * sent.steps == 4 * stage.sampled_step_count
     assert len(page_of(found)) < 10e6
 
 
@@ -420,7 +445,7 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     """And nothing of a run's own words is taken for HTML."""
     odd = "</script><b>&amp;"
     runs = [Run(make(tmp_path / "x" / "one", name=odd)), Run(make(tmp_path / "y" / "one", late=0))]
-    text = page_of(*map(digest, runs))
+    text = page_of(*map(digest_run, runs))
     told = words(text)
     assert "x/one" in told
     assert "y/one" in told
@@ -436,7 +461,7 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     """One that ended before its first step."""
     folder = make(tmp_path / "run", steps=0)
     (folder / "summary.json").unlink()
-    told = words(page_of(digest(Run(folder))))
+    told = words(page_of(digest_run(Run(folder))))
     assert "The run has no step records" in told
     assert "still running, or killed" in told
 
@@ -459,7 +484,7 @@ def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
     ]
     with (folder / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in odd)
-    found = digest(Run(folder))
+    found = digest_run(Run(folder))
     assert found.run.evaluations == {5: {"loss": 7.0}, 10: {"loss": 0.2, "accuracy": 0.9}}
     assert found.stages[0].name == "stage 0, train (5)"
     assert "<main" in page_of(found)
@@ -468,9 +493,9 @@ def test_what_events_say_is_not_believed(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_meanwhile_has_a_page(tmp_path: Path) -> None:
     """Lines come while they are read; those of later steps are left for the next page."""
     run = Run(make(tmp_path / "run", late=1))
-    run.__dict__["recorded"] = range(1, 13)  # as it was when the reading began
-    assert digest(run).recorded == list(range(1, 13))
-    assert "<main" in page_of(digest(run))
+    run.__dict__["recorded_steps"] = range(1, 13)  # as it was when the reading began
+    assert digest_run(run).recorded_steps == list(range(1, 13))
+    assert "<main" in page_of(digest_run(run))
 
 
 def test_a_real_run_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -539,7 +564,7 @@ def test_what_is_wrong_is_told_in_a_line(
 @pytest.mark.parametrize("runs", [1, 3])
 def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: int) -> None:
     """Nothing on the console; each chart has its shapes."""
-    digests = [digest(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
+    digests = [digest_run(Run(everything(tmp_path / f"run-{n}"))) for n in range(runs)]
     file = tmp_path / "page.html"
     file.write_text(page_of(*digests))
     assert BROWSER is not None

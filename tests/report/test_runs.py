@@ -22,8 +22,8 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "run" / "steps" / "rank-00001.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
     (tmp_path / "run" / "summary.json").unlink()
-    assert [line["step"] for line in run.steps(1)] == list(range(1, 20))
-    assert [line["step"] for line in run.steps(0, {3, 20}.__contains__)] == [3, 20]
+    assert [line["step"] for line in run.step_records(1)] == list(range(1, 20))
+    assert [line["step"] for line in run.step_records(0, {3, 20}.__contains__)] == [3, 20]
     assert (run.ranks, run.last_step, run.summary) == ([0, 1], 20, None)
 
 
@@ -32,10 +32,10 @@ def test_times_of_other_ranks_come_to_rank_0s_clock() -> None:
     ahead = 5e9  # that host has been up for longer
     clocks = Clocks([1_000_000, 2_000_000], [[0.0, ahead], [0.0, ahead + 20]])
     asked = (500_000, 1_000_000, 1_500_010, 2_000_020, 9_000_000)
-    told = [round(clocks.aligned(1, ahead + at), 3) for at in asked]
+    told = [round(clocks.on_rank0_clock(1, ahead + at), 3) for at in asked]
     assert told == pytest.approx([500_000, 1_000_000, 1_500_000, 2_000_000, 8_999_980], abs=0.1)
-    assert [clocks.aligned(0, at) for at in (500, 9_000_000)] == [500, 9_000_000]
+    assert [clocks.on_rank0_clock(0, at) for at in (500, 9_000_000)] == [500, 9_000_000]
     moved = Clocks([1_000_000, 2_000_000], [[0.0, ahead], [0.0, 7.0]])  # started again on another host
-    assert moved.aligned(1, ahead + 1_500_000) == 1_500_000
-    assert moved.aligned(1, 2_500_007) == 2_500_000
-    assert Clocks([], []).aligned(3, 7.0) == 7.0
+    assert moved.on_rank0_clock(1, ahead + 1_500_000) == 1_500_000
+    assert moved.on_rank0_clock(1, 2_500_007) == 2_500_000
+    assert Clocks([], []).on_rank0_clock(3, 7.0) == 7.0

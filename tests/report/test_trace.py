@@ -118,7 +118,7 @@ def test_a_real_run_has_a_slice_for_every_part_and_leg(tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_over_its_whole_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of steps that follow each other, the first and the last among them."""
-    monkeypatch.setattr(trace, "_EVENTS", 2000)
+    monkeypatch.setattr(trace, "_MAX_EVENTS", 2000)
     run = Run(make(tmp_path / "run", steps=1000))
     count = trace.write(run, tmp_path / "trace.json")
     events = read(tmp_path / "trace.json")

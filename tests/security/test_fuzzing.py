@@ -49,7 +49,7 @@ def fuzz(folder: Path, examples: int) -> None:
         try:
             found = load(path, overrides)
             faults = found.warnings
-            assert load_again(found.resolved(), folder)
+            assert load_again(found.resolved_yaml(), folder)
         except PipelineError as error:
             faults = error.faults
             assert any(fault.severity == "error" for fault in faults)
@@ -59,7 +59,7 @@ def fuzz(folder: Path, examples: int) -> None:
             assert len(fault.headline.splitlines()) == 1
             json.dumps(printing.as_object(fault), ensure_ascii=False).encode()
             str(fault).encode()
-            printing.github(fault).encode()
+            printing.github_annotation(fault).encode()
         spent = time.process_time() - start
         assert spent < CPU_S, f"{spent:.1f} s of processor time"
         assert _memory_mb("VmHWM") - before < MEMORY_MB

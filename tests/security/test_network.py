@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ddprun.host import network, tcp_store
-from ddprun.host.network import owners
+from ddprun.host.network import interface_by_address
 from ddprun.launch.rendezvous import check_state, make_handler
 from tests.launch.test_processes import ENDLESS, wait_for_steps
 from tests.namespaces import Host, hosts, needs_namespaces
@@ -99,7 +99,7 @@ def test_another_user_of_the_host_runs_no_code(tmp_path: Path) -> None:
         stores = listeners([running.process.pid])
         assert stores, "the ranks' store is reached over TCP"
         places = stores | listeners(ranks)
-        everywhere = [address for address in owners() if ":" not in address]
+        everywhere = [address for address in interface_by_address() if ":" not in address]
         seen = attack(open_to_all / "canary", [(ip, port) for ip in everywhere for _, port in stores])
         assert any("ddprun" in key for key in seen), "the attacker reached no store"
         running.process.send_signal(signal.SIGINT)
@@ -189,8 +189,8 @@ def test_a_store_listens_where_ranks_reach_it(
 ) -> None:
     """On one address where that is sure, else on every interface."""
     own = {"127.0.0.1": "lo", "10.0.0.1": "e0", "10.0.1.1": "e1"}
-    monkeypatch.setattr(tcp_store, "addresses", lambda name: found)
-    monkeypatch.setattr(tcp_store, "owners", lambda: own)
+    monkeypatch.setattr(tcp_store, "resolve_addresses", lambda name: found)
+    monkeypatch.setattr(tcp_store, "interface_by_address", lambda: own)
     monkeypatch.setattr(tcp_store, "address_towards", lambda name: "10.0.0.1")
     assert tcp_store.listen_address(host) == address
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.config import Loaded, PipelineError, load
-from ddprun.engine.save import MADE, pipeline_path
+from ddprun.config import LoadedPipeline, PipelineError, load
+from ddprun.engine.save import PIPELINE_HEADER, pipeline_path
 from ddprun.zoo.data import DataError, text
 from tests.ranks import ddprun
 
@@ -26,7 +26,7 @@ stages: [{train: {steps: 1}}, save]
 @pytest.mark.parametrize(
     "name", ["..", ".", ".hidden", "../x", "/tmp/x", "a/b", "a\\b", "a b", "$(x)", "a;b", "~", "a\n", "", "é"]
 )
-def test_a_name_stays_one_folder(loaded: Callable[..., Loaded], name: str) -> None:
+def test_a_name_stays_one_folder(loaded: Callable[..., LoadedPipeline], name: str) -> None:
     """Whatever could lead out of `runs/`, or mean something to a shell, is refused."""
     with pytest.raises(PipelineError, match="name: "):
         loaded("", f"name={name!r}" if "\n" not in name else 'name="a\\n"')
@@ -105,7 +105,7 @@ def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
         }
         own = (work / name / "pipeline.yaml").read_text()
         assert not own.startswith("#"), "the run's own pipeline stays, too"
-        assert (work / name / "pipeline.safetensors.yaml").read_text() == MADE + own
+        assert (work / name / "pipeline.safetensors.yaml").read_text() == PIPELINE_HEADER + own
         assert load(work / "train.safetensors.yaml").pipeline.name == "train"
 
 
@@ -114,7 +114,7 @@ def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str
     """Whatever it is: a file, a link to one that save has written, a folder, or what would never answer."""
     weights, first = tmp_path / "m.safetensors", tmp_path / "m.yaml"
     assert pipeline_path(weights) == first
-    first.write_text(MADE + "seed: 0\n")
+    first.write_text(PIPELINE_HEADER + "seed: 0\n")
     assert pipeline_path(weights) == first
     first.rename(tmp_path / "elsewhere.yaml")
     if other == "link":

@@ -15,9 +15,16 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.codec import DamagedError, read_tensors, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.engine.outcome import log_of, note_failure, write_summary
-from ddprun.engine.state import check_fields
-from ddprun.run_files import NotPlainError, check_folder, names_in, open_file, parse, replacing
+from ddprun.engine.outcome import append_to_rank_log, rank_log_path, write_summary
+from ddprun.engine.state import validate_state
+from ddprun.run_files import (
+    WrongFileTypeError,
+    check_folder,
+    names_in,
+    open_file,
+    parse_json,
+    replace_atomically,
+)
 from ddprun.telemetry.writer import Writer
 from tests.engine.running import events, run_pipeline, summary, to_its_end
 from tests.ranks import as_processes
@@ -125,10 +132,10 @@ def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Pat
     victim = tmp_path / "victim"
     victim.write_text(KEPT)
     (run / "logs").mkdir()
-    log = log_of(run, 0)
+    log = rank_log_path(run, 0)
     assert log is not None
     log.symlink_to(victim)
-    note_failure(run, 0, "a failure")
+    append_to_rank_log(run, 0, "a failure")
     shutil.rmtree(run / "steps")
     (tmp_path / "elsewhere").mkdir()
     (run / "steps").symlink_to(tmp_path / "elsewhere")
@@ -153,11 +160,11 @@ def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Pat
 def test_a_checkpoints_file_that_is_none_is_damage(run: Path, tmp_path: Path, name: str, kind: str) -> None:
     """A named pipe in a manifest's place held `resume` for ever."""
     root = run / "checkpoints"
-    place = root / checkpoints.name_of(4) / name
+    place = root / checkpoints.folder_name(4) / name
     place.rename(tmp_path / "whole")
     _put(kind, place, tmp_path / "whole")
     with pytest.raises(DamagedError, match=f"{name} is a (named pipe|symbolic link|folder), not a regular"):
-        checkpoints.verify(checkpoints.opened(root, 4))
+        checkpoints.verify(checkpoints.open_checkpoint(root, 4))
 
 
 def _put(kind: str, place: Path, target: Path) -> None:
@@ -172,17 +179,17 @@ def _put(kind: str, place: Path, target: Path) -> None:
 def test_a_checkpoint_with_a_pipe_in_it_is_passed_by(run: Path) -> None:
     """And set aside, like any that is damaged; so is one that is a link, and what that leads to stays."""
     root = run / "checkpoints"
-    manifest = root / checkpoints.name_of(4) / "manifest.json"
+    manifest = root / checkpoints.folder_name(4) / "manifest.json"
     manifest.unlink()
     os.mkfifo(manifest)
-    shutil.copytree(root / checkpoints.name_of(2), run.with_name("elsewhere"))
-    (root / checkpoints.name_of(3)).symlink_to(run.with_name("elsewhere"))
+    shutil.copytree(root / checkpoints.folder_name(2), run.with_name("elsewhere"))
+    (root / checkpoints.folder_name(3)).symlink_to(run.with_name("elsewhere"))
     code, told = go_on(run)
     assert code == 0, told
     assert "manifest.json is a named pipe" in told
     assert "step-00000003 is a symbolic link" in told
-    assert f"resuming after step 2 from {root / checkpoints.name_of(2)}" in told
-    assert (root / f"{checkpoints.name_of(4)}.damaged").is_dir()
+    assert f"resuming after step 2 from {root / checkpoints.folder_name(2)}" in told
+    assert (root / f"{checkpoints.folder_name(4)}.damaged").is_dir()
     assert (run.with_name("elsewhere") / "manifest.json").is_file()
 
 
@@ -228,7 +235,7 @@ def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> No
 
 def rewritten(run: Path, name: str, data: bytes, step: int = 4) -> None:
     """Put other data into a checkpoint's file, and its hash into the manifest."""
-    place = run / "checkpoints" / checkpoints.name_of(step)
+    place = run / "checkpoints" / checkpoints.folder_name(step)
     (place / name).write_bytes(data)
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -272,10 +279,10 @@ def deep(depth: int) -> str:
 def test_a_manifest_is_not_believed(run: Path, change: dict[str, Any], said: str) -> None:
     """Numbers of all kinds; nothing is made for ranks of which there are no files."""
     root = run / "checkpoints"
-    path = root / checkpoints.name_of(4) / "manifest.json"
+    path = root / checkpoints.folder_name(4) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DamagedError) as raised:
-        checkpoints.opened(root, 4)
+        checkpoints.open_checkpoint(root, 4)
     assert said in str(raised.value)
     assert str(path) in str(raised.value)
 
@@ -287,7 +294,7 @@ def test_a_states_json_is_not_believed(run: Path, text: str) -> None:
     rewritten(run, "shared.json", text.encode(errors="surrogateescape"))
     root = run / "checkpoints"
     with pytest.raises(DamagedError, match=r"shared\.json"):
-        checkpoints.verify(checkpoints.opened(root, 4))
+        checkpoints.verify(checkpoints.open_checkpoint(root, 4))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +303,7 @@ def test_a_states_json_is_not_believed(run: Path, text: str) -> None:
 )
 def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor, tmp_path: Path) -> None:
     """Torch's own complaint was a traceback."""
-    place = run / "checkpoints" / checkpoints.name_of(4)
+    place = run / "checkpoints" / checkpoints.folder_name(4)
     tree = json.loads((place / "shared.json").read_text()) | {"x": {"$": "complex", "name": "x"}}
     whole = read_tensors(place / "shared.safetensors", run)
     write_tensors(tmp_path / "t.safetensors", {**whole, "x": tensor})
@@ -304,7 +311,7 @@ def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor
     rewritten(run, "shared.safetensors", (tmp_path / "t.safetensors").read_bytes())
     said = "view_as_complex is only|must have a last dimension of size 2|must have one or more dimensions"
     with pytest.raises(DamagedError, match=rf"shared\.json: the state is inconsistent: .*({said})"):
-        checkpoints.verify(checkpoints.opened(run / "checkpoints", 4))
+        checkpoints.verify(checkpoints.open_checkpoint(run / "checkpoints", 4))
 
 
 @pytest.mark.parametrize(
@@ -319,11 +326,11 @@ def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor
     ],
 )
 def test_a_tag_that_is_none_is_damage(run: Path, value: Any) -> None:
-    place = run / "checkpoints" / checkpoints.name_of(4)
+    place = run / "checkpoints" / checkpoints.folder_name(4)
     tree = json.loads((place / "shared.json").read_text()) | {"x": value}
     rewritten(run, "shared.json", json.dumps(tree).encode())
     with pytest.raises(DamagedError, match=r"shared\.json: the state is inconsistent"):
-        checkpoints.verify(checkpoints.opened(run / "checkpoints", 4))
+        checkpoints.verify(checkpoints.open_checkpoint(run / "checkpoints", 4))
 
 
 def test_a_checkpoint_that_does_not_hold_together_is_passed_by(run: Path) -> None:
@@ -341,7 +348,7 @@ Change = Callable[[dict[str, Any]], object]
 
 def changed(run: Path, file: str, change: Change) -> Path:
     """Change what a file of the newest checkpoint tells; gives the checkpoint's place."""
-    place = run / "checkpoints" / checkpoints.name_of(4)
+    place = run / "checkpoints" / checkpoints.folder_name(4)
     tree = json.loads((place / file).read_text())
     change(tree)
     rewritten(run, file, json.dumps(tree).encode())
@@ -407,12 +414,12 @@ def _set(value: Any, *keys: str | int) -> Change:
 )
 def test_every_part_of_a_state_is_looked_at(original: Path, change: Change, said: str) -> None:
     """Before anything goes on from it."""
-    found = checkpoints.opened(original / "checkpoints", 4)
-    state = {**checkpoints.read(found, "shared"), **checkpoints.read(found, "rank-00000")}
-    check_fields(state)
+    found = checkpoints.open_checkpoint(original / "checkpoints", 4)
+    state = {**checkpoints.read_part(found, "shared"), **checkpoints.read_part(found, "rank-00000")}
+    validate_state(state)
     change(state)
     with pytest.raises(ValueError, match=said):
-        check_fields(state)
+        validate_state(state)
 
 
 @pytest.mark.parametrize(
@@ -429,8 +436,8 @@ def test_what_only_its_reader_can_tell_is_said_of_the_checkpoint(
 ) -> None:
     """Optimizers, schedules and generators keep what they like: the run ends, and names the checkpoint."""
     if step == 2:
-        shutil.rmtree(run / "checkpoints" / checkpoints.name_of(4))
-    place = run / "checkpoints" / checkpoints.name_of(step)
+        shutil.rmtree(run / "checkpoints" / checkpoints.folder_name(4))
+    place = run / "checkpoints" / checkpoints.folder_name(step)
     trees = {name: json.loads((place / name).read_text()) for name in ("shared.json", "rank-00000.json")}
     name = next(name for name, tree in trees.items() if key in tree)
     change(trees[name])
@@ -445,15 +452,17 @@ def test_what_only_its_reader_can_tell_is_said_of_the_checkpoint(
 @pytest.mark.parametrize("name", ["next", "stage", "first_step", "first_epoch", "steps", "entries"])
 @pytest.mark.parametrize("value", [-1, 1.5, "1", True, [1], {}])
 def test_a_position_is_one(run: Path, name: str, value: Any) -> None:
-    place = run / "checkpoints" / checkpoints.name_of(4)
-    found = checkpoints.opened(run / "checkpoints", 4)
+    place = run / "checkpoints" / checkpoints.folder_name(4)
+    found = checkpoints.open_checkpoint(run / "checkpoints", 4)
     state = {
-        key: item for file in ("shared", "rank-00000") for key, item in checkpoints.read(found, file).items()
+        key: item
+        for file in ("shared", "rank-00000")
+        for key, item in checkpoints.read_part(found, file).items()
     }
-    check_fields(state)
+    validate_state(state)
     state["position"][name] = value
     with pytest.raises(ValueError, match=f"position.{name}"):
-        check_fields(state)
+        validate_state(state)
     assert place.is_dir()
 
 
@@ -548,16 +557,16 @@ def test_a_folder_may_be_reached_through_links_and_what_is_in_it_may_not(tmp_pat
         file.write(b"1")
     assert names_in(tmp_path / "run", "steps") == ["x"]
     for call in (lambda: names_in(tmp_path / "run", "link"), lambda: check_folder(tmp_path / "run", "link")):
-        with pytest.raises(NotPlainError, match="link is a symbolic link, not a folder"):
+        with pytest.raises(WrongFileTypeError, match="link is a symbolic link, not a folder"):
             call()
 
 
 def test_what_replaces_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("before")
-    with pytest.raises(ValueError, match="half"), replacing(tmp_path, "x") as file:
+    with pytest.raises(ValueError, match="half"), replace_atomically(tmp_path, "x") as file:
         file.write(int("half").to_bytes() if file.write(b"half") else b"")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "before")]
-    with replacing(tmp_path, "x") as file:
+    with replace_atomically(tmp_path, "x") as file:
         file.write(b"after")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "after")]
 
@@ -569,8 +578,8 @@ def test_a_summary_says_which_file_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_json_is_bounded() -> None:
-    assert parse(deep(100).encode())
-    assert parse(b"NaN", finite=False) != 0
+    assert parse_json(deep(100).encode())
+    assert parse_json(b"NaN", finite=False) != 0
     for text in (deep(101), "NaN", "-Infinity", "1e999", "1" * 5000):
         with pytest.raises(ValueError, match=r"nested|not JSON"):
-            parse(text.encode())
+            parse_json(text.encode())

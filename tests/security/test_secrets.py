@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ddprun.cli import main
-from ddprun.config import Loaded, PipelineError, load
-from ddprun.config.secrets import REDACTED, Secrets, Text, is_plain, is_secret_name
+from ddprun.config import LoadedPipeline, PipelineError, load
+from ddprun.config.secrets import REDACTED, PipelineString, Secrets, cannot_be_secret, is_secret_name
 from ddprun.engine import build
 
 CANARY = "cAnArY-8c1f'\"\\x é/5"
@@ -61,23 +61,23 @@ def test_names_that_are_none(name: str) -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_references_are_filled_for_a_run_and_stay_in_what_is_written(
-    loaded: Callable[..., Loaded],
+    loaded: Callable[..., LoadedPipeline],
 ) -> None:
     """Whole strings and parts of strings, at any depth; what is written keeps the name."""
     found = loaded(pipeline(DATA), base=False)
-    options = found.filled("data", found.pipeline.train_data()).options
+    options = found.fill_placeholders("data", found.pipeline.train_data()).options
     assert options["url"] == "https://reader:hunter2-hunter2@host/x"
     assert options["api_token"] == CANARY
     assert options["nested"][0]["headers"]["auth_key"] == f"Bearer {CANARY}"
     assert (options["key_dim"], options["monkey"]) == (64, "banana")
-    written = yaml.safe_load(found.resolved())["data"]["mylab.data.Files"]
+    written = yaml.safe_load(found.resolved_yaml())["data"]["mylab.data.Files"]
     assert written == yaml.safe_load(DATA)["data"]["mylab.data.Files"]
-    again = loaded(found.resolved(), base=False, name="again.yaml")
+    again = loaded(found.resolved_yaml(), base=False, name="again.yaml")
     assert again.digest() == found.digest()
 
 
 def test_the_digest_does_not_depend_on_the_environment(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each host has an environment of its own, and nobody can guess at a literal secret by its hash."""
     text = pipeline("data: {mylab.Files: {url: somewhere-else, password: %s}}\n")
@@ -87,7 +87,7 @@ def test_the_digest_does_not_depend_on_the_environment(
 
 
 def test_unset_variables_are_faults_all_at_once(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their places, before a run starts; `check` needs no secrets."""
     for name in ("PW", "API_TOKEN"):
@@ -108,19 +108,19 @@ def test_unset_variables_are_faults_all_at_once(
 @pytest.mark.parametrize(
     "bad", ["${env:}", "${env:1A}", "${env:A B}", "${env:A", "x${env:A}${env:-}", "${env:${env:A}}"]
 )
-def test_a_malformed_reference_is_a_fault(loaded: Callable[..., Loaded], bad: str) -> None:
+def test_a_malformed_reference_is_a_fault(loaded: Callable[..., LoadedPipeline], bad: str) -> None:
     """It would otherwise reach the user's code as it is."""
     with pytest.raises(PipelineError, match=r'"\$\{env:" is not followed by a variable'):
         loaded(pipeline(f"data: {{mylab.Files: {{url: '{bad}'}}}}\n"), base=False)
 
 
-def test_a_reference_between_braces_needs_quotes(loaded: Callable[..., Loaded]) -> None:
+def test_a_reference_between_braces_needs_quotes(loaded: Callable[..., LoadedPipeline]) -> None:
     """YAML ends an unquoted value at the brace; the fault says what to do."""
     with pytest.raises(PipelineError, match=r'put "\$\{env:NAME\}" in quotes'):
         loaded(pipeline("data: {mylab.Files: {url: ${env:A}, b: 1}}\n"), base=False)
 
 
-def test_a_reference_where_no_string_is_wanted_is_a_fault(loaded: Callable[..., Loaded]) -> None:
+def test_a_reference_where_no_string_is_wanted_is_a_fault(loaded: Callable[..., LoadedPipeline]) -> None:
     """Names of choices, numbers and fixed words cannot come from the environment."""
     for override in ("seed=${env:A}", "model=${env:A}", "precision=${env:A}", "name=${env:A}"):
         with pytest.raises(PipelineError):
@@ -129,7 +129,7 @@ def test_a_reference_where_no_string_is_wanted_is_a_fault(loaded: Callable[..., 
 
 @pytest.mark.usefixtures("environment")
 def test_files_of_text_may_come_from_the_environment(
-    loaded: Callable[..., Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[..., LoadedPipeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A built-in's strings too."""
     (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 30)
@@ -137,17 +137,17 @@ def test_files_of_text_may_come_from_the_environment(
     text = "model: transformer\noptimizer: sgd\ndata: {text: {files: ['${env:CORPUS}/*.txt']}}\n"
     found = loaded(text, base=False)
     assert build.build_data(found).train is not None
-    assert "${env:CORPUS}/*.txt" in found.resolved()
+    assert "${env:CORPUS}/*.txt" in found.resolved_yaml()
 
 
-def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[..., Loaded]) -> None:
+def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[..., LoadedPipeline]) -> None:
     """A marker stands in the resolved pipeline, and a run of that says what to write instead."""
     data = (
         f"data: {{mylab.Files: {{password: {json.dumps(CANARY)}, credentials: {{user: somebody}}, "
         'url: "https://me:pa-ss-wo-rd@host/", "key": 7, "ref": "x pa-ss-wo-rd y", empty_token: ""}}}}\n'
     ).replace("}}}}", "}}")
     found = loaded(pipeline(data), base=False)
-    written = found.resolved()
+    written = found.resolved_yaml()
     assert yaml.safe_load(written)["data"]["mylab.Files"] == {
         "password": REDACTED,
         "credentials": {"user": REDACTED},
@@ -170,29 +170,29 @@ def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[...
 
 
 def test_what_the_environment_holds_is_written_by_its_name(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A literal that a variable of a secret's name holds becomes that name, so that the file loads again."""
     monkeypatch.setenv("HUB_TOKEN", "hf-0123456789")
     found = loaded(pipeline("data: {mylab.Files: {url: 'https://h/?x=hf-0123456789'}}\n"), base=False)
-    assert '"https://h/?x=${env:HUB_TOKEN}"' in found.resolved()
-    assert loaded(found.resolved(), base=False, name="again.yaml").digest() != found.digest()
+    assert '"https://h/?x=${env:HUB_TOKEN}"' in found.resolved_yaml()
+    assert loaded(found.resolved_yaml(), base=False, name="again.yaml").digest() != found.digest()
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_literal_beside_a_reference_is_redacted(loaded: Callable[..., Loaded]) -> None:
+def test_a_literal_beside_a_reference_is_redacted(loaded: Callable[..., LoadedPipeline]) -> None:
     """A string that takes one secret from the environment may hold another as it is."""
     url = "https://me:pa-ss-wo-rd@h/?token=${env:PW}&key=lite-ral"
     found = loaded(pipeline(f"data: {{mylab.Files: {{url: '{url}'}}}}\n"), base=False)
-    assert '"https://[redacted]@h/?token=${env:PW}&key=[redacted]"' in found.resolved()
+    assert '"https://[redacted]@h/?token=${env:PW}&key=[redacted]"' in found.resolved_yaml()
     told = found.secrets.redact("pa-ss-wo-rd hunter2-hunter2 lite-ral")
     assert told == "[redacted] ${env:PW} [redacted]"
 
 
-def test_a_choice_may_be_called_like_a_secret(loaded: Callable[..., Loaded]) -> None:
+def test_a_choice_may_be_called_like_a_secret(loaded: Callable[..., LoadedPipeline]) -> None:
     """The name of a package or a hook says nothing about its options."""
     found = loaded("hooks: [{mylab.key.Hook: {mode: slow}}]\n")
-    assert "mode: slow" in found.resolved()
+    assert "mode: slow" in found.resolved_yaml()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_no_fault_of_an_override_shows_a_secret(
     assert "--set 1" in printed.out
 
 
-def test_the_caret_stays_under_the_fault(loaded: Callable[..., Loaded]) -> None:
+def test_the_caret_stays_under_the_fault(loaded: Callable[..., LoadedPipeline]) -> None:
     """Also where a secret before it on the line was replaced; the column is the file's own."""
     with pytest.raises(PipelineError) as caught:
         loaded(pipeline("data: {digits: {password: canary-canary, held_out: 7}}\n"), base=False)
@@ -262,7 +262,7 @@ def test_the_caret_stays_under_the_fault(loaded: Callable[..., Loaded]) -> None:
 def test_values_are_found_in_every_form() -> None:
     """As they are, in quotes, in JSON, in a URL, and line by line."""
     multiline = "-----BEGIN KEY-----\nMIIabcdefgh\nMIIijklmnop\n"
-    secrets = Secrets.of([], {"A_TOKEN": CANARY, "PEM_KEY": multiline})
+    secrets = Secrets.collect([], {"A_TOKEN": CANARY, "PEM_KEY": multiline})
     for text in (CANARY, repr(CANARY), json.dumps(CANARY), json.dumps({"a": [CANARY]}, ensure_ascii=False)):
         told = secrets.redact(f"failed with {text}!")
         assert "${env:A_TOKEN}" in told
@@ -274,7 +274,7 @@ def test_values_are_found_in_every_form() -> None:
 def test_what_is_too_short_or_a_path_is_no_secret(tmp_path: Path) -> None:
     """A value such as `1` would be replaced everywhere; a path to a key is none."""
     environment = {"A_TOKEN": "1", "B_TOKEN": "w0rd", "KEY": str(tmp_path), "C_KEY": str(tmp_path / "no")}
-    secrets = Secrets.of([], environment)
+    secrets = Secrets.collect([], environment)
     assert secrets.redact("1 sw0rd w0rd.") == "1 sw0rd ${env:B_TOKEN}."
     assert secrets.redact(f"in {tmp_path}/x") == f"in {tmp_path}/x"
     assert secrets.redact(f"in {tmp_path}/no") == "in ${env:C_KEY}"
@@ -298,7 +298,7 @@ def test_passwords_in_urls(text: str, told: str) -> None:
 
 def test_nothing_takes_long() -> None:
     """64 KiB of anything are redacted within moments."""
-    secrets = Secrets.of([], {f"TOKEN_{n}": f"value-{n}-{n}" for n in range(200)})
+    secrets = Secrets.collect([], {f"TOKEN_{n}": f"value-{n}-{n}" for n in range(200)})
     for unit in (
         "a",
         "a:",
@@ -329,7 +329,7 @@ REAL = st.builds(
     st.text(LETTERS + DIGITS + "-_+=/.!", min_size=4, max_size=40),
     st.sampled_from(DIGITS),
     st.sampled_from(LETTERS),
-).filter(lambda text: not is_plain(text) and not re.search(r"[{}$]", text) and "://" not in text)
+).filter(lambda text: not cannot_be_secret(text) and not re.search(r"[{}$]", text) and "://" not in text)
 """Secrets of six characters and more: letters and digits among each other."""
 
 NONE = st.one_of(
@@ -350,13 +350,13 @@ AROUND = st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=
 @given(secret=REAL, before=AROUND, after=AROUND)
 def test_a_secret_of_six_characters_is_found_wherever_it_stands(secret: str, before: str, after: str) -> None:
     """Within a longer word, as a value, as a key, and in what is written."""
-    secrets = Secrets.of([], {"HUB_TOKEN": secret})
+    secrets = Secrets.collect([], {"HUB_TOKEN": secret})
     text = f"{before}{secret}{after}"
     assert secret not in secrets.redact(text)
     told = json.dumps(secrets.redact_all({"a": [text], secret: 1, f"x{secret}y": {secret: text}}))
     assert secret not in json.loads(told, object_pairs_hook=lambda pairs: [*map(str, pairs)])
     assert json.dumps(secret)[1:-1] not in told
-    written = secrets.hidden({"data": {"a.B": {"note": text, secret: {f"x{secret}": 1}}}})
+    written = secrets.redact_pipeline({"data": {"a.B": {"note": text, secret: {f"x{secret}": 1}}}})
     assert json.dumps(secret)[1:-1] not in json.dumps(written)
 
 
@@ -364,11 +364,13 @@ def test_a_secret_of_six_characters_is_found_wherever_it_stands(secret: str, bef
 @given(value=NONE, name=st.sampled_from(["HF_HUB_DISABLE_IMPLICIT_TOKEN", "GIT_CREDENTIAL_HELPER", "KEY"]))
 def test_what_is_no_secret_is_never_replaced(value: str, name: str) -> None:
     """Booleans, numbers and short words stay, whatever the variable or option that holds them is called."""
-    secrets = Secrets.of([Text((), value, True), Text((), f"{value}${{env:{name}}}")], {name: value})
+    secrets = Secrets.collect(
+        [PipelineString((), value, True), PipelineString((), f"{value}${{env:{name}}}")], {name: value}
+    )
     text = f"expected {value} or false, got {value}s; x={value}"
     assert secrets.redact(text) == text
     data = {"data": {"a.B": {"note": text, value: text}}}
-    assert secrets.hidden(data) == data
+    assert secrets.redact_pipeline(data) == data
     assert secrets.redact_all({value: [value]}) == {value: [value]}
 
 
@@ -405,9 +407,9 @@ def test_a_literal_beside_a_reference_does_not_survive(
         patch.setenv("PWD", "/somewhere")
         patch.setenv("USER", "somebody")
         found = load(path)
-        assert literal not in found.resolved()
-        assert literal not in json.dumps(found.plain())
-        assert found.filled("data", found.pipeline.train_data()).options
+        assert literal not in found.resolved_yaml()
+        assert literal not in json.dumps(found.as_dict())
+        assert found.fill_placeholders("data", found.pipeline.train_data()).options
         assert literal not in found.secrets.redact(
             f"no answer: {value.replace('${env:HOME}', '/home/somebody')}"
         )
@@ -419,13 +421,13 @@ def test_a_literal_beside_a_reference_does_not_survive(
         assert literal not in str(caught.value)
 
 
-def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., Loaded]) -> None:
+def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., LoadedPipeline]) -> None:
     """What comes from a variable stays by its name; such a file says that it does not load again."""
     found = loaded(pipeline('data: {mylab.Files: {password: "literal-${env:HOME}"}}\n'), base=False)
-    assert 'password: "[redacted]${env:HOME}"' in found.resolved()
+    assert 'password: "[redacted]${env:HOME}"' in found.resolved_yaml()
     assert "literal" not in found.secrets.redact(f"bad password literal-{os.environ['HOME']}")
     with pytest.raises(PipelineError, match="the secret that was here"):
-        loaded(found.resolved(), base=False, name="again.yaml")
+        loaded(found.resolved_yaml(), base=False, name="again.yaml")
 
 
 @pytest.mark.parametrize(
@@ -441,12 +443,12 @@ def test_the_literal_of_a_password_is_not_written(loaded: Callable[..., Loaded])
         *("${env:HOME}/key.pem", "${env:HOME}/a/.netrc", "${env:A_KEY}:${env:B_KEY}", "user ${env:A_KEY}"),
     ],
 )
-def test_what_cannot_be_the_secret_is_written(loaded: Callable[..., Loaded], value: str) -> None:
+def test_what_cannot_be_the_secret_is_written(loaded: Callable[..., LoadedPipeline], value: str) -> None:
     """So that a run with such a pipeline can be resumed."""
     text = pipeline(f'data: {{mylab.Files: {{password: "{value}"}}}}\n')
     found = loaded(text, base=False)
-    assert f'password: "{value}"' in found.resolved()
-    assert loaded(found.resolved(), base=False, name="again.yaml").digest() == found.digest()
+    assert f'password: "{value}"' in found.resolved_yaml()
+    assert loaded(found.resolved_yaml(), base=False, name="again.yaml").digest() == found.digest()
 
 
 def test_check_does_not_take_a_setting_for_a_secret(
@@ -461,24 +463,24 @@ def test_check_does_not_take_a_setting_for_a_secret(
 
 
 def test_keys_are_replaced_and_kept_apart(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the user's own mappings; a file with such a key does not load, and says where it stands."""
     monkeypatch.setenv("A_TOKEN", "optimizer")
     monkeypatch.setenv("B_TOKEN", "s3cr3t-one")
     found = loaded(pipeline("data: {mylab.Files: {users: {s3cr3t-one: 1, x: 2}}}\n"), base=False)
-    written = found.resolved()
+    written = found.resolved_yaml()
     assert "s3cr3t" not in written
     assert "\noptimizer:" in written
     with pytest.raises(PipelineError, match=r"the secret that was here.*; write the key itself"):
         loaded(written, base=False, name="again.yaml")
     with pytest.raises(PipelineError, match=r"\$\{env:NAME\} is not filled in for keys"):
         loaded(pipeline("data: {mylab.Files: {'${env:B_TOKEN}': 1}}\n"), base=False)
-    twins = Secrets.of([Text((), "a1b2c3d4", True), Text((), "e5f6g7h8", True)], {})
+    twins = Secrets.collect([PipelineString((), "a1b2c3d4", True), PipelineString((), "e5f6g7h8", True)], {})
     assert twins.redact_all({"a1b2c3d4": 1, "e5f6g7h8": 2}) == {"[redacted]": 1, "[redacted] 2": 2}
 
 
 def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default."""
     monkeypatch.setitem(os.environ, "MY_SECRET", "canary-canary")
-    assert Secrets.of().redact("canary-canary") == "${env:MY_SECRET}"
+    assert Secrets.collect().redact("canary-canary") == "${env:MY_SECRET}"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import Loaded, PipelineError, load
+from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import build
 from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.config import import_path as installing
 from ddprun_hooks.config.import_path import import_dotted
-from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, UntrustedError, trust
+from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, UntrustedError, read_trust_policy
 from ddprun_hooks.registry import make_hook, make_stack
 from tests.security import lab
 
@@ -31,14 +31,14 @@ optimizer: sgd
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Set the limit."""
-    return lambda packages: monkeypatch.setenv(VARIABLE, packages)
+    return lambda packages: monkeypatch.setenv(TRUST_VARIABLE, packages)
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path) -> Callable[..., Loaded]:
+def pipeline(tmp_path: Path) -> Callable[..., LoadedPipeline]:
     """Load a pipeline with some keys replaced."""
 
-    def from_keys(*overrides: str) -> Loaded:
+    def from_keys(*overrides: str) -> LoadedPipeline:
         path = tmp_path / "p.yaml"
         path.write_text(TEXT.replace("{model}", "{mlp: {inputs: 64, outputs: 10}}"))
         return load(path, overrides)
@@ -103,7 +103,7 @@ def test_what_runs_or_loads_code_is_never_a_model(
     """The object's own module and its kind decide, although every package in question is listed."""
     trusted(f"{LAB}, os, posix, builtins, logging, subprocess, importlib, pickle, operator, torch")
     with pytest.raises(UntrustedError, match=reason):
-        import_dotted(name, build._WANTED["model"])
+        import_dotted(name, build._REQUIREMENTS_BY_KIND["model"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_runs_or_loads_code_is_never_a_model(
 def test_what_a_trusted_package_offers_is_had(trusted: Callable[[str], None], name: str) -> None:
     """Classes, functions, partials, decorated and cached functions and class methods of the package's own."""
     trusted(LAB)
-    assert isinstance(import_dotted(f"{LAB}.{name}", build._WANTED["model"])(), nn.Module)
+    assert isinstance(import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])(), nn.Module)
 
 
 def test_methods_are_had_where_their_object_is_an_option(trusted: Callable[[str], None]) -> None:
@@ -121,13 +121,13 @@ def test_methods_are_had_where_their_object_is_an_option(trusted: Callable[[str]
     are inherited from torch are torch's.
     """
     trusted(f"{LAB}, torch")
-    for wanted in (None, build._WANTED["data"]):
+    for wanted in (None, build._REQUIREMENTS_BY_KIND["data"]):
         assert import_dotted(f"{LAB}.Derived.save", wanted).__name__ == "save"
         with pytest.raises(UntrustedError, match=r"Module.compile: "):
             import_dotted(f"{LAB}.Derived.compile", wanted)
-    for kind in build._WANTED.keys() - {"model", "data"}:
+    for kind in build._REQUIREMENTS_BY_KIND.keys() - {"model", "data"}:
         with pytest.raises(UntrustedError, match="is a method, which is called on an object"):
-            import_dotted(f"{LAB}.Derived.save", build._WANTED[kind])
+            import_dotted(f"{LAB}.Derived.save", build._REQUIREMENTS_BY_KIND[kind])
 
 
 def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:
@@ -153,9 +153,9 @@ def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:
 def test_each_kind_takes_its_own(trusted: Callable[[str], None], kind: str, good: str, bad: str) -> None:
     """What is no dataset, optimizer, … is refused before it is called."""
     trusted(f"torch, {LAB}")
-    import_dotted(good, build._WANTED[kind])
+    import_dotted(good, build._REQUIREMENTS_BY_KIND[kind])
     with pytest.raises(UntrustedError):
-        import_dotted(bad, build._WANTED[kind])
+        import_dotted(bad, build._REQUIREMENTS_BY_KIND[kind])
 
 
 OF_TORCH = [
@@ -214,12 +214,16 @@ OVERRIDES = {
 )
 @pytest.mark.parametrize(("kind", "name"), OF_TORCH)
 def test_of_torch_kinds_may_be_named_and_no_prefix(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], packages: str, kind: str, name: str
+    trusted: Callable[[str], None],
+    pipeline: Callable[..., LoadedPipeline],
+    packages: str,
+    kind: str,
+    name: str,
 ) -> None:
     """What compiles, loads, writes or wraps is refused, by `check` as by a run: it is at no open place."""
     trusted(packages)
     with pytest.raises(UntrustedError):
-        import_dotted(name, registry._WANTED if kind == "hook" else build._WANTED[kind])
+        import_dotted(name, registry._EXPECTED_HOOK if kind == "hook" else build._REQUIREMENTS_BY_KIND[kind])
     with pytest.raises(PipelineError, match="may not be imported") as caught:
         pipeline(OVERRIDES.get(kind, f"{kind}=NAME").replace("NAME", name))
     assert [fault.file for fault in caught.value.faults] == ["--set 1"]
@@ -227,7 +231,7 @@ def test_of_torch_kinds_may_be_named_and_no_prefix(
 
 def test_commands_in_options_of_torch_are_not_run(
     trusted: Callable[[str], None],
-    pipeline: Callable[..., Loaded],
+    pipeline: Callable[..., LoadedPipeline],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,18 +254,21 @@ def test_the_open_places_of_torch_hold_what_they_are_said_to(trusted: Callable[[
     """All that may be named is of its kind and defined there, and nearly all of the kind may be named."""
     trusted("torch")
     bases = {
-        "torch.nn": (nn.Module, build._WANTED["model"]),
-        "torch.optim": (torch.optim.Optimizer, build._WANTED["optimizer"]),
-        "torch.optim.lr_scheduler": (torch.optim.lr_scheduler.LRScheduler, build._WANTED["schedule"]),
-        "torch.utils.data": (torch.utils.data.Dataset, build._WANTED["data"]),
-        "torch.nn.functional": (None, build._WANTED["loss"]),
+        "torch.nn": (nn.Module, build._REQUIREMENTS_BY_KIND["model"]),
+        "torch.optim": (torch.optim.Optimizer, build._REQUIREMENTS_BY_KIND["optimizer"]),
+        "torch.optim.lr_scheduler": (
+            torch.optim.lr_scheduler.LRScheduler,
+            build._REQUIREMENTS_BY_KIND["schedule"],
+        ),
+        "torch.utils.data": (torch.utils.data.Dataset, build._REQUIREMENTS_BY_KIND["data"]),
+        "torch.nn.functional": (None, build._REQUIREMENTS_BY_KIND["loss"]),
     }
     kept_out: dict[str, set[str]] = {}
     for place, (base, wanted) in bases.items():
         module = sys.modules[place]
         for name, found in vars(module).items():
             of_kind = isinstance(found, type) and base is not None and issubclass(found, base)
-            if trust().refusal(f"{place}.{name}", wanted.kind) is None:
+            if read_trust_policy().refusal(f"{place}.{name}", wanted.kind) is None:
                 assert of_kind if base else callable(found), f"{place}.{name}"
                 assert import_dotted(f"{place}.{name}", wanted) is found
             elif (name[0] != "_" and of_kind) or (base is None and name.endswith(("_loss", "entropy"))):
@@ -283,12 +290,12 @@ SEEN_BY_CHECK = [
 
 @pytest.mark.parametrize("name", SEEN_BY_CHECK)
 def test_check_reads_where_a_name_leads(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], name: str
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], name: str
 ) -> None:
     """Aliases, imports, bases and methods stand in the package's source, which it reads and does not run."""
     trusted(f"{LAB}, {LAB}_parts, torch")
     with pytest.raises(UntrustedError):
-        import_dotted(f"{LAB}.{name}", build._WANTED["mutate"])
+        import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["mutate"])
     with pytest.raises(PipelineError) as caught:
         pipeline(f"stages=[{{train: {{steps: 1, mutate: {LAB}.{name}}}}}]")
     (fault,) = caught.value.faults
@@ -296,7 +303,7 @@ def test_check_reads_where_a_name_leads(
 
 
 def test_check_refuses_nothing_that_a_run_takes(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded]
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline]
 ) -> None:
     """Of all names that lead into the package, at any depth up to two."""
     trusted(f"{LAB}, {LAB}_parts, torch")
@@ -308,7 +315,7 @@ def test_check_refuses_nothing_that_a_run_takes(
     taken = 0
     for name in names:
         try:
-            import_dotted(f"{LAB}.{name}", build._WANTED["model"])
+            import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])
         except UntrustedError:
             continue
         taken += 1
@@ -333,7 +340,7 @@ def test_check_imports_nothing(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "ddprun", "check", "p.yaml"],
             cwd=tmp_path,
-            env={"PATH": "", VARIABLE: "./lab_here"},
+            env={"PATH": "", TRUST_VARIABLE: "./lab_here"},
             capture_output=True,
             text=True,
             timeout=60,
@@ -347,8 +354,8 @@ def test_check_imports_nothing(tmp_path: Path) -> None:
 
 def test_without_the_variable_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline is then as trusted as a script."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert import_dotted(f"{LAB}.shell", build._WANTED["model"]).__module__ == "posix"
+    monkeypatch.delenv(TRUST_VARIABLE, raising=False)
+    assert import_dotted(f"{LAB}.shell", build._REQUIREMENTS_BY_KIND["model"]).__module__ == "posix"
 
 
 @pytest.mark.parametrize("packages", ["", " , "])
@@ -362,7 +369,7 @@ def test_an_empty_list_trusts_nothing(trusted: Callable[[str], None], packages: 
 
 
 def test_built_in_and_torchs_own_are_always_allowed(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded]
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline]
 ) -> None:
     """Models, data, losses, optimizers and schedules by their short names need no trust."""
     trusted("")
@@ -392,7 +399,7 @@ def test_built_in_and_torchs_own_are_always_allowed(
     ],
 )
 def test_check_refuses_by_name_wherever_a_name_may_stand(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], override: str
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], override: str
 ) -> None:
     """Without importing anything, with the place in the file and what is allowed."""
     pipeline(override)
@@ -427,11 +434,11 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
 )
 def test_a_run_refuses_what_a_trusted_name_leads_to(
     trusted: Callable[[str], None],
-    pipeline: Callable[..., Loaded],
+    pipeline: Callable[..., LoadedPipeline],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     override: str,
-    make: Callable[[Loaded], Any],
+    make: Callable[[LoadedPipeline], Any],
 ) -> None:
     """After the import and before the call, as a fault with its place."""
     monkeypatch.chdir(tmp_path)
@@ -455,7 +462,7 @@ def test_hooks_are_judged_outside_of_pipelines_too(trusted: Callable[[str], None
 
 
 def test_installed_hooks_are_judged_by_their_target(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an entry point leads to decides, in `check` by its name and in a run by what it is."""
     points = [
@@ -465,7 +472,7 @@ def test_installed_hooks_are_judged_by_their_target(
     ]
 
     monkeypatch.setattr(installing, "_all_entry_points", lambda: EntryPoints(points))
-    installing.installed.cache_clear()
+    installing.installed_entry_points.cache_clear()
     try:
         trusted(LAB)
         assert make_hook("good") is not None
@@ -475,19 +482,19 @@ def test_installed_hooks_are_judged_by_their_target(
             pipeline("hooks=[foreign]")
         assert pipeline("hooks=[good]").pipeline.hooks[0].source == "installed"
     finally:
-        installing.installed.cache_clear()
+        installing.installed_entry_points.cache_clear()
 
 
 @pytest.mark.parametrize(
     "packages", ["os.", "my lab", "*", "a..b", "-x", "lab;os", ".", "./", "../lab", "lab/nets"]
 )
 def test_a_setting_that_cannot_be_read_is_a_fault(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], packages: str
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], packages: str
 ) -> None:
     """A mistake in the setting never opens the door."""
     trusted(packages)
     with pytest.raises(TrustSettingError):
-        trust()
+        read_trust_policy()
     with pytest.raises(TrustSettingError):
         import_dotted(f"{LAB}.Net")
     with pytest.raises(PipelineError, match=r"^DDPRUN_TRUSTED: .* is not a package; write packages"):
@@ -518,7 +525,7 @@ def test_the_pipelines_folder_holds_only_what_is_listed(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [sys.executable, "-P", "-c", program, str(tmp_path / "p.yaml")],
-            env={"PATH": "", **({} if packages is None else {VARIABLE: packages})},
+            env={"PATH": "", **({} if packages is None else {TRUST_VARIABLE: packages})},
             capture_output=True,
             text=True,
             timeout=60,
@@ -539,7 +546,7 @@ def test_a_listed_package_is_not_taken_from_the_folder(
     done = subprocess.run(
         [sys.executable, "-m", "ddprun", *command, "p.yaml"],
         cwd=tmp_path,
-        env={"PATH": "", VARIABLE: "mylab.nets,torchvision"},
+        env={"PATH": "", TRUST_VARIABLE: "mylab.nets,torchvision"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -554,7 +561,7 @@ def test_a_listed_package_is_not_taken_from_the_folder(
 
 
 def test_a_package_that_is_named_for_the_folder_is_had(
-    trusted: Callable[[str], None], pipeline: Callable[..., Loaded], tmp_path: Path
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], tmp_path: Path
 ) -> None:
     """By `check`, which reads it where a run would find it."""
     (tmp_path / "lab_of_mine.py").write_text("import os\nclass Net: ...\n")
@@ -573,7 +580,7 @@ def test_nothing_untrusted_is_imported(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ddprun", "p.yaml"],
         cwd=tmp_path,
-        env={"PATH": "", VARIABLE: "mylab"},
+        env={"PATH": "", TRUST_VARIABLE: "mylab"},
         capture_output=True,
         text=True,
         timeout=60,

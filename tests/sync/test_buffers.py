@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddprun.sync.buffers import BufferUse, is_counter, probe
+from ddprun.sync.buffers import BufferUse, is_counter, probe_buffer_use
 from tests.engine.running import events, lines, run_pipeline, weights
 
 MODELS = """
@@ -208,7 +208,7 @@ def test_a_probe_leaves_no_trace() -> None:
     assert model.running_mean is not None
     model.running_mean[1] = torch.nan
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found = probe(model, lambda: model(torch.randn(4, 3)).sum())
+    found = probe_buffer_use(model, lambda: model(torch.randn(4, 3)).sum())
     assert found.changing == ("running_mean", "running_var")
     for name, buffer in model.named_buffers():
         assert buffer.numpy().tobytes() == before[name].numpy().tobytes()

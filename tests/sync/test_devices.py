@@ -16,7 +16,7 @@ def test_the_outer_momentum_is_where_the_parameters_are() -> None:
     nothing: Any = None
     outer = OuterOptimizer(lr=0.7, momentum=0.9)
     exchange = DeltaExchange(ParameterBuckets(named, 1e9), nothing, nothing, nothing, outer)
-    exchange.begin()
+    exchange.set_base()
     for load in (load_checkpoint, take_over):
         load(exchange)
         common: Tensor = exchange._outer_step(0, torch.ones(7, device="meta"))
@@ -31,4 +31,4 @@ def load_checkpoint(exchange: DeltaExchange) -> None:
 
 def take_over(exchange: DeltaExchange) -> None:
     exchange._momentum.clear()
-    exchange.take_over({"a": torch.ones(3), "b": torch.ones(4)})
+    exchange.load_momentum({"a": torch.ones(3), "b": torch.ones(4)})

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ddprun.config import load
 from ddprun.engine.build import evolution_strategies
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from tests.engine.running import events, lines, summary
 from tests.ranks import as_processes
 
@@ -33,7 +33,7 @@ def without_backward(file: Path, run_dir: Path) -> int:
 
     Tensor.backward = poisoned  # type: ignore[method-assign]
     torch.autograd.backward = poisoned
-    return work(load(file), run_dir)
+    return run_worker(load(file), run_dir)
 
 
 def run(folder: Path, *, sync: str = "every_step", update: str = EVOLUTION, steps: int = 120) -> Path:

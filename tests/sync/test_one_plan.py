@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import load
-from ddprun.engine.worker import work
+from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.sync import Partition, StageFacts, SyncPlan, Transfer
 from ddprun.sync.policies.local_sgd import LocalSgd
@@ -37,7 +37,7 @@ def _plan(policy: LocalSgd, stage: StageFacts) -> SyncPlan:
 def _work(file: Path, run_dir: Path, changed: bool) -> int:
     if changed:
         LocalSgd.plan = _plan  # type: ignore[method-assign,assignment]
-    return work(load(file), run_dir)
+    return run_worker(load(file), run_dir)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.sync.exchanger import complete_state, floating_state, mean_state
+from ddprun.sync.exchanger import floating_state, initialize_optimizer_state, mean_optimizer_state
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_completed_state_is_that_before_a_first_step(name: str, options: dict[st
     optimizers = [getattr(torch.optim, name)(model.parameters(), **options) for model in (one, other)]
     before = copy.deepcopy(optimizers[0].param_groups[0])
     one.weight.grad = torch.ones(3, 5)
-    complete_state(optimizers[0])
+    initialize_optimizer_state(optimizers[0])
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.weight.grad, torch.ones(3, 5))
     after = optimizers[0].param_groups[0]
@@ -88,7 +88,7 @@ def test_ranks_that_are_apart_become_one_by_the_mean_and_counters_by_the_most_st
                 param.grad = torch.full_like(param, 1.0 + rank + 0.1 * step)
             optimizer.step()
         states.append(optimizer.state_dict())
-    merged = mean_state(states)
+    merged = mean_optimizer_state(states)
     assert merged["param_groups"] == states[0]["param_groups"]
     for place in (0, 1):
         for key, value in merged["state"][place].items():
@@ -108,7 +108,7 @@ def test_state_of_a_kind_that_nobody_knows_is_rank_0s_and_missing_state_does_not
         "state": {0: {"d": 9.5, "seen": seen + 1, "rate": rate + 1}, 1: {"rate": rate}},
         "param_groups": groups,
     }
-    merged = mean_state([one, other])["state"]
+    merged = mean_optimizer_state([one, other])["state"]
     assert merged[0]["d"] == 1.5
     assert torch.equal(merged[0]["seen"], seen)
     assert torch.equal(merged[0]["rate"], torch.tensor([2.5]))

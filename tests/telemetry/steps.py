@@ -36,7 +36,7 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
     buffer = MarkBuffer()
     for made in steps:
         step = StepMarks(made.number, made.stage, exchanged=made.exchanged, requests=made.requests)
-        step.gradients, step.sync = made.gradients, made.sync
+        step.gradient_marks, step.sync = made.gradients, made.sync
         first = len(buffer.marks)
         buffer.parts += made.parts
         buffer.marks += made.marks
@@ -45,6 +45,6 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
         buffer.traces += made.traces
         buffer.losses += [float(loss) for loss in made.losses]
         buffer.samples += made.samples
-        buffer.counts += made.samples
-        buffer.close(step)
+        buffer.loss_weights += made.samples
+        buffer.end_step(step)
     return buffer

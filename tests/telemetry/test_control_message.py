@@ -27,13 +27,13 @@ from ddprun.telemetry.control_message import (
     Accumulator,
     Overflow,
     OwnMessages,
+    empty_messages,
+    find_overflow,
     message_length,
-    no_messages,
-    overflow,
     reported_buckets,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
-from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve
+from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve_steps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads
@@ -70,8 +70,8 @@ def messages_of(
     """The messages about steps of which so many are resolved together, and what is left for the next one."""
     messages, numbers, accumulator, first = list[Message](), list[NDArray[np.float64]](), Accumulator(), 0
     for length in lengths:
-        resolved = resolve(buffer_of(steps[first : first + length]), Clock(), every=1)
-        own = accumulator.messages(resolved, buckets=buckets, offset_us=OFFSET_US)
+        resolved = resolve_steps(buffer_of(steps[first : first + length]), Clock(), every=1)
+        own = accumulator.make_messages(resolved, buckets=buckets, offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
@@ -128,10 +128,10 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     assert numbers[FINDING_AT] != 0
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
-    assert (left.last_step, left.first_finding, left.found) == (3, 0, [])
-    assert Accumulator.of(left.state_dict()).state_dict() == left.state_dict()
-    own = no_messages(3)
-    own.add_rest(left, 3)
+    assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
+    assert Accumulator.from_state_dict(left.state_dict()).state_dict() == left.state_dict()
+    own = empty_messages(3)
+    own.add_remainder(left, 3)
     (rest,), about = own.numbers, own.steps
     assert about == [3]
     assert rest[[SAMPLES_AT, STEPS_AT, US_AT, SYNC_READY_AT]].tolist() == [1, 1, 10, 0]
@@ -153,11 +153,13 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     messages, numbers, left = messages_of(steps, [3])
     assert [list(message.findings) for message in messages] == [step.traces for step in steps]
     assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
-    assert left.found == []
+    assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
-    own = left.messages(resolve(buffer_of([step_of(4, 1)]), Clock(), every=1), buckets=0, offset_us=0.0)
+    own = left.make_messages(
+        resolve_steps(buffer_of([step_of(4, 1)]), Clock(), every=1), buckets=0, offset_us=0.0
+    )
     assert own.findings == {0: steps[0].traces}
-    assert left.found == []
+    assert left.traces_with_findings == []
 
 
 def test_what_hooks_have_found_is_read_at_once() -> None:
@@ -177,10 +179,10 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         step.backward_end = step.marks[-1]
     buffer = buffer_of(steps)
     with Reads() as reads:
-        resolved = resolve(buffer, Clock(), every=1)
-        own = Accumulator().messages(resolved, buckets=0, offset_us=0.0)
+        resolved = resolve_steps(buffer, Clock(), every=1)
+        own = Accumulator().make_messages(resolved, buckets=0, offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
-        found = [overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
+        found = [find_overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
     assert reads.count == 0
     assert found == [
         Overflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
@@ -210,9 +212,11 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         "last_step": 9,
         "first_finding": 0,
     }
-    before = Accumulator.of(plain)
+    before = Accumulator.from_state_dict(plain)
     assert before.state_dict() == plain
-    own = before.messages(resolve(buffer_of([step_of(10, 3)]), Clock(), every=1), buckets=0, offset_us=0.0)
+    own = before.make_messages(
+        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), buckets=0, offset_us=0.0
+    )
     (numbers,) = own.numbers
     assert own.steps == [10]
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]

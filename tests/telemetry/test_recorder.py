@@ -17,7 +17,7 @@ from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
 from ddprun.telemetry.recorder import AgreedSteps, DeferredWork, StepRecorder
 from ddprun.telemetry.writer import Writer
-from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 from ddprun_hooks.payload import Finding
 
@@ -25,7 +25,7 @@ from ddprun_hooks.payload import Finding
 class DeviceClock(Clock):
     """Marks as of a device that is one step behind the host; counts those that had to be waited for."""
 
-    lag = 1
+    lag_steps = 1
 
     def __init__(self) -> None:
         self.step, self.waited = 0, 0
@@ -45,14 +45,14 @@ class DeviceClock(Clock):
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
         return 0
 
-    def read(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
-        return [trace.mapped(self.us) for trace in traces]
+    def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
+        return [trace.in_microseconds(self.us) for trace in traces]
 
-    def on_host(self, number: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, number: torch.Tensor) -> torch.Tensor:
         return number
 
-    def numbers(self, on_host: list[torch.Tensor]) -> list[float]:
-        return [float(number) for number in on_host]
+    def read_numbers(self, copied: list[torch.Tensor]) -> list[float]:
+        return [float(number) for number in copied]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer = Writer(tmp_path)
     yield StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=Control(group, 0, 1), writer=writer, every=1
+        clock=clock_for(torch.device("cpu")), control=ControlChannel(group, 0, 1), writer=writer, every=1
     )
     writer.close()
 
@@ -198,7 +198,7 @@ def test_steps_of_a_run_that_fails_are_recorded(alone: StepRecorder, tmp_path: P
     alone.steps_per_post = 32
     for step in range(6, 10):
         take(alone, step)
-    assert alone._batches, "messages are under way"
+    assert alone._pending_steps, "messages are under way"
     alone.begin_step(10, 0)
     alone.lap("data_us")
     alone.salvage()
@@ -218,7 +218,7 @@ def test_steps_are_recorded_whose_messages_cannot_be_posted_any_more(
     def gone(*_: Any) -> None:
         raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr(alone._control, "post", gone)
+    monkeypatch.setattr(alone._control, "all_gather_async", gone)
     with pytest.raises(RuntimeError, match="closed by peer"):
         take(alone, 3)
     alone.salvage()
@@ -309,9 +309,9 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, seen = Writer(tmp_path), []
     recorder = StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=Control(group, 0, 1), writer=writer, every=4
+        clock=clock_for(torch.device("cpu")), control=ControlChannel(group, 0, 1), writer=writer, every=4
     )
-    recorder.observe = lambda record, landed: seen.append((record["step"], len(landed)))
+    recorder.on_step_record = lambda record, traces: seen.append((record["step"], len(traces)))
     for step in range(1, 14):
         take(recorder, step)
     recorder.wait_for_messages()
@@ -346,7 +346,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         writer, clock = Writer(tmp_path), DeviceClock()
         recorder = StepRecorder(
             clock=clock if lag else clock_for(torch.device("cpu")),
-            control=Control(group, rank, ranks),
+            control=ControlChannel(group, rank, ranks),
             writer=writer,
             every=1000,
         )
@@ -374,7 +374,7 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
     """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, clock = Writer(tmp_path), DeviceClock()
-    recorder = StepRecorder(clock=clock, control=Control(group, 0, 1), writer=writer, every=1)
+    recorder = StepRecorder(clock=clock, control=ControlChannel(group, 0, 1), writer=writer, every=1)
     recorder.steps_per_post = 100
     for clock.step in range(1, 8):
         recorder.begin_step(clock.step, 0)

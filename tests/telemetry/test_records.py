@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     LOSS_AT,
-    MOST_READY,
+    MAX_READY_TIMES,
     READY_AT,
     SAMPLES_AT,
     SYNC_READY_AT,
@@ -22,7 +22,7 @@ from ddprun.telemetry.control_message import (
     message_length,
     reported_buckets,
 )
-from ddprun.telemetry.steps import PARTS, StepRecord, Traffic, resolve, step_records
+from ddprun.telemetry.steps import PARTS, StepRecord, Traffic, resolve_steps, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, buffer_of
 
@@ -76,9 +76,9 @@ def records_of(
             messages[message, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
     own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
-    resolved = resolve(buffer_of(steps), Clock(), every=1)
+    resolved = resolve_steps(buffer_of(steps), Clock(), every=1)
     if us is not None:
-        resolved.us[:] = us
+        resolved.parts_us[:] = us
     losses: list[float | None] = [None] * len(steps)
     for row, loss in zip(own.rows, mean_losses(messages), strict=True):
         losses[row] = loss
@@ -111,7 +111,7 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
     assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.traces) for one in found] == [
-        [*step.traces, *(step.sync.landed if step.sync else [])] for step in steps
+        [*step.traces, *(step.sync.completed if step.sync else [])] for step in steps
     ]
     beside = 45.0 + OFFSET_US
     assert [list(one.all_ready_us) for one in found] == [
@@ -140,11 +140,13 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
     assert (found[3].record["start_us"], found[3].record["step_us"]) == (4000, 900)
 
 
-@pytest.mark.parametrize("buckets", [1, MOST_READY, MOST_READY + 1, MOST_READY + 10, 100, 1000])
+@pytest.mark.parametrize(
+    "buckets", [1, MAX_READY_TIMES, MAX_READY_TIMES + 1, MAX_READY_TIMES + 10, 100, 1000]
+)
 def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: int) -> None:
     """As backward fills them in order; the last one is always reported."""
     reported = reported_buckets(buckets)
-    assert len(reported) == min(buckets, MOST_READY)
+    assert len(reported) == min(buckets, MAX_READY_TIMES)
     assert reported == sorted(set(reported))
     assert reported[-1] == buckets - 1
     ready = {bucket: 1000.0 + bucket for bucket in range(buckets)}
@@ -152,7 +154,7 @@ def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: 
     expected = [ready[next(at for at in reported if at >= bucket)] + OFFSET_US for bucket in range(buckets)]
     assert list(found.all_ready_us) == expected
     late = [at - OFFSET_US - 1000 - bucket for bucket, at in enumerate(found.all_ready_us)]
-    assert max(late) < math.ceil(buckets / MOST_READY)
+    assert max(late) < math.ceil(buckets / MAX_READY_TIMES)
 
 
 def test_without_messages_nothing_is_known_of_other_ranks() -> None:

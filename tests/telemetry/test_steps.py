@@ -15,9 +15,9 @@ from ddprun.telemetry.steps import (
     ResolvedSteps,
     Traffic,
     covered_us,
-    divide,
-    resolve,
-    under_way_us,
+    in_flight_us,
+    resolve_steps,
+    split_exposed_time,
 )
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span
 from tests.telemetry.steps import MadeStep, buffer_of
@@ -44,22 +44,22 @@ def step_of(*laps: tuple[str, int], number: int = 1) -> MadeStep:
 
 
 def traffic(
-    sent: Sequence[BucketTrace[int]], landed: Sequence[BucketTrace[int]], *waits: tuple[int, int]
+    sent: Sequence[BucketTrace[int]], completed: Sequence[BucketTrace[int]], *waits: tuple[int, int]
 ) -> Traffic:
-    return Traffic(list(sent), list(landed), [(1000 * start, 1000 * end) for start, end in waits])
+    return Traffic(list(sent), list(completed), [(1000 * start, 1000 * end) for start, end in waits])
 
 
 def resolved(*steps: MadeStep) -> ResolvedSteps:
-    return resolve(buffer_of(steps), Clock(), every=1)
+    return resolve_steps(buffer_of(steps), Clock(), every=1)
 
 
 def splits(found: ResolvedSteps, all_ready_us: Sequence[float]) -> list[Split]:
     """What was exposed in each step, once that is divided."""
-    exposed = divide(found, np.array(all_ready_us, dtype=np.float64))
+    exposed = split_exposed_time(found, np.array(all_ready_us, dtype=np.float64))
     columns = [COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire")]
-    rows = [Split(*row) for row in found.us[:, columns].tolist()]
+    rows = [Split(*row) for row in found.parts_us[:, columns].tolist()]
     assert [sum(row) for row in rows] == exposed.tolist()
-    assert found.us.sum(1).tolist() == found.step_us, "the parts are the step"
+    assert found.parts_us.sum(1).tolist() == found.step_us, "the parts are the step"
     return rows
 
 
@@ -101,7 +101,7 @@ def test_what_landed_beside_backward_is_divided_by_its_own_last_rank() -> None:
     step.sync = traffic([], [trace(400, 410, 495)], (410, 500))
     found = resolved(step)
     assert splits(found, [150.0, 430.0]) == [(20, 30 + 20, 50 + 70)]
-    assert found.us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
+    assert found.parts_us[0, [COLUMN["backward_us"], COLUMN["sync_us"]]].tolist() == [200 - 100, 350 - 90]
 
 
 def test_each_bucket_is_matched_with_its_own_last_rank() -> None:
@@ -120,10 +120,10 @@ def test_a_rank_that_is_last_itself_waits_for_nobody(all_ready: float, wait: int
 
 def test_overlapping_buckets_count_once() -> None:
     """Communication time is a union: 100 to 160 and 200 to 210, and in the next step 205 to 230."""
-    landed = np.array(
+    rows = np.array(
         [(0, 0, 100, 150), (1, 0, 120, 140), (0, 1, 150, 160), (0, 2, 200, 210), (2, 0, 205, 230)]
     )
-    assert under_way_us(landed.T, 3).tolist() == [70, 25, 0]
+    assert in_flight_us(rows.T, 3).tolist() == [70, 25, 0]
 
 
 def made_up_step(number: int, start: int, chance: random.Random) -> tuple[MadeStep, list[float]]:
@@ -155,7 +155,7 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[MadeSt
             earlier = step.sync or Traffic()
             more = traffic(traces, traces, *waits)
             step.sync = Traffic(
-                earlier.sent + more.sent, earlier.landed + more.landed, earlier.waits + more.waits
+                earlier.sent + more.sent, earlier.completed + more.completed, earlier.waits + more.waits
             )
             all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in traces]
         laps.append((part, now))
@@ -178,15 +178,15 @@ def plainly(step: MadeStep, all_ready: Sequence[float]) -> Split:
         ),
         (
             sync.sent,
-            sync.landed,
+            sync.completed,
             [(start // 1000, end // 1000) for start, end in sync.waits],
             all_ready[len(gradients) :],
         ),
     )
-    for sent, landed, waits, ready in exchanges:
+    for sent, completed, waits, ready in exchanges:
         hook += sum((one.handed_over or 0) - one.ready for one in sent)
-        work = [(w.start, w.done) for one in landed for w in one.spans if not w.on_training_thread]
-        moving = [(at, one.done or 0) for one, at in zip(landed, ready, strict=True)]
+        work = [(w.start, w.done) for one in completed for w in one.spans if not w.on_training_thread]
+        moving = [(at, one.done or 0) for one, at in zip(completed, ready, strict=True)]
         for now in [now for start, end in waits for now in range(start, end)]:
             if any(start <= now < end for start, end in work):
                 hook += 1
@@ -263,14 +263,14 @@ def steps() -> list[MadeStep]:
 
 def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
     """All numbers of each step."""
-    landed, waits = resolved.landed, resolved.waits
+    table, waits = resolved.trace_table, resolved.waits
     return [
         (
             step.number,
-            resolved.us[row].tolist(),
+            resolved.parts_us[row].tolist(),
             resolved.loss_sums[row],
             resolved.samples[row],
-            landed[1:, landed[0] // 2 == row].tolist(),
+            table[1:, table[0] // 2 == row].tolist(),
             waits[1:, waits[0] // 2 == row].tolist(),
         )
         for row, step in enumerate(resolved.steps)
@@ -280,10 +280,10 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
 def test_a_buffer_is_split_between_steps(count: int) -> None:
     """Both pieces give the numbers that the whole buffer gives."""
-    whole = numbers_of(resolve(buffer_of(steps()), Clock(), every=1))
+    whole = numbers_of(resolve_steps(buffer_of(steps()), Clock(), every=1))
     buffer = buffer_of(steps())
     rest = buffer.split_off(count)
-    pieces = [numbers_of(resolve(piece, Clock(), every=1)) for piece in (buffer, rest) if piece.steps]
+    pieces = [numbers_of(resolve_steps(piece, Clock(), every=1)) for piece in (buffer, rest) if piece.steps]
     assert [step for piece in pieces for step in piece] == whole
     assert len(pieces[0]) == count
 
@@ -299,14 +299,14 @@ def test_a_buffer_may_be_split_before_its_first_step() -> None:
 def test_a_step_that_does_not_end_leaves_nothing() -> None:
     """Its data ran out, or it failed."""
     buffer = buffer_of(steps())
-    whole = numbers_of(resolve(buffer_of(steps()), Clock(), every=1))
+    whole = numbers_of(resolve_steps(buffer_of(steps()), Clock(), every=1))
     buffer.parts += ("", "data_us")
     buffer.marks += (9, 10)
     buffer.traces.append(buffer.traces[0])
     buffer.losses.append(7.0)
     buffer.samples.append(3)
     buffer.drop_running()
-    assert numbers_of(resolve(buffer, Clock(), every=1)) == whole
+    assert numbers_of(resolve_steps(buffer, Clock(), every=1)) == whole
     buffer = MarkBuffer(parts=[""], marks=[1])
     buffer.drop_running()
     assert buffer == MarkBuffer()

@@ -19,7 +19,7 @@ from ddprun.telemetry.control_message import (
 )
 from ddprun.telemetry.progress import summary_rows
 from ddprun.telemetry.steps import OWN_PARTS
-from ddprun.telemetry.stragglers import Stragglers, _beyond, straggler_totals
+from ddprun.telemetry.stragglers import StragglerDetector, _above_others_median, straggler_totals
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
 NORMAL = {
@@ -75,10 +75,10 @@ def message(
 
 def found_in(
     late: dict[str, float], rank: int = 2, *, steps: int = 50, ranks: int = RANKS, buckets: bool = True
-) -> Stragglers:
+) -> StragglerDetector:
     """What is found where one rank is late in every step."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=20, over=0.1)
+    it = StragglerDetector(window=20, min_share=0.1)
     it.begin_stage(PARAMS if buckets else [])
     for step in range(1, steps + 1):
         of_ranks = [
@@ -151,7 +151,7 @@ def test_a_little_more_than_a_tenth_of_a_step_is_late() -> None:
 def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     """The median is late, but in a quarter of the steps the rank is not."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=20, over=0.1)
+    it = StragglerDetector(window=20, min_share=0.1)
     it.begin_stage(PARAMS)
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
@@ -163,7 +163,7 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
 def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     """As around an audit, between the synchronisations of local SGD."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=20, over=0.1)
+    it = StragglerDetector(window=20, min_share=0.1)
     it.begin_stage([])
     for step in range(1, 51):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
@@ -177,7 +177,7 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
 def test_one_late_step_is_no_straggler() -> None:
     """The median of a window counts."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=20, over=0.1)
+    it = StragglerDetector(window=20, min_share=0.1)
     it.begin_stage(PARAMS)
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
@@ -190,7 +190,7 @@ def test_one_late_step_is_no_straggler() -> None:
 def test_a_rank_that_is_late_for_a_while_is_no_straggler(steps: int) -> None:
     """As one whose core does something else: in one window it is late and in the next not, or for 420 ms."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=10, over=0.1)
+    it = StragglerDetector(window=10, min_share=0.1)
     it.begin_stage(PARAMS)
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if 6 <= step < 6 + steps else {}
@@ -207,7 +207,7 @@ def late_twice(step: int) -> dict[str, float]:
 def test_an_episode_begins_and_ends() -> None:
     """Each change is returned once, and the episode stays in the list; another cause is another episode."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=10, over=0.1)
+    it = StragglerDetector(window=10, min_share=0.1)
     it.begin_stage(PARAMS)
     changes = []
     for step in range(1, 191):
@@ -219,7 +219,7 @@ def test_an_episode_begins_and_ends() -> None:
     first = it.episodes[0]
     assert (first.first_step, 60 <= first.last_step <= 65) == (1, True)
     assert 4800 < first.late_us < 5200
-    other = Stragglers(window=10, over=0.1)
+    other = StragglerDetector(window=10, min_share=0.1)
     other.load_state_dict(it.state_dict())
     assert other.episodes == it.episodes
 
@@ -232,7 +232,7 @@ def test_messages_that_come_together_are_looked_at_as_if_each_came_alone(lengths
     for step in range(1, 191):
         of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
         numbers.append(gathered(of_ranks if step % 9 else [Message()] * RANKS, BUCKETS))
-    it, changes, first = Stragglers(window=10, over=0.1), [], 0
+    it, changes, first = StragglerDetector(window=10, min_share=0.1), [], 0
     it.begin_stage(PARAMS)
     for length in lengths:
         end = first + length
@@ -249,7 +249,7 @@ def test_messages_that_come_together_are_looked_at_as_if_each_came_alone(lengths
 def test_of_very_many_episodes_the_shortest_go() -> None:
     """Memory is bounded however long a run is."""
     generator = torch.Generator().manual_seed(0)
-    it = Stragglers(window=2, over=0.1)
+    it = StragglerDetector(window=2, min_share=0.1)
     it.begin_stage(PARAMS)
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
@@ -265,7 +265,7 @@ def test_one_rank_alone_is_never_late() -> None:
 
 def test_the_skew_of_a_step_is_that_of_its_last_buckets() -> None:
     """In backward and beside it, added up."""
-    it = Stragglers(window=20, over=0.1)
+    it = StragglerDetector(window=20, min_share=0.1)
     one, two = Message(5.0, ready=(1.0, 2.0)), Message(ready=(3.0, 1.5))
     it.add([1], gathered([one, two], 2))
     it.add([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 0))
@@ -281,7 +281,7 @@ def medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def test_the_median_of_the_others_is_that(ranks: int) -> None:
     """With ties."""
     values = np.random.default_rng(1).integers(0, 6, (50, ranks)).astype(float)
-    assert np.array_equal(values - _beyond(values), medians_of_others(values))
+    assert np.array_equal(values - _above_others_median(values), medians_of_others(values))
 
 
 def episode(rank: int, cause: str, late_us: float, first: int, last: int, **others: Any) -> dict[str, Any]:

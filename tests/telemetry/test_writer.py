@@ -10,7 +10,7 @@ import pytest
 
 from ddprun.run_files import open_file
 from ddprun.telemetry import writer as telemetry_writer
-from ddprun.telemetry.writer import _MOST_WAITING, Writer, dumps, event_log
+from ddprun.telemetry.writer import _MAX_WAITING_RECORDS, Writer, dumps, event_log
 
 
 def test_not_a_number_becomes_null() -> None:
@@ -49,7 +49,7 @@ def test_a_stalled_disk_drops_lines_and_counts_them(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(telemetry_writer, "open_file", late)
     writer = Writer(tmp_path)
-    fit = _MOST_WAITING // 3
+    fit = _MAX_WAITING_RECORDS // 3
     for _ in range(fit + 9):
         writer.put("x", b"line\n" * 3, 3)
     assert writer.dropped == 27

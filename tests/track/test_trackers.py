@@ -14,7 +14,7 @@ import pytest
 from ddprun.config import PipelineError, load
 from ddprun.engine.reporter import check_trackers, open_trackers
 from ddprun.plugins import TRACKERS
-from ddprun.run_files import NotPlainError
+from ddprun.run_files import WrongFileTypeError
 from ddprun.track import RunInfo, StepInfo, Tracker, trackers
 from ddprun.track.backends.mlflow import Mlflow
 from ddprun.track.backends.tensorboard import Tensorboard
@@ -103,7 +103,7 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> Non
 
 def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps pass it by, and the end does not wait for ever."""
-    monkeypatch.setattr(trackers, "_ENDS_S", 0.3)
+    monkeypatch.setattr(trackers, "_CLOSE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(trackers, "_QUEUE_LIMIT", 5)
     release = threading.Event()
 
@@ -218,7 +218,7 @@ def test_a_trackers_folder_is_not_followed_elsewhere(tmp_path: Path, name: str) 
     (made / name).symlink_to(elsewhere)
     tracker = TRACKERS.load(name)
     options = tracker.Options.model_validate({"mode": "offline"} if name == "wandb" else {})
-    with pytest.raises(NotPlainError, match=f"{name} is a symbolic link, not a folder"):
+    with pytest.raises(WrongFileTypeError, match=f"{name} is a symbolic link, not a folder"):
         tracker(options, RunInfo("run", made, {}))
     assert list(elsewhere.iterdir()) == []
 

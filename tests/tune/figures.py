@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddprun.compare.compare import Ratio
+from ddprun.compare.compare import SpeedRatio
 from ddprun.config import load
-from ddprun.predict.model import Predicted
-from ddprun.predict.timeline import Played
-from ddprun.tune.candidates import Candidate, Target, changed, target
-from ddprun.tune.choose import Entry, Trial
+from ddprun.predict.model import StepPrediction
+from ddprun.predict.timeline import SimulatedStep
+from ddprun.tune.candidates import Candidate, TunedStage, find_tuned_stage, with_changes
+from ddprun.tune.choose import PredictedCandidate, Trial
 
 TEXT = """
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
@@ -26,16 +26,16 @@ class Figures:
         file = folder / "figures.yaml"
         file.write_text(TEXT)
         self.loaded = load(file)
-        self.target: Target = target(self.loaded, {0: 500})
+        self.target: TunedStage = find_tuned_stage(self.loaded, {0: 500})
 
     def candidate(self, **changes: Any) -> Candidate:
-        found = changed(self.loaded, self.target, changes)
+        found = with_changes(self.loaded, self.target, changes)
         assert found is not None
         return found
 
-    def entry(self, step_us: float, **changes: Any) -> Entry:
+    def entry(self, step_us: float, **changes: Any) -> PredictedCandidate:
         """A candidate whose step is predicted to take so long."""
-        return Entry(self.candidate(**changes), predicted(step_us))
+        return PredictedCandidate(self.candidate(**changes), predicted(step_us))
 
     def trial(
         self,
@@ -56,27 +56,27 @@ class Figures:
             run_dir=Path("runs"),
             code=code,
             verdict=verdict,
-            ratio=Ratio(speed, speed - reach, speed + reach, 10),
+            speed_ratio=SpeedRatio(speed, speed - reach, speed + reach, 10),
             step_s=1e-3 / speed,
             spread_s=1e-5,
             cosine=cosine,
             loss=loss,
-            loss_of_file=1.0,
-            to_loss=speed if to_loss is None else to_loss,
-            finite=finite,
+            baseline_loss=1.0,
+            speedup_to_loss=speed if to_loss is None else to_loss,
+            loss_is_finite=finite,
         )
 
 
-def predicted(step_us: float) -> Predicted:
+def predicted(step_us: float) -> StepPrediction:
     """A prediction of which only the time counts."""
-    return Predicted(
+    return StepPrediction(
         step_us=step_us,
         parts={},
         waits={},
-        busy={"within": 0.0, "across": 0.0},
-        across_bytes=0.0,
-        alone_us=step_us,
+        links_busy_us={"within": 0.0, "across": 0.0},
+        host_sends_bytes=0.0,
+        without_exchange_us=step_us,
         limit="computation",
-        played=Played(),
-        measured=True,
+        last_exchange_step=SimulatedStep(),
+        hooks_measured=True,
     )

@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
-from ddprun.config import Loaded, PipelineError, load
+from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.explain.model_probe import WorldShape
-from ddprun.tune.candidates import CAP, Candidate, Target, changed, combined, target, values
+from ddprun.tune.candidates import (
+    BUCKET_CAP_KEY,
+    Candidate,
+    TunedStage,
+    all_combinations,
+    find_tuned_stage,
+    values_to_try,
+    with_changes,
+)
 
 HEAD = """
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
@@ -18,19 +26,21 @@ optimizer: {sgd: {lr: 0.1}}
 ONE_HOST, TWO_HOSTS = WorldShape(1, 2), WorldShape(2, 2)
 
 
-def loaded_of(folder: Path, text: str) -> tuple[Loaded, Target]:
+def loaded_of(folder: Path, text: str) -> tuple[LoadedPipeline, TunedStage]:
     file = folder / "p.yaml"
     file.write_text(HEAD + text)
     loaded = load(file)
-    return loaded, target(loaded, {stage.index: stage.steps for stage in loaded.pipeline.step_stages()})
+    return loaded, find_tuned_stage(
+        loaded, {stage.index: stage.steps for stage in loaded.pipeline.step_stages()}
+    )
 
 
 def searched(
     folder: Path, text: str, world: WorldShape = ONE_HOST, **vary: list[Any]
-) -> tuple[Loaded, list[Candidate]]:
+) -> tuple[LoadedPipeline, list[Candidate]]:
     loaded, tuned = loaded_of(folder, text)
-    tried = {**values(loaded, tuned, world, on_cpu=True), **vary}
-    return loaded, list(combined(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
+    tried = {**values_to_try(loaded, tuned, world, on_cpu=True), **vary}
+    return loaded, list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +59,7 @@ def test_what_check_refuses_is_no_candidate(tmp_path: Path, text: str) -> None:
     assert len(found) > 20
     for candidate in found:
         load(loaded.path, candidate.overrides)
-    whole = [repr({**one.loaded.plain()}) for one in found]
+    whole = [repr({**one.loaded.as_dict()}) for one in found]
     assert len(set(whole)) == len(whole)
 
 
@@ -72,7 +82,7 @@ def test_the_batch_stays_unless_it_is_varied(tmp_path: Path) -> None:
     assert {one.settings.accumulate for one in found} == {1}
     _, found = searched(tmp_path, "stages: [train: {steps: 200}]\n", accumulate=[1, 2])
     assert {one.settings.accumulate for one in found} == {1, 2}
-    assert {one.samples for one in found} == {8, 16}
+    assert {one.samples_per_step for one in found} == {8, 16}
 
 
 def test_two_levels_are_tried_where_there_are_two(tmp_path: Path) -> None:
@@ -106,13 +116,13 @@ stages:
 """
     loaded, tuned = loaded_of(tmp_path, text)
     assert tuned.stage.index == 1
-    assert dict(tuned.keys) == {
+    assert dict(tuned.paths_by_key) == {
         "sync": "sync",
         "hooks": "stages[1].train.hooks",
-        CAP: CAP,
+        BUCKET_CAP_KEY: BUCKET_CAP_KEY,
         "accumulate": "stages[1].train.accumulate",
     }
-    candidate = changed(loaded, tuned, {"stages[1].train.hooks": ["int8"], "sync": "every_step"})
+    candidate = with_changes(loaded, tuned, {"stages[1].train.hooks": ["int8"], "sync": "every_step"})
     assert candidate is not None
     assert candidate.name == "stages[1].train.hooks=[int8]"
     assert [hook.name for hook in candidate.settings.hooks] == ["int8"]
@@ -128,17 +138,17 @@ def test_what_loses_more_is_known(tmp_path: Path) -> None:
     loaded, tuned = loaded_of(tmp_path, "stages: [train: {steps: 200}]\n")
 
     def one(sync: Any, hooks: list[Any]) -> Candidate:
-        found = changed(loaded, tuned, {"sync": sync, "hooks": hooks})
+        found = with_changes(loaded, tuned, {"sync": sync, "hooks": hooks})
         assert found is not None
         return found
 
     exact, half = one("every_step", ["shared_memory"]), one("every_step", ["fp16"])
     codes, half_rare = one("every_step", ["int4"]), one({"local_sgd": {"every": 8}}, ["fp16"])
     two_levels = one("every_step", [{"hierarchical": {"across": ["int8"]}}])
-    assert [c.loss_level for c in (exact, half, two_levels, codes)] == [0, 1, 2, 3]
+    assert [c.lossiness for c in (exact, half, two_levels, codes)] == [0, 1, 2, 3]
     assert [c.kind for c in (exact, half, half_rare)] == ["exact", "lossy hooks", "rare exchange"]
-    assert codes.loses_as_much_as(half)
-    assert not half.loses_as_much_as(codes)
-    assert not half_rare.loses_as_much_as(half)  # another policy: nobody knows
-    assert one({"local_sgd": {"every": 16}}, ["int8"]).loses_as_much_as(half_rare)
-    assert not one({"local_sgd": {"every": 4}}, ["int8"]).loses_as_much_as(half_rare)
+    assert codes.at_least_as_lossy_as(half)
+    assert not half.at_least_as_lossy_as(codes)
+    assert not half_rare.at_least_as_lossy_as(half)  # another policy: nobody knows
+    assert one({"local_sgd": {"every": 16}}, ["int8"]).at_least_as_lossy_as(half_rare)
+    assert not one({"local_sgd": {"every": 4}}, ["int8"]).at_least_as_lossy_as(half_rare)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from ddprun.tune.choose import (
     Floors,
     Trial,
-    next_round,
+    next_candidates,
     parse_floors,
+    pick_winner,
     predicted_winner,
-    why_out,
-    winner,
+    rejection_reason,
 )
 from tests.tune.figures import Figures
 
@@ -58,12 +58,12 @@ def test_the_winner_is_never_below_a_floor(
 ) -> None:
     """Whatever was measured: it is faster beyond noise, came to its end, and holds every floor."""
     trials = [figures.trial(**one) for one in made]
-    found = winner(trials, floors)
+    found = pick_winner(trials, floors)
     if found is None:
-        assert all(one.verdict != "faster" or why_out(one, floors) for one in trials)
+        assert all(one.verdict != "faster" or rejection_reason(one, floors) for one in trials)
         return
     assert found.verdict == "faster"
-    assert found.finite
+    assert found.loss_is_finite
     if floors.cosine is not None:
         assert found.cosine is not None
         assert found.cosine >= floors.cosine
@@ -78,9 +78,9 @@ def test_equal_costs_change_nothing(figures: Figures) -> None:
     file = figures.entry(1000)
     alike = [figures.entry(1000, **changes) for changes in CHANGES]
     assert predicted_winner(file, alike) is None
-    assert next_round(file, alike, [], Floors(), most=4, period=32) == []
+    assert next_candidates(file, alike, [], Floors(), most=4, max_period=32) == []
     same = [figures.trial(1.0, verdict="no difference beyond noise", changes=one) for one in CHANGES]
-    assert winner(same, Floors()) is None
+    assert pick_winner(same, Floors()) is None
 
 
 def test_a_prediction_has_to_gain_more_than_it_may_miss(figures: Figures) -> None:
@@ -98,10 +98,10 @@ def test_of_equally_fast_ones_the_least_lossy_wins(figures: Figures) -> None:
     exact = figures.trial(2.00, changes={"hooks": ["shared_memory"]})
     lossy = figures.trial(2.02, reach=0.05, changes={"hooks": ["int4"]})
     rare = figures.trial(2.04, reach=0.05, changes={"sync": SYNC[2]})
-    assert winner([rare, lossy, exact], Floors()) is exact
-    assert winner([rare, lossy], Floors()) is lossy
+    assert pick_winner([rare, lossy, exact], Floors()) is exact
+    assert pick_winner([rare, lossy], Floors()) is lossy
     faster = figures.trial(2.5, changes={"sync": SYNC[2]})
-    assert winner([faster, lossy, exact], Floors()) is faster
+    assert pick_winner([faster, lossy, exact], Floors()) is faster
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_of_equally_fast_ones_the_least_lossy_wins(figures: Figures) -> None:
 def test_what_is_out_is_told_with_its_figure(
     figures: Figures, made: dict[str, Any], floors: Floors, words: str | None
 ) -> None:
-    found = why_out(figures.trial(2.0, **{"changes": {"hooks": ["int4"]}, **made}), floors)
+    found = rejection_reason(figures.trial(2.0, **{"changes": {"hooks": ["int4"]}, **made}), floors)
     assert found == words if words is None else words in (found or "")
 
 
@@ -130,13 +130,13 @@ def test_what_learns_more_slowly_gains_less(figures: Figures) -> None:
     exact = figures.trial(2.0, changes={"hooks": ["shared_memory"]})
     rare = figures.trial(4.0, to_loss=1.5, changes={"sync": SYNC[2]})
     never = figures.trial(4.0, to_loss=0.0, changes={"sync": SYNC[1]})
-    assert winner([rare, exact, never], Floors()) is exact
-    assert winner([rare, never], Floors()) is rare
-    assert winner([never], Floors()) is None
-    assert "does not come to the file's loss" in (why_out(never, Floors()) or "")
+    assert pick_winner([rare, exact, never], Floors()) is exact
+    assert pick_winner([rare, never], Floors()) is rare
+    assert pick_winner([never], Floors()) is None
+    assert "does not come to the file's loss" in (rejection_reason(never, Floors()) or "")
     slower = figures.trial(4.0, to_loss=0.8, changes={"sync": SYNC[1]})
-    assert why_out(slower, Floors()) == "it takes 1.25 times as long as the file to the same loss"
-    assert winner([rare, exact, never], Floors(loss=0.0)) is rare or never
+    assert rejection_reason(slower, Floors()) == "it takes 1.25 times as long as the file to the same loss"
+    assert pick_winner([rare, exact, never], Floors(loss=0.0)) is rare or never
 
 
 def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
@@ -148,16 +148,18 @@ def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
     ]
     entries.append(figures.entry(990, hooks=["bf16"]))
     two_exact = [*entries, figures.entry(950, hooks=[{"hierarchical": {"hosts": 2}}])]
-    (_, other, *_) = next_round(file, two_exact, [], Floors(), most=4, period=32)
+    (_, other, *_) = next_candidates(file, two_exact, [], Floors(), most=4, max_period=32)
     assert other.candidate.name == "hooks=[{hierarchical: {hosts: 2}}]"
-    names = [one.candidate.name for one in next_round(file, entries, [], Floors(), most=4, period=32)]
+    names = [
+        one.candidate.name for one in next_candidates(file, entries, [], Floors(), most=4, max_period=32)
+    ]
     assert names == [
         "hooks=[shared_memory]",
         "hooks=[int4]",
         "sync={local_sgd: {every: 32}}",
         "sync={local_sgd: {every: 8}}",
     ]
-    short = next_round(file, entries, [], Floors(), most=8, period=8)
+    short = next_candidates(file, entries, [], Floors(), most=8, max_period=8)
     assert all(one.candidate.period <= 8 for one in short)
     assert len(short) == 6
 
@@ -172,7 +174,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
     floors = Floors(loss=0.01)
 
     def after(*trials: Trial) -> list[str]:
-        found = next_round(file, entries, trials, floors, most=8, period=32)
+        found = next_candidates(file, entries, trials, floors, most=8, max_period=32)
         return [one.candidate.name for one in found]
 
     fell = figures.trial(4.0, loss=1.5, changes={"sync": SYNC[1]})
@@ -182,7 +184,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
     assert "sync={local_sgd: {every: 32}}" in after(crashed)
     for to_loss, goes_on in ((1.5, True), (0.9, False)):
         learned = figures.trial(4.0, to_loss=to_loss, changes={"sync": SYNC[1]})
-        found = next_round(file, entries, [learned], Floors(), most=8, period=32)
+        found = next_candidates(file, entries, [learned], Floors(), most=8, max_period=32)
         assert (32 in {one.candidate.period for one in found}) == goes_on
     held = figures.trial(2.1, changes={"hooks": ["int4"]})
     assert after(fell, held) == ["sync={local_sgd: {every: 2}}, hooks=[int8]"]

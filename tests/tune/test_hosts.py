@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ddprun.tune.hosts import Hosts, HostsError, Told
+from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Running
 from tests.tune.test_command import PIPELINE, SLOW, VARY
 
 
-def waiting(said: Any) -> Hosts:
+def waiting(said: Any) -> SearchHosts:
     """A host that waits for the first one, which says this."""
-    host = object.__new__(Hosts)
-    host._store, host._number, host.index, host.count = HashStore(), 0, 1, 2
+    host = object.__new__(SearchHosts)
+    host._store, host._message_number, host.index, host.count = HashStore(), 0, 1, 2
     host._store.set("told/1", said if isinstance(said, str) else json.dumps(said))
     return host
 
 
 def test_what_is_told_is_heard() -> None:
-    told = Told(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn=20, steps=200)
-    assert waiting(told.model_dump(mode="json")).hear() == told
+    told = RoundMessage(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn=20, steps=200)
+    assert waiting(told.model_dump(mode="json")).receive() == told
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_told_is_heard() -> None:
 )
 def test_what_makes_no_sense_is_refused(said: Any) -> None:
     with pytest.raises(HostsError, match="makes no sense"):
-        waiting(said).hear()
+        waiting(said).receive()
 
 
 @needs_namespaces

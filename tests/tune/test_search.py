@@ -5,10 +5,17 @@ from typing import Any
 
 import pytest
 
+from ddprun.compare import compare
+from ddprun.compare.compare import SeedRun, Variant, VariantRuns
 from ddprun.config import load
+from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
-from ddprun.tune.candidates import changed, target
-from ddprun.tune.search import lengths, short, why_not_run
+from ddprun.tune.candidates import find_tuned_stage, with_changes
+from ddprun.tune.choose import Floors
+from ddprun.tune.search import Search, SearchOutcome, short_run_overrides, turn_and_run_steps, why_not_run
+from ddprun.tune.text import as_object, render_text
+from tests.report.made_up import STEP_US, make
+from tests.tune.figures import Figures
 
 HEAD = """
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
@@ -37,7 +44,7 @@ def test_a_round_fits_the_time(
     stage_steps: int | None,
     expected: tuple[int, int] | None,
 ) -> None:
-    found = lengths(step_s, budget_s, longest, stage_steps)
+    found = turn_and_run_steps(step_s, budget_s, longest, stage_steps)
     assert found == expected
     if found is not None:
         turn, steps = found
@@ -67,26 +74,74 @@ def test_a_short_run_keeps_the_stage_alone(tmp_path: Path, text: str, kept: dict
     file = tmp_path / "p.yaml"
     file.write_text(HEAD + text)
     loaded = load(file)
-    tuned = target(loaded, {})
-    candidate = changed(loaded, tuned, {"sync": {"local_sgd": {"every": 4}}})
+    tuned = find_tuned_stage(loaded, {})
+    candidate = with_changes(loaded, tuned, {"sync": {"local_sgd": {"every": 4}}})
     assert candidate is not None
-    found = load(file, (*candidate.overrides, *short(candidate, tuned, 50))).pipeline
+    found = load(file, (*candidate.overrides, *short_run_overrides(candidate, tuned, 50))).pipeline
     (stage,) = found.stages
     assert stage.model_dump(exclude_unset=True) == kept
-    assert found.train_stages()[0].effective(found).sync.name == "local_sgd"
+    assert found.train_stages()[0].effective_settings(found).sync.name == "local_sgd"
 
 
 def test_a_warm_up_of_the_whole_pipeline_is_shortened(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text(f"{HEAD}warmup_steps: 100\nstages: [train: {{steps: 900}}]\n")
     loaded = load(file)
-    tuned = target(loaded, {})
-    candidate = changed(loaded, tuned, {})
+    tuned = find_tuned_stage(loaded, {})
+    candidate = with_changes(loaded, tuned, {})
     assert candidate is not None
-    assert load(file, short(candidate, tuned, 50)).pipeline.warmup_steps == 25
+    assert load(file, short_run_overrides(candidate, tuned, 50)).pipeline.warmup_steps == 25
 
 
 def test_where_real_runs_are_possible() -> None:
     assert why_not_run(1, Links()) == ""
     assert why_not_run(4, Links()) == "the 4 hosts are not here"
     assert "not that of this one" in why_not_run(1, parse_links("within=1Gbit"))
+
+
+def recorded(folder: Path, trials: int) -> SearchOutcome:
+    """What a search has found after a round of made-up runs, in which all steps took equally long.
+
+    The candidates take two or more times as many samples in a step as the file.
+    """
+    figures = Figures(folder)
+    key = figures.target.paths_by_key["accumulate"]
+    entries = [figures.entry(1000, **{key: accumulate}) for accumulate in range(2, trials + 2)]
+    sides = []
+    for number in range(trials + 2):
+        run = SeedRun(make(folder / f"{number}", steps=200), code=0)
+        compare.read_run(run, 20)
+        sides.append(VariantRuns(Variant(f"{number}", folder, twin=number == 1), [run]))
+    outcome = SearchOutcome(
+        target=figures.target,
+        world=WorldShape(1, 2),
+        links=Links(),
+        floors=Floors(),
+        baseline=figures.entry(1000),
+        entries=entries,
+        unmeasured_stacks=(),
+        not_run_reason="",
+    )
+    search: Search = object.__new__(Search)
+    search._record_results(outcome, entries, sides)
+    return outcome
+
+
+def test_a_step_is_measured_as_it_is_and_compared_per_sample(tmp_path: Path) -> None:
+    """A step with twice as many samples that takes as long is twice as fast, and takes as long."""
+    outcome = recorded(tmp_path, 1)
+    (trial,) = outcome.trials
+    assert trial.speed_ratio is not None
+    assert trial.speed_ratio.mean == pytest.approx(2)
+    assert trial.step_s == outcome.baseline_step_s == pytest.approx(STEP_US / 1e6)
+    assert as_object(outcome, None)["candidates"][0]["measured"]["step_us"] == STEP_US
+
+
+@pytest.mark.parametrize(
+    ("trials", "words"),
+    [(0, "0 of them by real runs"), (1, "1 of them by a real run"), (2, "2 of them by real runs")],
+)
+def test_the_text_says_how_many_were_run(tmp_path: Path, trials: int, words: str) -> None:
+    """One is not several."""
+    head = render_text(recorded(tmp_path, trials), None).splitlines()[1]
+    assert head.endswith(f" by prediction; {words}; noise: up to 0.0%.")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddprun.tune.state import FILE, Round, State, numbered, opened
+from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
 
 INPUTS = "a" * 64
 ROUND = {
@@ -20,7 +20,7 @@ ROUND = {
 
 def told(runs: Path, inputs: str = INPUTS) -> tuple[Path, State, list[str]]:
     said: list[str] = []
-    folder, state = opened(runs, "p", inputs, said.append)
+    folder, state = open_search(runs, "p", inputs, said.append)
     return folder, state, said
 
 
@@ -98,5 +98,5 @@ def test_a_state_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_an_interrupted_run_left_stays(tmp_path: Path) -> None:
     (tmp_path / "round-0").mkdir()
-    assert numbered(tmp_path, "round").name == "round-1"
-    assert numbered(tmp_path, "costs").name == "costs-0"
+    assert next_numbered_folder(tmp_path, "round").name == "round-1"
+    assert next_numbered_folder(tmp_path, "costs").name == "costs-0"

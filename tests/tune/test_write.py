@@ -9,7 +9,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.config.resolved import flow
+from ddprun.config.resolved import flow_yaml
 from ddprun.tune.write import Change, save, secret_overrides, tuned_text
 
 HEAD = """# My pipeline.
@@ -32,8 +32,8 @@ def written(folder: Path, text: str, *changes: tuple[str, Any], overrides: tuple
     output = folder / "p.tuned.yaml"
     output.write_text(found)
     assert main(["check", str(output)]) == 0
-    wanted = load(file, (*overrides, *(f"{key}={flow(value)}" for key, value in changes))).plain()
-    assert {**load(output).plain(), "name": ""} == {**wanted, "name": ""}
+    wanted = load(file, (*overrides, *(f"{key}={flow_yaml(value)}" for key, value in changes))).as_dict()
+    assert {**load(output).as_dict(), "name": ""} == {**wanted, "name": ""}
     return found
 
 
@@ -133,7 +133,7 @@ def test_a_file_is_no_more_readable_than_the_first(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").touch(0o600)
     before = os.umask(0)
     try:
-        save("text\n", tmp_path / "q.yaml", like=tmp_path / "p.yaml")
+        save("text\n", tmp_path / "q.yaml", permissions_from=tmp_path / "p.yaml")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "q.yaml").stat().st_mode) == 0o600

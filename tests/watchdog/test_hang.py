@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ddprun.watchdog.hang import RunContext, find_out
-from ddprun.watchdog.rank_watchdog import CollectiveSequence, Overdue, RankWatchdog
-from ddprun.watchdog.status_page import Seen
+from ddprun.watchdog.hang import RunContext, build_report
+from ddprun.watchdog.rank_watchdog import CollectiveSequence, OverdueCollective, RankWatchdog
+from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
 
 AROUND = RunContext(
@@ -14,15 +14,15 @@ AROUND = RunContext(
     host="here",
     peers=dict,
     holds_store=lambda: False,
-    first=lambda: True,
-    log=lambda: None,
-    speak=lambda _: None,
+    claim_report=lambda: True,
+    log_path=lambda: None,
+    publish_report=lambda _: None,
 )
 BUCKET = Payload(torch.zeros(4), (ParamSlice("only.weight", (4,), 0, 4),), "delta", 2)
 
 
-def page(rank: int, issued: tuple[int, ...], *overdue: Overdue) -> Seen:
-    return Seen(
+def page(rank: int, issued: tuple[int, ...], *overdue: OverdueCollective) -> RankStatus:
+    return RankStatus(
         rank=rank,
         pid=100 + rank,
         state="S",
@@ -32,7 +32,7 @@ def page(rank: int, issued: tuple[int, ...], *overdue: Overdue) -> Seen:
         phase="forward",
         phase_age_s=8.0,
         issued=issued,
-        waits=tuple(one.wait for one in overdue),
+        waits=tuple(one.status_entry for one in overdue),
         at="",
         reported=False,
     )
@@ -55,10 +55,10 @@ def test_parameters_say_more_than_a_control_word(
         CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
         CollectiveSequence(watchdog, 1, "deltas", ranks),
     )
-    word = Overdue(control.issue("all_gather", what="the control message"), word_s)
-    delta = Overdue(deltas.issue("all_reduce", BUCKET), delta_s)
+    word = OverdueCollective(control.issue("all_gather", what="the control message"), word_s)
+    delta = OverdueCollective(deltas.issue("all_reduce", BUCKET), delta_s)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
-    report = find_out(AROUND, 8.0, [word, delta], seen, {})
+    report = build_report(AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message
     first, _, rest = report.message.partition("also waits for")
     assert shown in first

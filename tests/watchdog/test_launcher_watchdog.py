@@ -18,7 +18,7 @@ from ddprun.watchdog.status_page import StatusPage
 
 page = StatusPage(int(sys.argv[1]), Path(sys.argv[2]))
 if sys.argv[3] == "reported":
-    page.reported()
+    page.set_reported()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -49,10 +49,10 @@ def test_ranks_that_have_reported_a_hang_and_ended_are_still_answered_for(tmp_pa
         rank(2, now, ""),
     ]
     try:
-        assert sorted(watchdog.read()) == [0, 1, 2, 5]
+        assert sorted(watchdog.read_statuses()) == [0, 1, 2, 5]
         for process in processes[:3]:
             process.communicate(timeout=30)
-        assert sorted(watchdog.read()) == [1, 2]
+        assert sorted(watchdog.read_statuses()) == [1, 2]
     finally:
         for process in processes:
             process.communicate(timeout=30)
@@ -62,7 +62,7 @@ def test_a_check_that_fails_is_reported_once_and_the_launcher_is_watched_all_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The thread ended without a word; a launcher that waits for a lost host would have waited for ever."""
-    monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_ENDS_S", 0.0)
+    monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_EXIT_S", 0.0)
     (tmp_path / "run" / "attempt_0").mkdir(parents=True)
     (tmp_path / "run" / "attempt_x").mkdir()
     given_up, answers = threading.Event(), iter([OSError, ValueError, None])

@@ -15,28 +15,28 @@ import pytest
 import torch
 
 from ddprun.watchdog.hang import dump_flight_recorders
-from ddprun.watchdog.rank_watchdog import HANG, Overdue, RankWatchdog
+from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
 from ddprun.watchdog.status_page import (
-    SEEN_BY_RANK,
+    STATUSES_ADAPTER,
     StatusPage,
     StatusServer,
-    ask,
-    ask_all,
-    read,
-    read_all,
+    ask_server,
+    ask_servers,
+    read_page,
+    read_pages,
 )
-from ddprun_hooks.comm.observer import waiting
+from ddprun_hooks.comm.observer import observed_wait
 from ddprun_hooks.payload import ParamSlice, Payload
 
 
 def watchdog(
     folder: Path | None, timeout_s: float = 0.4
-) -> tuple[RankWatchdog, list[list[Overdue]], threading.Event]:
+) -> tuple[RankWatchdog, list[list[OverdueCollective]], threading.Event]:
     """A watchdog of rank 0, what its handler was called with, and whether it was."""
-    calls: list[list[Overdue]] = []
+    calls: list[list[OverdueCollective]] = []
     rung = threading.Event()
 
-    def handler(_: RankWatchdog, waits: list[Overdue]) -> None:
+    def handler(_: RankWatchdog, waits: list[OverdueCollective]) -> None:
         calls.append(waits)
         rung.set()
 
@@ -47,16 +47,16 @@ def watchdog(
 def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
     """To anyone of this host who knows its path, and after JSON to other hosts."""
     it, _, _ = watchdog(tmp_path if in_folder else None)
-    it.stage("stages[1].train")
-    it.step(12)
+    it.set_stage("stages[1].train")
+    it.set_step(12)
     it.set_phase(b"backward")
-    line = it.sequence("world.0", [0, 1])
-    line.issue("all_reduce", what="one").done()
+    line = it.new_sequence("world.0", [0, 1])
+    line.issue("all_reduce", what="one").mark_done()
     line.issue("all_reduce", what="two")
-    noting = threading.Thread(target=lambda: it.note(it.overdue(0)))
+    noting = threading.Thread(target=lambda: it.write_status(it.find_overdue(0)))
     noting.start()
     noting.join()
-    found = read(it.page.path)
+    found = read_page(it.status_page.path)
     assert found is not None
     assert (found.pid, found.stage, found.step, found.phase) == (
         os.getpid(),
@@ -68,9 +68,9 @@ def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool)
     assert [(wait.number, wait.what, wait.ranks) for wait in found.waits] == [(2, "two", (0, 1))]
     assert found.at.endswith("in test_a_status_page_says_what_its_rank_is_at")
     assert not found.lifeless
-    assert SEEN_BY_RANK.validate_json(SEEN_BY_RANK.dump_json({0: found})) == {0: found}
-    assert list(read_all(tmp_path)) == ([0] if in_folder else [])
-    it.page.remove()
+    assert STATUSES_ADAPTER.validate_json(STATUSES_ADAPTER.dump_json({0: found})) == {0: found}
+    assert list(read_pages(tmp_path)) == ([0] if in_folder else [])
+    it.status_page.remove()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def test_a_status_page_of_a_stopped_process_says_so(tmp_path: Path) -> None:
         Path(page.path).write_bytes(data)
         sleeper.send_signal(signal.SIGSTOP)
         end = time.monotonic() + 5
-        while not (found := read_all(tmp_path)[3]).stopped and time.monotonic() < end:
+        while not (found := read_pages(tmp_path)[3]).stopped and time.monotonic() < end:
             time.sleep(0.01)
         assert found.stopped
         assert found.lifeless
@@ -97,16 +97,16 @@ def test_what_is_no_status_page_is_none(tmp_path: Path) -> None:
     """Absent, empty, half made, of something else."""
     for content in (b"", b"ddprun1\0", b"\0" * 40000, b"x" * 40000):
         (tmp_path / "rank-00000.status").write_bytes(content)
-        assert read(tmp_path / "rank-00000.status") is None
-    assert read(tmp_path / "nowhere") is None
+        assert read_page(tmp_path / "rank-00000.status") is None
+    assert read_page(tmp_path / "nowhere") is None
 
 
 def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_path: Path) -> None:
     """One that has ended in time, by its future or by what was asked, does not."""
     it, calls, rung = watchdog(tmp_path)
-    line = it.sequence("world.0", [0, 1])
+    line = it.new_sequence("world.0", [0, 1])
     it.start()
-    line.issue("all_reduce", what="ends").done()
+    line.issue("all_reduce", what="ends").mark_done()
     line.issue("all_reduce", what="has ended").done_when(lambda: True)
     assert not rung.wait(0.8)
     payload = Payload(torch.zeros(2), (ParamSlice("w", (2,), 0, 2),), "gradient", 7)
@@ -114,7 +114,7 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     assert rung.wait(5)
     ((one, *others),) = calls
     assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
-    assert one.pending.described == "bucket 7 of gradients"
+    assert one.pending.description == "bucket 7 of gradients"
     assert 0.4 < one.age_s < 6
     assert not others
 
@@ -122,19 +122,19 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
 def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Path) -> None:
     """Ranks that end over a hang break the others' collectives. It does not ring by growing older."""
     it, _, _ = watchdog(tmp_path, timeout_s=30)
-    line = it.sequence("world.0", [0, 1])
+    line = it.new_sequence("world.0", [0, 1])
     ended = threading.Event()
-    line.issue("all_reduce", what="one").done()
+    line.issue("all_reduce", what="one").mark_done()
     two = line.issue("all_reduce", what="two")
     two.done_when(ended.is_set)
     ended.set()
-    assert it.overdue(0) == []  # over, as far as one can see
-    with pytest.raises(ConnectionError), waiting(line, "broadcast", "three"):
+    assert it.find_overdue(0) == []  # over, as far as one can see
+    with pytest.raises(ConnectionError), observed_wait(line, "broadcast", "three"):
         raise ConnectionError
-    two.failed()
-    first = {one.pending.what: one.age_s for one in it.overdue(0)}
+    two.mark_failed()
+    first = {one.pending.what: one.age_s for one in it.find_overdue(0)}
     time.sleep(0.05)
-    assert {one.pending.what: one.age_s for one in it.overdue(0)} == first
+    assert {one.pending.what: one.age_s for one in it.find_overdue(0)} == first
     assert first.keys() == {"two", "three"}
 
 
@@ -142,7 +142,7 @@ def test_another_rank_that_finds_a_hang_is_heard(tmp_path: Path) -> None:
     """The file that the first rank of a host makes."""
     it, calls, rung = watchdog(tmp_path, timeout_s=600)
     it.start()
-    (tmp_path / HANG).touch()
+    (tmp_path / HANG_FILE).touch()
     assert rung.wait(5)
     assert calls == [[]]
 
@@ -150,11 +150,11 @@ def test_another_rank_that_finds_a_hang_is_heard(tmp_path: Path) -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z and fg: the collective is old, but nobody has waited for it."""
     it, _, rung = watchdog(tmp_path, timeout_s=2.0)
-    it.sequence("world.0", [0, 1]).issue("all_reduce")
-    it.lost_us += 60_000_000
-    assert it.overdue(0.0) == []
-    it.lost_us -= 60_000_000
-    assert len(it.overdue(0.0)) == 1
+    it.new_sequence("world.0", [0, 1]).issue("all_reduce")
+    it.suspended_us += 60_000_000
+    assert it.find_overdue(0.0) == []
+    it.suspended_us -= 60_000_000
+    assert len(it.find_overdue(0.0)) == 1
     assert not rung.is_set()
 
 
@@ -163,19 +163,19 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     page = StatusPage(5, tmp_path)
     called: list[bool] = []
 
-    with StatusServer("127.0.0.1", lambda: read_all(tmp_path), lambda: called.append(True)) as server:
+    with StatusServer("127.0.0.1", lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
         server.open()
-        assert ask(server.name[:-1] + "x") is None
+        assert ask_server(server.endpoint[:-1] + "x") is None
         assert not called
-        found = ask(server.name)
+        found = ask_server(server.endpoint)
         assert found is not None
         assert found[5].pid == os.getpid()
         assert called == [True]
-        assert list(ask_all([server.name])) == [5]
+        assert list(ask_servers([server.endpoint])) == [5]
         assert called == [True, True]
-        name = server.name
+        name = server.endpoint
         server.shutdown()
-    assert ask(name) is None
+    assert ask_server(name) is None
     page.remove()
 
 
@@ -185,7 +185,7 @@ def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
         servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in silent]
         since = time.monotonic()
-        assert ask_all(servers) == {}
+        assert ask_servers(servers) == {}
         assert time.monotonic() - since < 8, "one after the other would take 12 s"
 
 
@@ -194,19 +194,19 @@ def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
     it, _, _ = watchdog(tmp_path)
     lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
     for ranks in lines[1:]:
-        it.sequence("some", ranks).issue("all_reduce")
-    it.sequence("world.0", lines[0]).issue("all_reduce")
-    it.note(it.overdue(0))
-    found = read(it.page.path)
+        it.new_sequence("some", ranks).issue("all_reduce")
+    it.new_sequence("world.0", lines[0]).issue("all_reduce")
+    it.write_status(it.find_overdue(0))
+    found = read_page(it.status_page.path)
     assert found is not None
     assert [wait.ranks for wait in found.waits] == [tuple(ranks) for ranks in lines[1:]]
     for ranks in lines:
-        it.sequence("again", ranks).issue("all_reduce")
-        it.note(it.overdue(0)[-1:])
-        found = read(it.page.path)
+        it.new_sequence("again", ranks).issue("all_reduce")
+        it.write_status(it.find_overdue(0)[-1:])
+        found = read_page(it.status_page.path)
         assert found is not None
         assert found.waits[0].ranks == tuple(ranks)
-        assert SEEN_BY_RANK.validate_json(SEEN_BY_RANK.dump_json({0: found})) == {0: found}
+        assert STATUSES_ADAPTER.validate_json(STATUSES_ADAPTER.dump_json({0: found})) == {0: found}
 
 
 def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
@@ -214,14 +214,14 @@ def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
 ) -> None:
     """The thread ended without a word, and the rank was watched by nobody."""
     it, calls, rung = watchdog(tmp_path)
-    monkeypatch.setattr(StatusPage, "beat", None)  # every note fails from here on
+    monkeypatch.setattr(StatusPage, "write_heartbeat", None)  # every write fails from here on
     asked = threading.Semaphore(0)
 
     def ended() -> bool:
         asked.release()
         raise KeyError("nobody knows")
 
-    line = it.sequence("world.0", [0, 1])
+    line = it.new_sequence("world.0", [0, 1])
     line.issue("all_reduce", what="strange").done_when(ended)
     it.start()
     try:
@@ -239,13 +239,13 @@ def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
 def test_a_status_page_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
     page = StatusPage(0, tmp_path)
     page._page.note = note.encode()
-    assert read(page.path) is None
+    assert read_page(page.path) is None
 
 
 def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp_path: Path) -> None:
     """To ask holds Python's lock. A thread that has turned to no GPU would begin to use the first one."""
     it, _, _ = watchdog(tmp_path, timeout_s=30)
-    line, asked = it.sequence("world.0", [0, 1]), list[str]()
+    line, asked = it.new_sequence("world.0", [0, 1]), list[str]()
     over = {"one": True, "two": False, "three": False}
 
     def ask(what: str) -> bool:
@@ -254,17 +254,17 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
 
     for what in over:
         line.issue("all_reduce", what=what).done_when(partial(ask, what))
-    it.lost_us -= 500_000  # half a second later
-    assert it.overdue(0.2) == []
+    it.suspended_us -= 500_000  # half a second later
+    assert it.find_overdue(0.2) == []
     assert not asked, "they are young"
-    it.lost_us -= 2_000_000  # two seconds later
-    it.uses(torch.device("cuda", 3))
+    it.suspended_us -= 2_000_000  # two seconds later
+    it.set_device(torch.device("cuda", 3))
     with mock.patch.object(torch.cuda, "set_device") as set_device:
-        assert [one.pending.what for one in it.overdue(0.2)] == ["two"]
+        assert [one.pending.what for one in it.find_overdue(0.2)] == ["two"]
         assert asked == ["one", "two"]
         assert {call.args for call in set_device.call_args_list} == {(torch.device("cuda", 3),)}
         over["two"] = over["three"] = True
-        assert it.overdue(0.2) == []
+        assert it.find_overdue(0.2) == []
     assert asked == ["one", "two", "two", "three"]
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin.two_phase import Reduction, TwoPhase, WireFormat
+from ddprun_hooks.builtin.two_phase import TwoPhase, TwoPhaseReduction, WireFormat
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.gpu import to_host
+from ddprun_hooks.comm.gpu import copy_scalar_to_host
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Finding, Payload
 
@@ -31,12 +31,12 @@ class Cast(Hook):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         own = payload.tensor
-        if own.dtype != self.dtype and kernels.usable(own):
+        if own.dtype != self.dtype and kernels.can_run_on(own):
             from ddprun_hooks.kernels import casts
 
-            sent, flags = casts.narrowed(own, None, self.dtype)
+            sent, flags = casts.launch_downcast(own, None, self.dtype)
             total = await comm.reduce(sent)
-            payload.findings.append(overflow_finding(self.name, casts.widened(total, own, flags)))
+            payload.findings.append(overflow_finding(self.name, casts.launch_upcast(total, own, flags)))
             return own
         total = await comm.reduce(own.to(self.dtype))
         note_overflow(self.name, payload, total)
@@ -57,10 +57,10 @@ class AccumulatingCast(TwoPhase):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(Narrow(name))
+        super().__init__(CastFormat(name))
 
 
-class Narrow(WireFormat):
+class CastFormat(WireFormat):
     """The nearest numbers of a narrower floating-point type.
 
     Args:
@@ -84,44 +84,48 @@ class Narrow(WireFormat):
         if not x.is_cpu or not bool(torch.isfinite(x.sum())):
             x.nan_to_num_(0.0, 0.0, 0.0)
 
-    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> Reduction:
-        fused = kernels.usable(given, residual)
-        return (FusedCasts if fused else Casts)(self, given, residual, rank, ranks)
+    def make_reduction(
+        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
+    ) -> TwoPhaseReduction:
+        fused = kernels.can_run_on(payload, residual)
+        return (FusedCastReduction if fused else CastReduction)(self, payload, residual, rank, group_size)
 
 
-class Casts(Reduction):
+class CastReduction(TwoPhaseReduction):
     """Looks for what overflows, too."""
 
-    wire: Narrow
+    wire_format: CastFormat
 
     def decode(self, gathered: Tensor) -> Tensor:
-        self.overflow = find_overflow(self.wire.name, self.given, gathered)
+        self.overflow = find_overflow(self.wire_format.name, self.payload, gathered)
         return super().decode(gathered)
 
 
-class FusedCasts(Reduction):
+class FusedCastReduction(TwoPhaseReduction):
     """By kernels, each of which reads and writes memory once."""
 
-    wire: Narrow
+    wire_format: CastFormat
 
     def encode(self) -> Tensor:
         from ddprun_hooks.kernels import casts
 
-        message, self._flags = casts.narrowed(
-            self.given, self.residual, self.wire.dtype, self.ranks * self.blocks
+        message, self._flags = casts.launch_downcast(
+            self.payload, self.residual, self.wire_format.dtype, self.group_size * self.blocks_per_share
         )
         return message
 
-    def add(self, arrived: Tensor) -> Tensor:
+    def sum_shares(self, arrived: Tensor) -> Tensor:
         from ddprun_hooks.kernels import casts
 
-        return casts.added(arrived, self.own_share(), self.ranks)
+        return casts.launch_sum_and_downcast(arrived, self.own_residual_share(), self.group_size)
 
     def decode(self, gathered: Tensor) -> Tensor:
         from ddprun_hooks.kernels import casts
 
-        self.overflow = overflow_finding(self.wire.name, casts.widened(gathered, self.given, self._flags))
-        return self.given
+        self.overflow = overflow_finding(
+            self.wire_format.name, casts.launch_upcast(gathered, self.payload, self._flags)
+        )
+        return self.payload
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
@@ -138,8 +142,8 @@ def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
     """Leave a finding of the cast `name` if `total`, the sum over ranks in 16 bits, is not finite; the
     payload's tensor is still this rank's own.
     """
-    if (found := find_overflow(name, payload.tensor, total)) is not None:
-        payload.findings.append(found)
+    if (finding := find_overflow(name, payload.tensor, total)) is not None:
+        payload.findings.append(finding)
 
 
 def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
@@ -150,16 +154,17 @@ def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
         own: this rank's payload.
         total: the sum, in 16 bits.
     """
-    if not own.numel() or (total.is_cpu and not _lost(total)):  # on a GPU to look would be to wait for it
+    # On a GPU to look would be to wait for it.
+    if not own.numel() or (total.is_cpu and not _any_not_finite(total)):
         return None
-    return overflow_finding(name, _lost(total).int() * (1 + _lost(own).int()))
+    return overflow_finding(name, _any_not_finite(total).int() * (1 + _any_not_finite(own).int()))
 
 
 def overflow_finding(name: str, code: Tensor) -> Finding:
     """The finding of a code, shape (), which a GPU may still have to compute."""
-    return Finding(name, "overflow", to_host(code) if code.is_cuda else code)
+    return Finding(name, "overflow", copy_scalar_to_host(code) if code.is_cuda else code)
 
 
-def _lost(x: Tensor) -> Tensor:
+def _any_not_finite(x: Tensor) -> Tensor:
     """Whether a value is not finite, shape ()."""
     return ~torch.isfinite(torch.stack(torch.aminmax(x))).all()

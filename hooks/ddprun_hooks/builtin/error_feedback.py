@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.hook import Hook
-from ddprun_hooks.payload import Kind, ParamSlice, Payload
+from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
-Piece = dict[str, Any]
+ResidualPiece = dict[str, Any]
 """A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
 values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`."""
 
@@ -25,9 +25,9 @@ values, shape (numel,): this rank's own as `residual`, or the sum over another w
 class _BucketResidual:
     params: tuple[ParamSlice, ...]
     values: Tensor  # shape (numel,)
-    before: Tensor | None = None  # the values before the current step, if that may be rolled back
+    values_before_step: Tensor | None = None  # those before the current step, if that may be rolled back
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, ResidualPiece]:
         return {
             param.name: {"start": param.start, "residual": param.of(self.values).clone()}
             for param in self.params
@@ -38,16 +38,18 @@ class ErrorFeedback(Hook):
     """Base of hooks that keep residuals on each rank, by kind of payload and parameter name."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[Kind, int], _BucketResidual] = {}
-        self._unclaimed: dict[tuple[str, str], Piece] = {}  # of a loaded state or an older bucket layout
-        self._undoable = False
+        self._buckets: dict[tuple[PayloadKind, int], _BucketResidual] = {}
+        self._unclaimed_pieces: dict[tuple[str, str], ResidualPiece] = {}
+        """Of a loaded state or an older bucket layout, by kind of payload and parameter name."""
 
-    def residual(self, payload: Payload, ranks: int) -> Tensor:
+        self._can_roll_back = False
+
+    def residual(self, payload: Payload, group_size: int) -> Tensor:
         """The residual of `payload`, to be overwritten with the new one: shape (numel,), at least fp32.
 
         Args:
             payload: its `compression_error` if a codec up the stack keeps the residual itself.
-            ranks: how many ranks hold the same elements.
+            group_size: how many ranks hold the same elements.
 
         Raises:
             ExchangeError: the payload's elements belong to no parameters, so none can be kept by parameter.
@@ -62,47 +64,47 @@ class ErrorFeedback(Hook):
         key = payload.kind, payload.bucket
         bucket = self._buckets.get(key)
         if bucket is None or bucket.params != payload.params:
-            bucket = self._buckets[key] = self._new_bucket(payload, ranks)
-        if self._undoable and bucket.before is None:
-            bucket.before = bucket.values.clone()
+            bucket = self._buckets[key] = self._new_bucket(payload, group_size)
+        if self._can_roll_back and bucket.values_before_step is None:
+            bucket.values_before_step = bucket.values.clone()
         return bucket.values
 
-    def _new_bucket(self, payload: Payload, ranks: int) -> _BucketResidual:
+    def _new_bucket(self, payload: Payload, group_size: int) -> _BucketResidual:
         kind, names = payload.kind, {param.name for param in payload.params}
         for key, bucket in list(self._buckets.items()):  # of an older layout
             if key[0] == kind and any(param.name in names for param in bucket.params):
                 del self._buckets[key]
-                self._unclaimed |= {(kind, name): piece for name, piece in bucket.pieces().items()}
+                self._unclaimed_pieces |= {(kind, name): piece for name, piece in bucket.pieces().items()}
         dtype = torch.promote_types(payload.tensor.dtype, torch.float32)
         values = torch.zeros(payload.tensor.numel(), dtype=dtype, device=payload.tensor.device)
         for param in payload.params:
-            if (piece := self._unclaimed.pop((kind, param.name), None)) is not None:
-                _claim(param.of(values), param, piece, ranks)
+            if (piece := self._unclaimed_pieces.pop((kind, param.name), None)) is not None:
+                _copy_overlap(param.of(values), param, piece, group_size)
         return _BucketResidual(payload.params, values)
 
     def state_dict(self) -> dict[str, Any]:
         """`{kind: {parameter: piece}}`."""
-        state: dict[str, dict[str, Piece]] = {}
-        for (kind, name), piece in self._unclaimed.items():
+        state: dict[str, dict[str, ResidualPiece]] = {}
+        for (kind, name), piece in self._unclaimed_pieces.items():
             state.setdefault(kind, {})[name] = piece
-        for (of, _), bucket in self._buckets.items():
-            state.setdefault(of, {}).update(bucket.pieces())
+        for (bucket_kind, _), bucket in self._buckets.items():
+            state.setdefault(bucket_kind, {}).update(bucket.pieces())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._buckets.clear()
-        self._unclaimed = {
+        self._unclaimed_pieces = {
             (kind, name): piece for kind, pieces in state.items() for name, piece in pieces.items()
         }
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide."""
-        found: dict[tuple[str, str], list[Piece]] = {}
+        found: dict[tuple[str, str], list[ResidualPiece]] = {}
         for state in states:
             for kind, pieces in state.items():
                 for name, piece in pieces.items():
                     found.setdefault((kind, name), []).append(piece)
-        merged: dict[str, dict[str, Piece]] = {}
+        merged: dict[str, dict[str, ResidualPiece]] = {}
         for (kind, name), of_ranks in found.items():
             own = [piece for piece in of_ranks if "residual" in piece]
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
@@ -110,31 +112,31 @@ class ErrorFeedback(Hook):
         return merged
 
     def begin_step(self) -> None:
-        self._undoable = True
+        self._can_roll_back = True
 
     def commit(self) -> None:
         for bucket in self._buckets.values():
-            bucket.before = None
-        self._undoable = False
+            bucket.values_before_step = None
+        self._can_roll_back = False
 
     def rollback(self) -> None:
         for bucket in self._buckets.values():
-            if bucket.before is not None:
-                bucket.values.copy_(bucket.before)
+            if bucket.values_before_step is not None:
+                bucket.values.copy_(bucket.values_before_step)
         self.commit()
 
     def residual_square(self, kind: str, names: Sequence[str]) -> float:
         wanted = set(names)
         return sum(
             float(param.of(bucket.values).double().square().sum())
-            for (of, _), bucket in self._buckets.items()
-            if of == kind
+            for (bucket_kind, _), bucket in self._buckets.items()
+            if bucket_kind == kind
             for param in bucket.params
             if param.name in wanted
         )
 
 
-def _sum(pieces: Sequence[Piece]) -> Tensor:
+def _sum(pieces: Sequence[ResidualPiece]) -> Tensor:
     length = max(piece["start"] + piece["residual"].numel() for piece in pieces)
     total: Tensor = pieces[0]["residual"].new_zeros(length)
     for piece in pieces:
@@ -143,7 +145,7 @@ def _sum(pieces: Sequence[Piece]) -> Tensor:
     return total
 
 
-def _claim(target: Tensor, param: ParamSlice, piece: Piece, ranks: int) -> None:
+def _copy_overlap(target: Tensor, param: ParamSlice, piece: ResidualPiece, group_size: int) -> None:
     """Copy into a slice what it shares with a loaded or older piece of the same parameter."""
     start, values = piece["start"], piece["total"] if "total" in piece else piece["residual"]
     low = max(param.start, start)
@@ -151,5 +153,5 @@ def _claim(target: Tensor, param: ParamSlice, piece: Piece, ranks: int) -> None:
     if low < high:
         values = values[low - start : high - start]
         if "total" in piece:
-            values = values / values.new_full((), ranks)  # a tensor: see `BlockScaled.encode`
+            values = values / values.new_full((), group_size)  # a tensor: see `BlockScaled.encode`
         target[low - param.start : high - param.start] = values.to(target)

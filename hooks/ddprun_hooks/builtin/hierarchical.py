@@ -15,12 +15,12 @@ from ddprun_hooks.stack import CompositeHook, Stack
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardLayout:
     """How a payload is divided among the ranks of a host."""
 
     params: tuple[ParamSlice, ...]
     sizes: list[int]
-    shard: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
+    shard_params: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
 class Hierarchical(CompositeHook):
@@ -31,8 +31,8 @@ class Hierarchical(CompositeHook):
     that every one holds matrices.
 
     Args:
-        within: for the legs inside a host: a cast, shared_memory, or both.
-        across: for the leg between hosts.
+        within: for the collectives inside a host: a cast, shared_memory, or both.
+        across: for the exchange between hosts.
         hosts: split the ranks into so many equal hosts; None: as they were launched.
     """
 
@@ -44,46 +44,47 @@ class Hierarchical(CompositeHook):
         self.within = within or Stack([])
         self.across = across or Stack([])
         self.hosts = hosts
-        self._shared = "shared_memory" in self.within.names
-        self._narrow = next((name for name in self.within.names if name in DTYPES), None)
-        self._cuts: dict[tuple[str, int], _Cut] = {}
+        self._uses_shared_memory = "shared_memory" in self.within.names
+        self._cast_name = next((name for name in self.within.names if name in DTYPES), None)
+        self._shard_layouts: dict[tuple[str, int], _ShardLayout] = {}
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         within, across = comm.split(self.hosts)
-        if self._shared:
+        if self._uses_shared_memory:
             within = within.in_shared_memory()
-        cut = self._cut(payload, within)
+        layout = self._shard_layout(payload, within)
         dtype = payload.tensor.dtype
-        wire = DTYPES[self._narrow] if self._narrow and within.size > 1 else dtype
+        wire_dtype = DTYPES[self._cast_name] if self._cast_name and within.size > 1 else dtype
 
-        part = (await within.reduce_scatter(payload.tensor.to(wire), cut.sizes)).to(dtype)
+        part = (await within.reduce_scatter(payload.tensor.to(wire_dtype), layout.sizes)).to(dtype)
         if part.numel() and across.size > 1:
-            start = sum(cut.sizes[: within.rank])
+            start = sum(layout.sizes[: within.rank])
             error = payload.compression_error
             share = replace(
                 payload,
                 tensor=part,
-                params=cut.shard,
+                params=layout.shard_params,
                 compression_error=None if error is None else error[start : start + part.numel()],
             )
             part = await self.across.run(share, across)
         if within.size == 1:
             return part
-        total = await within.all_gather(part.to(wire), cut.sizes)
-        if self._narrow:
-            note_overflow(self._narrow, payload, total)
+        total = await within.all_gather(part.to(wire_dtype), layout.sizes)
+        if self._cast_name:
+            note_overflow(self._cast_name, payload, total)
         return payload.tensor.copy_(total)
 
-    def _cut(self, payload: Payload, within: Communicator) -> _Cut:
+    def _shard_layout(self, payload: Payload, within: Communicator) -> _ShardLayout:
         key = payload.kind, payload.bucket
         # Elements of no parameter (factors, say) may come in several lengths for one bucket.
-        cut = self._cuts.get(key) if payload.params else None
-        if cut is None or cut.params != payload.params:
-            ends = cut_at_rows(payload.params, payload.tensor.numel(), within.size)
+        layout = self._shard_layouts.get(key) if payload.params else None
+        if layout is None or layout.params != payload.params:
+            ends = row_aligned_ends(payload.params, payload.tensor.numel(), within.size)
             bounds = list(itertools.pairwise([0, *ends]))
-            shard = slices_between(payload.params, *bounds[within.rank])
-            cut = self._cuts[key] = _Cut(payload.params, [high - low for low, high in bounds], shard)
-        return cut
+            sizes = [high - low for low, high in bounds]
+            shard_params = slices_between(payload.params, *bounds[within.rank])
+            layout = self._shard_layouts[key] = _ShardLayout(payload.params, sizes, shard_params)
+        return layout
 
     def requirements(self) -> GroupRequirements:
         """Two collectives among the ranks of a host; as many as its stack needs between hosts."""
@@ -91,9 +92,9 @@ class Hierarchical(CompositeHook):
             GroupRequirement("across", self.hosts, one.shared): rounds
             for one, rounds in self.across.requirements.items()
         }
-        return {GroupRequirement("within", self.hosts, self._shared): 2, **across}
+        return {GroupRequirement("within", self.hosts, self._uses_shared_memory): 2, **across}
 
-    def legs(self) -> Mapping[str, Stack]:
+    def inner_stacks(self) -> Mapping[str, Stack]:
         return {"within": self.within, "across": self.across}
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Hierarchical(CompositeHook):
         return {"across": merged} if merged else {}
 
 
-def cut_at_rows(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
+def row_aligned_ends(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
     """Where each of `parts` shares ends: as even as whole rows of parameters allow, the last one at `numel`.
 
     A row is what one index of a parameter's first dimension holds; without parameters, one element.

@@ -44,50 +44,61 @@ class PowerSgd(ErrorFeedback):
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
         params = payload.params or (ParamSlice("", (numel,), 0, numel),)
-        matrices = [param for param in params if self._pays(param)]
-        rest = [param for param in params if not self._pays(param)]
+        matrices = [param for param in params if self._is_compressible(param)]
+        rest = [param for param in params if not self._is_compressible(param)]
         residual = self.residual(payload, comm.size)
         residual += payload.tensor
         dtype, result = payload.tensor.dtype, payload.tensor
 
-        bases = [orthonormal(self._factor(payload.kind, param, residual)) for param in matrices]
-        left = [_matrix(residual, param) @ base for param, base in zip(matrices, bases, strict=True)]
-        message = _joined([*left, *(param.of(residual) for param in rest)], residual).to(dtype)
+        bases = [orthonormal(self._last_q(payload.kind, param, residual)) for param in matrices]
+        left_products = [_matrix(residual, param) @ base for param, base in zip(matrices, bases, strict=True)]
+        message = _joined([*left_products, *(param.of(residual) for param in rest)], residual).to(dtype)
         compression_error = torch.zeros_like(message, dtype=residual.dtype)
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
-        sizes = [matrix.numel() for matrix in left] + [param.numel for param in rest]
-        sums, lost = torch.split(total, sizes), torch.split(compression_error, sizes)
-        for param, mean, missing in zip(rest, sums[len(left) :], lost[len(left) :], strict=True):
+        sizes = [matrix.numel() for matrix in left_products] + [param.numel for param in rest]
+        sums, errors = torch.split(total, sizes), torch.split(compression_error, sizes)
+        for param, mean, missing in zip(
+            rest, sums[len(left_products) :], errors[len(left_products) :], strict=True
+        ):
             param.of(result).copy_(mean)
             param.of(residual).copy_(missing)
-        if not left:
+        if not left_products:
             return result
 
-        lefts = [orthonormal(mean.view_as(matrix)) for mean, matrix in zip(sums, left, strict=False)]
-        rights = [_matrix(residual, param).T @ p for param, p in zip(matrices, lefts, strict=True)]
-        message = _joined(rights, residual).to(dtype)
+        left_bases = [
+            orthonormal(mean.view_as(matrix)) for mean, matrix in zip(sums, left_products, strict=False)
+        ]
+        right_products = [
+            _matrix(residual, param).T @ p for param, p in zip(matrices, left_bases, strict=True)
+        ]
+        message = _joined(right_products, residual).to(dtype)
         sent = message.to(residual.dtype, copy=True)
         compression_error = torch.zeros_like(sent)
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
         sent -= compression_error
-        sizes = [matrix.numel() for matrix in rights]
+        sizes = [matrix.numel() for matrix in right_products]
         for param, p, mine, mean, right in zip(
-            matrices, lefts, torch.split(sent, sizes), torch.split(total, sizes), rights, strict=True
+            matrices,
+            left_bases,
+            torch.split(sent, sizes),
+            torch.split(total, sizes),
+            right_products,
+            strict=True,
         ):
             q = mean.view_as(right)
             _matrix(result, param).copy_(p @ q.T)
             _matrix(residual, param).addmm_(p, mine.view_as(right).T, alpha=-1)
-            self._warm_start(payload.kind, param, q, residual)
+            self._store_q(payload.kind, param, q, residual)
         return result
 
-    def _pays(self, param: ParamSlice) -> bool:
+    def _is_compressible(self, param: ParamSlice) -> bool:
         """Whether the factors of a parameter are smaller than it is."""
         if len(param.shape) < 2 or not param.numel:
             return False
         rows, columns = _rows_columns(param)
         return self.rank * (rows + columns) < rows * columns
 
-    def _factor(self, kind: str, param: ParamSlice, like: Tensor) -> Tensor:
+    def _last_q(self, kind: str, param: ParamSlice, like: Tensor) -> Tensor:
         """The last step's Q of a matrix, (columns, rank); a random one, the same on all ranks, at first."""
         shape = (_rows_columns(param)[1], self.rank)
         known = self._factors.get(kind, {}).get(param.name)
@@ -99,12 +110,12 @@ class PowerSgd(ErrorFeedback):
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
-    def _warm_start(self, kind: str, param: ParamSlice, q: Tensor, residual: Tensor) -> None:
+    def _store_q(self, kind: str, param: ParamSlice, q: Tensor, residual: Tensor) -> None:
         """Keep Q for the next step, unless it is not finite: then the matrix came out so, on all ranks."""
         lost = ~torch.isfinite(q).all()
         if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
-            q = torch.where(lost, self._factor(kind, param, q), q)
+            q = torch.where(lost, self._last_q(kind, param, q), q)
         self._factors.setdefault(kind, {})[param.name] = {"start": param.start, "q": q.clone()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator, by_rank
+from ddprun_hooks.comm.communicator import Communicator, split_by_rank
 from ddprun_hooks.payload import Payload
 
-_WORTH_A_KERNEL = 1 << 20  # values; of fewer, starting six kernels should take longer than they save
+_MIN_KERNEL_NUMEL = 1 << 20  # values; of fewer, starting six kernels should take longer than they save
 
 
 class TopK(ErrorFeedback):
@@ -33,28 +33,28 @@ class TopK(ErrorFeedback):
         dtype = payload.tensor.dtype
         residual = self.residual(payload, comm.size)
         count = math.ceil(self.density * residual.numel())
-        gathered = await comm.all_gather(taken(payload.tensor, residual, count))
+        gathered = await comm.all_gather(take_largest(payload.tensor, residual, count))
 
         total = torch.zeros_like(residual)
-        for part in by_rank(gathered, comm.size):
+        for part in split_by_rank(gathered, comm.size):
             indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
             total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
         return payload.tensor.copy_(total)
 
 
-def taken(given: Tensor, residual: Tensor, count: int) -> Tensor:
-    """Add `given` to `residual`, take the `count` largest, and leave in `residual` what was not sent.
+def take_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
+    """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent.
 
     Returns:
         The message: indices, int32, then values of the payload's type, as bytes.
     """
-    if given.numel() >= _WORTH_A_KERNEL and kernels.usable(given, residual):
+    if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_run_on(payload, residual):
         from ddprun_hooks.kernels import largest
 
-        return largest.taken(given, residual, count)
-    residual += given
+        return largest.take_largest(payload, residual, count)
+    residual += payload
     indices = residual.abs().topk(count, sorted=False).indices
-    values = residual[indices].to(given.dtype)
+    values = residual[indices].to(payload.dtype)
     residual[indices] -= values.to(residual.dtype)
     drop_not_finite(residual, values)
     return torch.cat([indices.int().view(torch.uint8), values.view(torch.uint8)])

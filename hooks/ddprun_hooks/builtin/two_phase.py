@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator, by_rank
+from ddprun_hooks.comm.communicator import Communicator, split_by_rank
 from ddprun_hooks.payload import Finding, Payload
 
 
@@ -31,59 +31,67 @@ class WireFormat:
         """Take from x, in place, what `message` carries of it; what travels as not finite leaves zeros."""
         raise NotImplementedError
 
-    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> "Reduction":
+    def make_reduction(
+        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
+    ) -> "TwoPhaseReduction":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
-        return Reduction(self, given, residual, rank, ranks)
+        return TwoPhaseReduction(self, payload, residual, rank, group_size)
 
 
-class Reduction:
+class TwoPhaseReduction:
     """What a rank computes of one payload before, between and after two collectives: the reference, in torch.
 
     Args:
-        wire: how values travel.
-        given: this rank's payload, shape (numel,); gets the sum over ranks.
+        wire_format: how values travel.
+        payload: this rank's, shape (numel,); gets the sum over ranks.
         residual: shape (numel,), at least fp32: is added to the payload, and gets what was not sent.
         rank: this rank.
-        ranks: how many. Each owns an equal share, in whole blocks; the last ones are padded with zeros.
+        group_size: number of ranks. Each owns an equal share, in whole blocks; the last ones are padded
+            with zeros.
     """
 
     overflow: Finding | None = None
     """What was found in the messages of all sums, once they are decoded."""
 
-    def __init__(self, wire: WireFormat, given: Tensor, residual: Tensor, rank: int, ranks: int) -> None:
-        self.wire, self.given, self.residual, self.rank, self.ranks = wire, given, residual, rank, ranks
-        self.blocks = -(-given.numel() // (ranks * wire.block))  # of a share
+    def __init__(
+        self, wire_format: WireFormat, payload: Tensor, residual: Tensor, rank: int, group_size: int
+    ) -> None:
+        self.wire_format, self.payload, self.residual = wire_format, payload, residual
+        self.rank, self.group_size = rank, group_size
+        self.blocks_per_share = -(-payload.numel() // (group_size * wire_format.block))
 
     def encode(self) -> Tensor:
         """The message of this rank's payload, a share for each rank."""
-        self._x = self.residual.new_zeros(self.ranks, self.blocks * self.wire.block)
-        self._flat = self._x.view(-1)[: self.given.numel()]
-        torch.add(self.given, self.residual, out=self._flat)
-        self._sent = self.wire.encode(self._x)
-        return self._sent.view(-1)
+        self._padded_sum = self.residual.new_zeros(
+            self.group_size, self.blocks_per_share * self.wire_format.block
+        )
+        self._unpadded_sum = self._padded_sum.view(-1)[: self.payload.numel()]
+        torch.add(self.payload, self.residual, out=self._unpadded_sum)
+        self._message = self.wire_format.encode(self._padded_sum)
+        return self._message.view(-1)
 
-    def add(self, arrived: Tensor) -> Tensor:
+    def sum_shares(self, arrived: Tensor) -> Tensor:
         """The message of the sum, in rank order, of the shares that have arrived from all ranks."""
-        self.wire.subtract(self._x, self._sent)
+        self.wire_format.subtract(self._padded_sum, self._message)
         total = None
-        for part in by_rank(arrived, self.ranks):
-            share = self.wire.decode(part, self._x.dtype)
+        for part in split_by_rank(arrived, self.group_size):
+            share = self.wire_format.decode(part, self._padded_sum.dtype)
             total = share if total is None else total.add_(share)
         assert total is not None
-        self._total, self._sent = total, self.wire.encode(total)
-        return self._sent
+        self._share_sum, self._message = total, self.wire_format.encode(total)
+        return self._message
 
     def decode(self, gathered: Tensor) -> Tensor:
         """The sum, of the messages of all ranks' shares: the payload's tensor."""
-        self.wire.subtract(self._total, self._sent)
-        self._x[self.rank] += self._total  # one rank keeps what the second encoding lost
-        self.residual.copy_(self._flat)
-        mean = self.wire.decode(gathered.view(self.ranks, -1), self._x.dtype)
-        return self.given.copy_(mean.view(-1)[: self.given.numel()])
+        self.wire_format.subtract(self._share_sum, self._message)
+        self._padded_sum[self.rank] += self._share_sum  # one rank keeps what the second encoding lost
+        self.residual.copy_(self._unpadded_sum)
+        mean = self.wire_format.decode(gathered.view(self.group_size, -1), self._padded_sum.dtype)
+        return self.payload.copy_(mean.view(-1)[: self.payload.numel()])
 
-    def own_share(self) -> Tensor:
-        """Of the residual: a view, shorter or empty where the last shares are padded."""
-        length = self.blocks * self.wire.block
+    def own_residual_share(self) -> Tensor:
+        """This rank's share of the residual: a view, shorter or empty where the last shares are padded."""
+        length = self.blocks_per_share * self.wire_format.block
         return self.residual[self.rank * length : (self.rank + 1) * length]
 
 
@@ -93,17 +101,17 @@ class TwoPhase(ErrorFeedback):
     role = "reducer"
     rounds = 2
 
-    def __init__(self, wire: WireFormat) -> None:
+    def __init__(self, wire_format: WireFormat) -> None:
         super().__init__()
-        self.wire = wire
+        self.wire_format = wire_format
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        reduction = self.wire.reduction(payload.tensor, residual, comm.rank, comm.size)
+        reduction = self.wire_format.make_reduction(payload.tensor, residual, comm.rank, comm.size)
         arrived = await comm.all_to_all(reduction.encode())
-        mean = reduction.decode(await comm.all_gather(reduction.add(arrived)))
+        mean = reduction.decode(await comm.all_gather(reduction.sum_shares(arrived)))
         if reduction.overflow is not None:
             payload.findings.append(reduction.overflow)
         return mean
@@ -123,10 +131,10 @@ class BlockScaled(WireFormat):
     """The largest code."""
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
 
     name: str
-    """By which kernels know the codes."""
+    """Name of the format in the kernels: `int8`, `int4` or `fp8`."""
 
     def __init__(self, block: int) -> None:
         codes = 4 * 8 // self.bits  # in 4 bytes: scales lie behind the codes, aligned
@@ -142,9 +150,13 @@ class BlockScaled(WireFormat):
         """The values of codes."""
         raise NotImplementedError
 
-    def reduction(self, given: Tensor, residual: Tensor, rank: int, ranks: int) -> Reduction:
-        fused = self.block <= kernels.LARGEST_BLOCK and kernels.usable(given, residual)
-        return (FusedBlocks if fused else Reduction)(self, given, residual, rank, ranks)
+    def make_reduction(
+        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
+    ) -> TwoPhaseReduction:
+        fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_run_on(payload, residual)
+        return (FusedBlockReduction if fused else TwoPhaseReduction)(
+            self, payload, residual, rank, group_size
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)
@@ -156,18 +168,18 @@ class BlockScaled(WireFormat):
         return torch.cat([self.to_codes(scaled), scales.view(torch.uint8)], -1)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
-        codes, scales = self._parts(message)
+        codes, scales = self._split_message(message)
         blocks = self.from_codes(codes, dtype).view(*scales.shape, self.block)
         return blocks.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)
 
     def subtract(self, x: Tensor, message: Tensor) -> None:
         x -= self.decode(message, x.dtype)
-        scales = self._parts(message)[1].to(x.dtype)
+        scales = self._split_message(message)[1].to(x.dtype)
         lost = ~torch.isfinite(scales * self.largest)
         if not x.is_cpu or bool(lost.any()):  # on a GPU to look would be to wait for it
             x.view(*scales.shape, self.block).masked_fill_(lost.unsqueeze(-1), 0.0)
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8, and scales, shape (..., k), of a message."""
         code_bytes = self.block * self.bits // 8
         count = message.shape[-1] // (code_bytes + 4)
@@ -175,28 +187,28 @@ class BlockScaled(WireFormat):
         return codes, scales.view(torch.float32)
 
 
-class FusedBlocks(Reduction):
+class FusedBlockReduction(TwoPhaseReduction):
     """By kernels, each of which reads and writes memory once."""
 
-    wire: BlockScaled
+    wire_format: BlockScaled
 
     def encode(self) -> Tensor:
         from ddprun_hooks.kernels import blocks
 
-        return blocks.encoded(self.given, self.residual, *self._layout()).view(-1)
+        return blocks.launch_encode(self.payload, self.residual, *self._kernel_arguments()).view(-1)
 
-    def add(self, arrived: Tensor) -> Tensor:
+    def sum_shares(self, arrived: Tensor) -> Tensor:
         from ddprun_hooks.kernels import blocks
 
-        return blocks.added(arrived, self.own_share(), *self._layout())
+        return blocks.launch_sum_and_encode(arrived, self.own_residual_share(), *self._kernel_arguments())
 
     def decode(self, gathered: Tensor) -> Tensor:
         from ddprun_hooks.kernels import blocks
 
-        return blocks.decoded(gathered, self.given, *self._layout())
+        return blocks.launch_decode(gathered, self.payload, *self._kernel_arguments())
 
-    def _layout(self) -> tuple[str, int, int, int]:
-        return self.wire.name, self.wire.block, self.ranks, self.blocks
+    def _kernel_arguments(self) -> tuple[str, int, int, int]:
+        return self.wire_format.name, self.wire_format.block, self.group_size, self.blocks_per_share
 
 
 class Int8(BlockScaled):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.payload import ParamSlice
 
-Rest = Callable[[Tensor, tuple[ParamSlice, ...] | None, Tensor | None], Awaitable[Tensor]]
+RestOfStack = Callable[[Tensor, tuple[ParamSlice, ...] | None, Tensor | None], Awaitable[Tensor]]
 """The rest of a stack, behind the hook that is running: called as `Communicator.reduce`."""
 
 
@@ -20,14 +20,16 @@ class Communicator:
     A codec awaits `reduce`, which hands its tensor to the rest of the stack; a reducer awaits collectives.
     """
 
-    __slots__ = ("_rest", "group", "rank", "shared", "size")
+    __slots__ = ("_rest_of_stack", "group", "rank", "size", "via_shared_memory")
 
-    def __init__(self, group: RankGroup, rest: Rest | None = None, *, shared: bool = False) -> None:
+    def __init__(
+        self, group: RankGroup, rest_of_stack: RestOfStack | None = None, *, via_shared_memory: bool = False
+    ) -> None:
         self.group = group
         self.rank = group.rank  # this rank in the group
         self.size = group.size
-        self.shared = shared
-        self._rest = rest
+        self.via_shared_memory = via_shared_memory
+        self._rest_of_stack = rest_of_stack
 
     async def reduce(
         self,
@@ -44,25 +46,27 @@ class Communicator:
             compression_error: shape (any,), zeros: takes what later hooks did not send. None: they keep it
                 themselves, which they can for elements of parameters only.
         """
-        assert self._rest is not None, "a hook's communicator knows the rest of its stack"
-        return await self._rest(tensor, params, compression_error)
+        assert self._rest_of_stack is not None, "a hook's communicator knows the rest of its stack"
+        return await self._rest_of_stack(tensor, params, compression_error)
 
-    def split(self, hosts: int | None) -> tuple[Communicator, Communicator]:
-        """The ranks of this rank's host, and the ranks of the same index on every host."""
-        within, across = self.group.splits[hosts]
+    def split(self, host_count: int | None) -> tuple[Communicator, Communicator]:
+        """The ranks of this rank's host, and the ranks of the same index on every host. `host_count` says
+        into how many hosts the ranks are split; None: as they were launched.
+        """
+        within, across = self.group.splits[host_count]
         return Communicator(within), Communicator(across)
 
     def in_shared_memory(self) -> Communicator:
         """The same ranks, exchanging through shared memory."""
-        return Communicator(self.group, self._rest, shared=True)
+        return Communicator(self.group, self._rest_of_stack, via_shared_memory=True)
 
     def all_reduce(self, tensor: Tensor) -> Collective:
         """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
-        return Collective(self.group, "all_reduce", tensor, tensor, shared=self.shared)
+        return Collective(self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory)
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
         """The ranks' largest value at each place of `tensor` (any shape), in place; gives `tensor`."""
-        return Collective(self.group, "all_reduce", tensor, tensor, maximum=True)
+        return Collective(self.group, "all_reduce", tensor, tensor, take_max=True)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
         """Gather `tensor` of every rank, in rank order.
@@ -76,7 +80,9 @@ class Communicator:
         """
         total = self.size * tensor.numel() if sizes is None else sum(sizes)
         output = tensor.new_empty(total)
-        return Collective(self.group, "all_gather", tensor, output, sizes=sizes, shared=self.shared)
+        return Collective(
+            self.group, "all_gather", tensor, output, sizes=sizes, via_shared_memory=self.via_shared_memory
+        )
 
     def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
         """Send the i-th part of `tensor` to rank i; gives the parts sent to this rank, in rank order.
@@ -110,9 +116,11 @@ class Communicator:
         mine = sizes[self.rank]
         if self.size == 1:
             return tensor
-        if self.shared:
+        if self.via_shared_memory:
             output = tensor.new_empty(mine)
-            return await Collective(self.group, "reduce_scatter", tensor, output, sizes=sizes, shared=True)
+            return await Collective(
+                self.group, "reduce_scatter", tensor, output, sizes=sizes, via_shared_memory=True
+            )
         parts = (await self.all_to_all(tensor, sizes)).view(self.size, mine)
         total = parts[0].to(torch.promote_types(tensor.dtype, torch.float32))
         for part in parts[1:]:
@@ -124,7 +132,7 @@ class Communicator:
         return Collective(self.group, "broadcast", tensor, tensor, source=source)
 
 
-def by_rank(gathered: Tensor, size: int) -> Tensor:
+def split_by_rank(gathered: Tensor, size: int) -> Tensor:
     """What each of `size` ranks has sent, shape (size, n). Without values (on the meta device) it is the
     first rank's alone, shape (1, n): the others' are alike, and a loop over many ranks would only take time.
     """

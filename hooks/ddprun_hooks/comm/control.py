@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import UNOBSERVED, Observer, PendingCollective, waiting
+from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, PendingCollective, observed_wait
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError
 
-_GATHERED_BYTES = 64
+_MAX_GATHERED_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -30,13 +30,13 @@ class PendingMessage:
         try:
             self._work.wait()
         except BaseException:
-            self._pending.failed()
+            self._pending.mark_failed()
             raise
-        self._pending.done()
+        self._pending.mark_done()
         return torch.stack(self._gathered)
 
 
-class Control:
+class ControlChannel:
     """Numbers and bytes of every rank, a barrier, and agreement.
 
     Args:
@@ -46,55 +46,57 @@ class Control:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, size: int, observer: Observer = UNOBSERVED
+        self, group: dist.ProcessGroup, rank: int, size: int, observer: Observer = NULL_OBSERVER
     ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
-        self._gathers = observer.sequence("control", range(size))
-        self._messages = observer.sequence("control, between two ranks", range(size))
+        self._gather_sequence = observer.new_sequence("control", range(size))
+        self._p2p_sequence = observer.new_sequence("control, between two ranks", range(size))
 
-    def post(self, numbers: Sequence[float] | Tensor, what: str = "the control message") -> PendingMessage:
-        """Send this rank's numbers to all ranks without waiting. All ranks post messages of one length.
+    def all_gather_async(
+        self, numbers: Sequence[float] | Tensor, what: str = "the control message"
+    ) -> PendingMessage:
+        """Send this rank's numbers to all ranks without waiting. All ranks send messages of one length.
 
         Args:
             numbers: shape (length,); not to be changed before they have been sent.
-            what: they are, for the observer.
+            what: what they are, for the observer.
         """
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        pending = self._gathers.issue("all_gather", what=what)
+        pending = self._gather_sequence.issue("all_gather", what=what)
         work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
         return PendingMessage(work, gathered, pending)
 
     def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(numbers)), float64."""
-        return self.post(numbers, what).wait()
+        return self.all_gather_async(numbers, what).wait()
 
     def all_gather_bytes(self, data: bytes, what: str = "bytes of every rank") -> list[bytes]:
         """Every rank's bytes, at most 64, in rank order."""
-        if len(data) > _GATHERED_BYTES:
-            raise ValueError(f"at most {_GATHERED_BYTES} bytes can be gathered, got {len(data)}")
-        messages = self.all_gather([float(len(data)), *map(float, data.ljust(_GATHERED_BYTES))], what)
+        if len(data) > _MAX_GATHERED_BYTES:
+            raise ValueError(f"at most {_MAX_GATHERED_BYTES} bytes can be gathered, got {len(data)}")
+        messages = self.all_gather([float(len(data)), *map(float, data.ljust(_MAX_GATHERED_BYTES))], what)
         return [bytes(int(byte) for byte in row[1 : 1 + int(row[0])]) for row in messages.tolist()]
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait until every rank is here."""
         self.all_gather([0.0], what)
 
-    def agree(self, what: str, described: str) -> None:
+    def check_agreement(self, what: str, description: str) -> None:
         """Make sure that every rank describes `what` alike.
 
         Raises:
             DisagreementError: names the ranks that differ from rank 0.
         """
-        digests = self.all_gather_bytes(hashlib.sha256(described.encode()).digest(), f"agreement on {what}")
+        digests = self.all_gather_bytes(hashlib.sha256(description.encode()).digest(), f"agreement on {what}")
         odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
         if odd:
             ranks = ", ".join(map(str, odd))
             raise DisagreementError(
-                f"rank {ranks} and rank 0 disagree about {what}; on rank {self.rank} it is: {described}"
+                f"rank {ranks} and rank 0 disagree about {what}; on rank {self.rank} it is: {description}"
             )
 
     def clock_offset(self, rounds: int = 12) -> tuple[float, float]:
@@ -120,7 +122,7 @@ class Control:
         """Offset and bound, of a rank that knows its own."""
         best = 0.0, math.inf
         answer = torch.empty(2, dtype=torch.float64)
-        with waiting(self._messages, "receive", "comparing clocks", [peer]):
+        with observed_wait(self._p2p_sequence, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):
                 sent = now_us()
                 self._send(sent, peer)
@@ -134,7 +136,7 @@ class Control:
 
     def _answer_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
         """Answer by rank 0's clock, as far as this rank knows it."""
-        with waiting(self._messages, "receive", "comparing clocks", [peer]):
+        with observed_wait(self._p2p_sequence, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):
                 self._receive(peer)
                 answer = torch.tensor([now_us() - offset, bound], dtype=torch.float64)
@@ -142,14 +144,14 @@ class Control:
 
     def send_bytes(self, data: bytes, target: int) -> None:
         """Send bytes to one rank, which has to call `receive_bytes`."""
-        with waiting(self._messages, "send", f"{len(data)} bytes of records", [target]):
+        with observed_wait(self._p2p_sequence, "send", f"{len(data)} bytes of records", [target]):
             self._send(len(data), target)
             if data:
                 self.group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
 
     def receive_bytes(self, source: int) -> bytes:
         """Receive what `send_bytes` on rank `source` sends."""
-        with waiting(self._messages, "receive", "records", [source]):
+        with observed_wait(self._p2p_sequence, "receive", "records", [source]):
             length = self._receive(source)
             if not length:
                 return b""
@@ -166,11 +168,11 @@ class Control:
         return int(number.item())
 
 
-def open_control(timeout: timedelta, observer: Observer = UNOBSERVED) -> Control:
-    """Control among all ranks of the default group, each of which has to call this."""
+def open_control_channel(timeout: timedelta, observer: Observer = NULL_OBSERVER) -> ControlChannel:
+    """Open the control channel of the default group. Every rank of it has to call this."""
     size = dist.get_world_size()
-    with waiting(
-        observer.sequence("set-up", range(size)), "new_group", "making the process group of control"
+    with observed_wait(
+        observer.new_sequence("set-up", range(size)), "new_group", "making the process group of control"
     ):
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    return Control(group, dist.get_rank(), size, observer)
+    return ControlChannel(group, dist.get_rank(), size, observer)

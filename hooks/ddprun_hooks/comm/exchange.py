@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import Gpu
 from ddprun_hooks.comm.groups import (
     Collective,
@@ -22,16 +22,16 @@ from ddprun_hooks.comm.groups import (
     GroupRequirements,
     Placement,
     RankGroup,
-    check_device,
+    check_shared_memory_device,
 )
-from ddprun_hooks.comm.observer import UNOBSERVED, Observer, waiting
+from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, observed_wait
 from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
 
-_MESSAGE_BYTES = 25 << 20
-_ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_BROADCAST_BUCKET_BYTES = 25 << 20
+_LAUNCH_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NO_RANKS: GroupRequirements = MappingProxyType({})
 _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
 
@@ -40,22 +40,22 @@ _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
 class Exchange:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
 
-    gradients: CommQueue  # for gradient buckets
-    deltas: CommQueue
+    gradient_queue: CommQueue  # for gradient buckets
+    delta_queue: CommQueue
     """For changes of parameters, through hooks: a queue of its own, so that they can never meet gradients."""
 
-    plain: CommQueue
+    plain_queue: CommQueue
     """For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
     never waits for an exchange of deltas that is still under way."""
 
-    exact: RankGroup  # for comparing ranks (fidelity, audit): what it carries goes through no stack
-    control: Control
+    exact_group: RankGroup  # for comparing ranks (fidelity, audit): what it carries goes through no stack
+    control: ControlChannel
 
     @classmethod
     def open(
         cls,
         *,
-        control: Control,
+        control: ControlChannel,
         device: torch.device,
         backend: str,
         hosts: Sequence[str],
@@ -64,7 +64,7 @@ class Exchange:
         deltas: GroupRequirements = _NO_RANKS,
         plain: GroupRequirements = _ALL_RANKS,
         timeout: timedelta,
-        observer: Observer = UNOBSERVED,
+        observer: Observer = NULL_OBSERVER,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 
@@ -84,30 +84,32 @@ class Exchange:
             HookSetupError: the ranks do not lie as a stack needs them; shared memory, but on a GPU.
         """
         gpu = Gpu(device) if device.type == "cuda" else None
-        check_device(device, [*gradients, *deltas, *plain])
+        check_shared_memory_device(device, [*gradients, *deltas, *plain])
         placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
-        groups_of_rounds = gpu is None or backend != "nccl" or os.environ.get(_ONE_ORDER) == "1"
+        one_group_per_round = (
+            gpu is None or backend != "nccl" or os.environ.get(_LAUNCH_ORDER_VARIABLE) == "1"
+        )
         everybody = list(range(placement.size))
-        set_up = observer.sequence("set-up of groups", everybody)
+        set_up = observer.new_sequence("set-up of groups", everybody)
 
-        def make_group(name: str, ranks: list[int]) -> Any:
+        def make_process_group(name: str, ranks: list[int]) -> Any:
             if backend == "nccl" and name == "plain.0 of 0" and ranks == everybody:
                 return dist.group.WORLD  # which DDP alone uses otherwise: a communicator less on the GPU
-            options = None if backend != "nccl" else _urgent_nccl(timeout)
-            with waiting(set_up, "new_group", f"making the process group {name}"):
+            options = None if backend != "nccl" else _high_priority_nccl_options(timeout)
+            with observed_wait(set_up, "new_group", f"making the process group {name}"):
                 return dist.new_group(
                     ranks, backend=backend, timeout=timeout, group_desc=name, pg_options=options
                 )
 
         factory = GroupFactory(
-            make_group, control.all_gather_bytes, timeout.total_seconds(), ProgressThread(), observer
+            make_process_group, control.all_gather_bytes, timeout.total_seconds(), ProgressThread(), observer
         )
 
         def queue(name: str, requirements: GroupRequirements) -> CommQueue:
             # A stream keeps collectives in order: there, one process group can serve every round.
-            rounds = requirements if groups_of_rounds else dict.fromkeys(requirements, 1)
-            world = factory.open(name, placement, rounds)
+            rounds = requirements if one_group_per_round else dict.fromkeys(requirements, 1)
+            world = factory.make_group(name, placement, rounds)
             return HostQueue(world) if gpu is None else StreamQueue(world, gpu)
 
         exact = RankGroup(
@@ -115,55 +117,57 @@ class Exchange:
             placement.rank,
             placement.hosts,
             # The training thread alone uses both, and waits here: on a CPU they can share a process group.
-            [control.group if gpu is None else make_group("exact", everybody)],
-            sequences={False: [observer.sequence("exact", everybody)]},
+            [control.group if gpu is None else make_process_group("exact", everybody)],
+            sequences={False: [observer.new_sequence("exact", everybody)]},
         )
         return cls(
-            gradients=queue("world", gradients),
-            deltas=queue("deltas", deltas),
-            plain=queue("plain", plain),
-            exact=exact,
+            gradient_queue=queue("world", gradients),
+            delta_queue=queue("deltas", deltas),
+            plain_queue=queue("plain", plain),
+            exact_group=exact,
             control=control,
         )
 
     def begin_step(self, *, recorded: bool) -> None:
-        """A step begins; on a GPU, only one that is recorded takes marks of all that its buckets do."""
-        for queue in (self.gradients, self.deltas, self.plain):
+        """A step begins; on a GPU, only one that is recorded takes timestamps of all that its buckets do."""
+        for queue in (self.gradient_queue, self.delta_queue, self.plain_queue):
             if isinstance(queue, StreamQueue):
-                queue.detailed = recorded
+                queue.detailed_timing = recorded
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
-        named = {str(index): tensor for index, tensor in enumerate(tensors)}
-        buckets, stack = ParameterBuckets(named, _MESSAGE_BYTES), broadcast_stack(source)
+        named_tensors = {str(index): tensor for index, tensor in enumerate(tensors)}
+        buckets, stack = ParameterBuckets(named_tensors, _BROADCAST_BUCKET_BYTES), broadcast_stack(source)
         for index, layout in enumerate(buckets.layouts):
             payload = Payload(buckets.flatten(index), layout.params, "parameters", layout.index)
-            buckets.put(index, self.plain.send(payload, stack, []).wait())
+            buckets.copy_to_tensors(index, self.plain_queue.send(payload, stack, []).wait())
 
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Sum `tensor` over the ranks, in place, past every hook; gives it, and the bytes sent."""
-        return tensor, self._run_exact(Communicator(self.exact).all_reduce(tensor), "the exact mean")
+        return tensor, self._run_exact(Communicator(self.exact_group).all_reduce(tensor), "the exact mean")
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values at each place of `tensor`, in place, past every hook."""
-        self._run_exact(Communicator(self.exact).all_reduce_max(tensor), "the largest value, for the audit")
+        self._run_exact(
+            Communicator(self.exact_group).all_reduce_max(tensor), "the largest value, for the audit"
+        )
         return tensor
 
-    def _run_exact(self, wanted: Collective, what: str) -> int:
+    def _run_exact(self, collective: Collective, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
-        pending = self.exact.sequence(wanted, 0).issue(wanted.op, what=what)
-        work = self.exact.launch(wanted, 0)
+        pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
+        work = self.exact_group.launch(collective, 0)
         if isinstance(work, dist.Work):
             pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
         try:
             work.wait()
         except BaseException:
-            pending.failed()
+            pending.mark_failed()
             raise
-        return self.exact.wire_bytes(wanted)
+        return self.exact_group.wire_bytes(collective)
 
 
-def _urgent_nccl(timeout: timedelta) -> Any:
+def _high_priority_nccl_options(timeout: timedelta) -> Any:
     """Options of a process group whose collectives run before the kernels of others that wait."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.futures import Future
 
 _BLOCK_BYTES = 64 << 20
-_ALIGNED = 64  # where a tensor begins in a block, in bytes
+_ALIGNMENT_BYTES = 64  # where a tensor begins in a block, in bytes
 
 
-class Mark:
+class StreamTimestamp:
     """A moment on a stream: a CUDA event, or once that was read its time."""
 
     __slots__ = ("_event", "us")
@@ -23,13 +23,13 @@ class Mark:
 
     @property
     def event(self) -> torch.cuda.Event:
-        """The event; only while the mark was not read."""
-        assert self._event is not None, "the mark was read"
+        """The event; only while the timestamp was not read."""
+        assert self._event is not None, "the timestamp was read"
         return self._event
 
-    def over(self) -> bool:
-        """Whether the device has passed it. Any thread may ask; nothing waits, and a mark that was read asks
-        no device.
+    def has_passed(self) -> bool:
+        """Whether the device has passed it. Any thread may ask; nothing waits, and a timestamp that was
+        read asks no device.
         """
         event = self._event
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class Gpu:
         self.device = device
         self._events: list[torch.cuda.Event] = []  # shared by threads; taken and given in one operation each
 
-    def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
+    def new_stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
         """A new stream; what an `urgent` one has ready runs before the kernels of others that wait."""
         stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
             self.device, priority=-1 if urgent else 0
@@ -55,22 +55,24 @@ class Gpu:
         """The stream on which the calling thread works."""
         return torch.cuda.current_stream(self.device)
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+    def use_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
         """Inside, the calling thread works on a stream."""
         context: AbstractContextManager[None] = torch.cuda.stream(stream)
         return context
 
-    def uses(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """A stream uses memory that was allocated on another one, and that stays until it is done."""
+    def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that a stream uses a tensor of another stream, so that its memory is not given
+        away before the stream is done with it.
+        """
         tensor.record_stream(stream)
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
+    def record_timestamp(self, stream: torch.cuda.Stream | None = None) -> StreamTimestamp:
         """Note this moment of a stream; None: of the current one."""
-        event = self.event()
+        event = self.take_event()
         event.record(stream or self.current_stream())
-        return Mark(event)
+        return StreamTimestamp(event)
 
-    def event(self) -> torch.cuda.Event:
+    def take_event(self) -> torch.cuda.Event:
         """An event with a time, not recorded yet."""
         try:
             return self._events.pop()
@@ -81,13 +83,15 @@ class Gpu:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return event
 
-    def settle(self, mark: Mark, us: int) -> None:
-        """Give a mark its time; its event serves another one."""
-        event, mark.us, mark._event = mark.event, us, None
+    def set_time(self, timestamp: StreamTimestamp, us: int) -> None:
+        """Give a timestamp its time; its event serves another one."""
+        event, timestamp.us, timestamp._event = timestamp.event, us, None
         self._events.append(event)
 
     def future(self) -> Future[Tensor]:
-        """A future that is set under a stream; who waits for it has its own stream wait."""
+        """A future to be completed on the current stream; whoever waits for it has their own stream wait for
+        that one.
+        """
         return Future(devices=[self.device])
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -99,19 +103,19 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
 
-def to_host(number: Tensor) -> Tensor:
+def copy_scalar_to_host(number: Tensor) -> Tensor:
     """A copy of a number, shape (), in page-locked memory: there when the current stream has come so far.
     Nothing waits for it.
     """
     return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
 
 
-class LateNumber:
+class DeferredScalar:
     """A number, shape (), that is read later; a GPU then has to have come as far as when this was made."""
 
     def __init__(self, number: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._copy = to_host(number) if number.is_cuda else number.clone()
+        self._copy = copy_scalar_to_host(number) if number.is_cuda else number.clone()
         if number.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(number.device))
@@ -127,31 +131,33 @@ class CopyStream:
     """Copies from the host to a GPU on a stream of their own, beside what it computes."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._stream = gpu, gpu.stream()
+        self._gpu, self._stream = gpu, gpu.new_stream()
         self._moved: list[Tensor] = []
 
-    def send(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor; `join` comes before it is used. One that is there already is given back."""
-        with self._gpu.on(self._stream):
+    def copy_to_gpu(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor; `wait_for_copies` comes before it is used. One that is there already is
+        given back.
+        """
+        with self._gpu.use_stream(self._stream):
             moved = tensor.to(self._gpu.device, non_blocking=True)
         if moved is not tensor:
             self._moved.append(moved)
         return moved
 
-    def join(self) -> None:
+    def wait_for_copies(self) -> None:
         """Have the current stream wait for all copies that were started."""
         if self._moved:
             current = self._gpu.current_stream()
             current.wait_stream(self._stream)
             for moved in self._moved:
-                self._gpu.uses(moved, current)
+                self._gpu.record_stream(moved, current)
             self._moved.clear()
 
 
 class StagedCopies:
     """Copies of tensors on a GPU, on their way into page-locked memory."""
 
-    def __init__(self, staging: "Staging") -> None:
+    def __init__(self, staging: "PinnedStaging") -> None:
         self._staging = staging
         self._done: Any = None
 
@@ -159,7 +165,7 @@ class StagedCopies:
         """A copy in host memory of the same shape and dtype, complete after `wait`."""
         return self._staging._copy(tensor)
 
-    def sent(self) -> None:
+    def mark_all_started(self) -> None:
         """All copies were started. Later work of the current stream waits for them: it may overwrite what is
         copied.
         """
@@ -170,49 +176,49 @@ class StagedCopies:
         if self._done is not None:
             self._done.synchronize()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The copies are not needed any more: their memory serves the next ones."""
-        self._staging._busy.release()
+        self._staging._in_use_lock.release()
 
 
-class Staging:
+class PinnedStaging:
     """Page-locked memory through which tensors of a GPU reach the host while it computes on. It is kept:
     page-locking takes longer than copying.
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._stream = gpu, gpu.stream()
-        self._busy = threading.Lock()
+        self._gpu, self._stream = gpu, gpu.new_stream()
+        self._in_use_lock = threading.Lock()
         self._blocks: list[Tensor] = []
-        self._at: tuple[int, int] = 0, 0  # block, and offset in it, from which on there is room
+        self._next_free: tuple[int, int] = 0, 0  # block, and offset in it, from which on there is room
 
     def begin(self) -> StagedCopies | None:
         """Start to copy; None: what was copied before is still in use."""
-        if not self._busy.acquire(blocking=False):
+        if not self._in_use_lock.acquire(blocking=False):
             return None
-        self._at = 0, 0
+        self._next_free = 0, 0
         self._stream.wait_stream(self._gpu.current_stream())
         return StagedCopies(self)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         source = tensor.detach()
-        target = self._room(source.numel() * source.element_size()).view(source.dtype).view(source.shape)
-        with self._gpu.on(self._stream):
+        target = self._allocate(source.numel() * source.element_size()).view(source.dtype).view(source.shape)
+        with self._gpu.use_stream(self._stream):
             target.copy_(source, non_blocking=True)
         return target
 
     def _end(self) -> Any:
-        done = self._gpu.event()
+        done = self._gpu.take_event()
         done.record(self._stream)
         self._gpu.current_stream().wait_event(done)
         return done
 
-    def _room(self, nbytes: int) -> Tensor:
+    def _allocate(self, nbytes: int) -> Tensor:
         """The next `nbytes` of the blocks, of which there are as many as were ever needed."""
-        block, start = self._at
+        block, start = self._next_free
         while block < len(self._blocks) and start + nbytes > self._blocks[block].numel():
             block, start = block + 1, 0
         if block == len(self._blocks):
             self._blocks.append(self._gpu.pinned(max(nbytes, _BLOCK_BYTES)))
-        self._at = block, -(-(start + nbytes) // _ALIGNED) * _ALIGNED
+        self._next_free = block, -(-(start + nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return self._blocks[block][start : start + nbytes]

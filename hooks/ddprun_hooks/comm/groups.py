@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.observer import UNOBSERVED, CollectiveSequence, Observer, waiting
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence, Observer, observed_wait
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.payload import nbytes
 from ddprun_hooks.shm.group import ShmGroup
@@ -58,8 +58,8 @@ class Collective:
     """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
 
     source: int = 0
-    shared: bool = False  # through shared memory
-    maximum: bool = False  # all-reduce to the largest value instead of the sum
+    via_shared_memory: bool = False
+    take_max: bool = False  # all-reduce to the largest value instead of the sum
 
     def __await__(self) -> Generator[Collective, Tensor, Tensor]:
         return (yield self)
@@ -78,12 +78,12 @@ class RankGroup:
     hosts: tuple[str, ...]  # host of each rank, in group order
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
-    progress: ProgressThread | None = None  # runs what goes through shared memory
+    progress_thread: ProgressThread | None = None  # runs what goes through shared memory
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
     """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
     rank's host, and the ranks of the same index on every host."""
 
-    parts: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+    partition_groups: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
     """For each partition of this group's ranks: the part with this rank."""
 
     sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
@@ -94,32 +94,34 @@ class RankGroup:
         """Number of ranks."""
         return len(self.hosts)
 
-    def sequence(self, wanted: Collective, round_index: int) -> CollectiveSequence:
+    def sequence(self, collective: Collective, round_index: int) -> CollectiveSequence:
         """What observes a collective of this round."""
-        sequences = self.sequences.get(wanted.shared, ())
-        return sequences[round_index] if round_index < len(sequences) else UNOBSERVED
+        sequences = self.sequences.get(collective.via_shared_memory, ())
+        return sequences[round_index] if round_index < len(sequences) else NULL_OBSERVER
 
-    def launch(self, wanted: Collective, round_index: int) -> dist.Work | Future[None]:
+    def launch(self, collective: Collective, round_index: int) -> dist.Work | Future[None]:
         """Start a collective on the group of its round, which must exist."""
-        tensor, output, sizes = wanted.tensor, wanted.output, wanted.sizes
-        if wanted.shared:
-            assert self.progress is not None, "shared memory has a progress thread"
+        tensor, output, sizes = collective.tensor, collective.output, collective.sizes
+        if collective.via_shared_memory:
+            assert self.progress_thread is not None, "shared memory has a progress thread"
             shm = self.shm_groups[round_index]
             parts = sizes or [tensor.numel()] * self.size
-            match wanted.op:
+            match collective.op:
                 case "all_reduce":
-                    steps = shm.all_reduce(tensor)
+                    operation = shm.all_reduce(tensor)
                 case "reduce_scatter":
-                    steps = shm.reduce_scatter(tensor, parts, output)
+                    operation = shm.reduce_scatter(tensor, parts, output)
                 case "all_gather":
-                    steps = shm.all_gather(tensor, parts, output)
+                    operation = shm.all_gather(tensor, parts, output)
                 case _:
-                    raise HookSetupError(f'"{wanted.op}" does not go through shared memory')
-            return self.progress.submit(shm, steps)
+                    raise HookSetupError(f'"{collective.op}" does not go through shared memory')
+            return self.progress_thread.submit(shm, operation)
         group = self.process_groups[round_index]
-        match wanted.op:
+        match collective.op:
             case "all_reduce":
-                return group.allreduce([tensor], dist.ReduceOp.MAX if wanted.maximum else dist.ReduceOp.SUM)
+                return group.allreduce(
+                    [tensor], dist.ReduceOp.MAX if collective.take_max else dist.ReduceOp.SUM
+                )
             case "all_gather" if sizes is None or len(set(sizes)) == 1:
                 return group._allgather_base(output, tensor)  # a list would cost NCCL a second copy
             case "all_gather":
@@ -132,47 +134,47 @@ class RankGroup:
                 return group.alltoall_base(output, tensor, mine, list(sizes or ()))
             case "broadcast":
                 options = dist.BroadcastOptions()
-                options.rootRank = wanted.source
+                options.rootRank = collective.source
                 options.rootTensor = 0
                 return group.broadcast([tensor], options)
-        raise HookSetupError(f'"{wanted.op}" goes through shared memory only')
+        raise HookSetupError(f'"{collective.op}" goes through shared memory only')
 
-    def wire_bytes(self, wanted: Collective) -> int:
+    def wire_bytes(self, collective: Collective) -> int:
         """Bytes this rank sends, for the ring algorithms that Gloo and NCCL use on large tensors.
 
         All-reduce: 2(n-1)/n of the tensor; all-gather: (n-1) shards; all-to-all: (n-1)/n of the tensor
         (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Broadcast: a chain in which
         every rank but the last passes the tensor on once. Through shared memory: none.
         """
-        n, size = self.size, nbytes(wanted.tensor)
-        if wanted.shared:
+        n, size = self.size, nbytes(collective.tensor)
+        if collective.via_shared_memory:
             return 0
-        match wanted.op:
+        match collective.op:
             case "all_reduce":
                 return round(2 * (n - 1) * size / n)
             case "all_gather":
                 return (n - 1) * size
             case "all_to_all":
-                return size - self._part_bytes(wanted, self.rank)
+                return size - self._part_bytes(collective, self.rank)
             case "broadcast":
-                return size if (self.rank - wanted.source) % n != n - 1 else 0
+                return size if (self.rank - collective.source) % n != n - 1 else 0
         return 0
 
-    def between_hosts_bytes(self, wanted: Collective) -> int:
+    def between_hosts_bytes(self, collective: Collective) -> int:
         """The part of `wire_bytes` that leaves this rank's host."""
         here, n = self.hosts[self.rank], self.size
-        if wanted.shared:
+        if collective.via_shared_memory:
             return 0
-        if wanted.op == "all_to_all":
-            return sum(self._part_bytes(wanted, rank) for rank in range(n) if self.hosts[rank] != here)
+        if collective.op == "all_to_all":
+            return sum(self._part_bytes(collective, rank) for rank in range(n) if self.hosts[rank] != here)
         leaves = self.hosts[(self.rank + 1) % n] != here
-        return self.wire_bytes(wanted) if leaves else 0
+        return self.wire_bytes(collective) if leaves else 0
 
-    def _part_bytes(self, wanted: Collective, rank: int) -> int:
+    def _part_bytes(self, collective: Collective, rank: int) -> int:
         """Size of the part of an all-to-all that goes to `rank`, in bytes."""
-        if wanted.sizes is None:
-            return nbytes(wanted.tensor) // self.size
-        return wanted.sizes[rank] * wanted.tensor.element_size()
+        if collective.sizes is None:
+            return nbytes(collective.tensor) // self.size
+        return collective.sizes[rank] * collective.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class Placement:
         """Number of ranks."""
         return len(self.hosts)
 
-    def launched(self) -> list[list[int]]:
+    def ranks_by_host(self) -> list[list[int]]:
         """The ranks of each host name, in the order of their first ranks; of several launchers on a host (or
         hosts of one name) each counts for a host of its own.
         """
@@ -203,31 +205,31 @@ class Placement:
                 ranks = ranks[size:]
         return sorted(found)
 
-    def blocks(self, hosts: int | None) -> list[list[int]]:
-        """The ranks of each host, in rank order as process groups have them: of so many equal `hosts`, ranks
-        of one host together as far as possible, or (None) as they were launched.
+    def split_by_host(self, host_count: int | None) -> list[list[int]]:
+        """The ranks of each host, in rank order as process groups have them: of `host_count` equal hosts,
+        ranks of one host together as far as possible, or (None) as they were launched.
 
         Raises:
             HookSetupError: the hosts would not hold equally many ranks.
         """
-        launched = self.launched()
-        if hosts is None:
+        launched = self.ranks_by_host()
+        if host_count is None:
             if len({len(ranks) for ranks in launched}) > 1:
                 counts = ", ".join(f"{self.hosts[ranks[0]]}: {len(ranks)}" for ranks in launched)
                 raise HookSetupError(
                     f"two levels need equally many ranks on each host; here they are {counts}"
                 )
             return launched
-        if self.size % hosts:
+        if self.size % host_count:
             raise HookSetupError(
-                f"two levels with hosts: {hosts} need equally many ranks on each host, but {hosts} "
+                f"two levels with hosts: {host_count} need equally many ranks on each host, but {host_count} "
                 f"does not divide {self.size} ranks"
             )
-        per_host, by_host = self.size // hosts, [rank for ranks in launched for rank in ranks]
+        per_host, by_host = self.size // host_count, [rank for ranks in launched for rank in ranks]
         return sorted(sorted(by_host[at : at + per_host]) for at in range(0, self.size, per_host))
 
 
-def combine(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
+def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
     """What serves each of several stacks, one at a time."""
     combined: dict[GroupRequirement, int] = {}
     for one in requirements:
@@ -236,12 +238,14 @@ def combine(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement,
     return combined
 
 
-def within_hosts(requirements: GroupRequirements, hosts: int | None) -> dict[GroupRequirement, int]:
-    """What a stack requires whose payloads go through the ranks of one host only; `hosts` as in
-    `GroupRequirement`.
+def requirements_within_hosts(
+    requirements: GroupRequirements, host_count: int | None
+) -> dict[GroupRequirement, int]:
+    """What a stack requires whose payloads go through the ranks of one host only; `host_count` is
+    `hosts` of `GroupRequirement`.
     """
-    return combine(
-        {GroupRequirement("within", hosts, one.shared): rounds} for one, rounds in requirements.items()
+    return merge_requirements(
+        {GroupRequirement("within", host_count, one.shared): rounds} for one, rounds in requirements.items()
     )
 
 
@@ -255,42 +259,49 @@ class GroupFactory:
 
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
     timeout_s: float
-    progress: ProgressThread
-    observer: Observer = UNOBSERVED  # sees every collective
+    progress_thread: ProgressThread
+    observer: Observer = NULL_OBSERVER  # sees every collective
 
-    def open(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
+    def make_group(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
 
         Raises:
             HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
         """
-        splits, parts = {}, {}
+        splits, partition_groups = {}, {}
         everybody = list(range(placement.size))
-        before = "" if name == "world" else f"{name} "
-        levels = {one.hosts for one in requirements if one.leg in ("within", "across")}
-        for hosts in sorted(levels, key=lambda hosts: hosts or 0):
-            blocks = placement.blocks(hosts)
+        prefix = "" if name == "world" else f"{name} "
+        host_counts = {one.hosts for one in requirements if one.leg in ("within", "across")}
+        for host_count in sorted(host_counts, key=lambda count: count or 0):
+            blocks = placement.split_by_host(host_count)
             # In rank order, which torch's process groups have whatever order they are given.
             columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
-            tag = "" if hosts is None else f"/{hosts}"
+            tag = "" if host_count is None else f"/{host_count}"
             within, across = (
-                self._open(f"{before}{leg}{tag}", placement, groups, _rounds(requirements, leg, hosts))
+                self._make_own_group(
+                    f"{prefix}{leg}{tag}",
+                    placement,
+                    groups,
+                    _rounds_by_transport(requirements, leg, host_count),
+                )
                 for leg, groups in (("within", blocks), ("across", columns))
             )
-            splits[hosts] = within, across
+            splits[host_count] = within, across
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
             if sorted(itertools.chain(*partition)) != everybody:
                 raise HookSetupError(
                     f"a partition of {placement.size} ranks has each of them once: {partition}"
                 )
             rounds = {False: requirements[GroupRequirement("part", parts=partition)]}
-            parts[partition] = self._open(
-                f"{before}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
+            partition_groups[partition] = self._make_own_group(
+                f"{prefix}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
             )
-        world = self._open(name, placement, [everybody], _rounds(requirements, "world"))
-        return replace(world, splits=splits, parts=parts)
+        world = self._make_own_group(
+            name, placement, [everybody], _rounds_by_transport(requirements, "world")
+        )
+        return replace(world, splits=splits, partition_groups=partition_groups)
 
-    def _open(
+    def _make_own_group(
         self, name: str, placement: Placement, groups: list[list[int]], rounds: dict[bool, int]
     ) -> RankGroup:
         """This rank's group; `groups` lists the ranks of each group of this name."""
@@ -305,19 +316,19 @@ class GroupFactory:
             for ranks in groups:
                 check_one_host([placement.hosts[rank] for rank in ranks])
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
-            sharing = self.observer.sequence(f"{name}, being shared", mine)
-            with waiting(sharing, "share", f"making {rounds[True]} areas of shared memory"):
+            sharing = self.observer.new_sequence(f"{name}, being shared", mine)
+            with observed_wait(sharing, "share", f"making {rounds[True]} areas of shared memory"):
                 shm_groups = open_shm_groups(
                     rank=mine.index(placement.rank),
                     size=len(mine),
                     count=rounds[True],
-                    share=lambda data: self.all_gather_bytes(data)[mine[0]],
+                    broadcast_bytes=lambda data: self.all_gather_bytes(data)[mine[0]],
                     timeout_s=self.timeout_s,
-                    names=mine,
+                    rank_labels=mine,
                 )
         sequences = {
             shared: [
-                self.observer.sequence(f"{name}.{index}{' in shared memory' if shared else ''}", mine)
+                self.observer.new_sequence(f"{name}.{index}{' in shared memory' if shared else ''}", mine)
                 for index in range(count)
             ]
             for shared, count in sorted(rounds.items())
@@ -328,15 +339,19 @@ class GroupFactory:
             tuple(placement.hosts[rank] for rank in mine),
             process_groups,
             shm_groups,
-            self.progress if shm_groups else None,
+            self.progress_thread if shm_groups else None,
             sequences=sequences,
         )
 
 
-def _rounds(requirements: GroupRequirements, leg: str, hosts: int | None = None) -> dict[bool, int]:
-    """Rounds through shared memory (True) and over the network (False)."""
+def _rounds_by_transport(
+    requirements: GroupRequirements, leg: str, host_count: int | None = None
+) -> dict[bool, int]:
+    """How many rounds a leg needs through shared memory (True) and over the network (False)."""
     return {
-        one.shared: rounds for one, rounds in requirements.items() if (one.leg, one.hosts) == (leg, hosts)
+        one.shared: rounds
+        for one, rounds in requirements.items()
+        if (one.leg, one.hosts) == (leg, host_count)
     }
 
 
@@ -350,7 +365,7 @@ def check_one_host(hosts: Sequence[str]) -> None:
         )
 
 
-def check_device(device: torch.device, requirements: Iterable[GroupRequirement]) -> None:
+def check_shared_memory_device(device: torch.device, requirements: Iterable[GroupRequirement]) -> None:
     """Raise HookSetupError for shared memory where tensors are on a GPU."""
     if device.type == "cuda" and any(one.shared for one in requirements):
         raise HookSetupError(

@@ -14,14 +14,14 @@ from ddprun_hooks.payload import Payload
 class PendingCollective(Protocol):
     """One collective, from its issue to its end."""
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """It is over."""
 
-    def failed(self) -> None:
-        """It has failed: it stays what this rank waits for, and grows no older."""
+    def mark_failed(self) -> None:
+        """It has failed: it still counts as what this rank waits for, but its age no longer grows."""
 
-    def done_when(self, ended: Callable[[], bool]) -> None:
-        """`ended` says whether it is over; it is called on any thread, and no more once it was true."""
+    def done_when(self, has_ended: Callable[[], bool]) -> None:
+        """`has_ended` says whether it is over; it is called on any thread, and no more once it was true."""
 
 
 class CollectiveSequence(Protocol):
@@ -43,15 +43,15 @@ class CollectiveSequence(Protocol):
 class Observer(Protocol):
     """Sees the collectives of this rank."""
 
-    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         """A new sequence of the collectives that `ranks` (of the whole run) issue on what is called `name`.
 
         All ranks of a run make theirs in one order, groups that exist side by side at once.
         """
 
 
-class _Unobserved:
-    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+class _NullObserver:
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         return self
 
     def issue(
@@ -59,19 +59,19 @@ class _Unobserved:
     ) -> PendingCollective:
         return self
 
-    def done(self) -> None: ...
+    def mark_done(self) -> None: ...
 
-    def failed(self) -> None: ...
+    def mark_failed(self) -> None: ...
 
-    def done_when(self, ended: Callable[[], bool]) -> None: ...
+    def done_when(self, has_ended: Callable[[], bool]) -> None: ...
 
 
-UNOBSERVED = _Unobserved()
+NULL_OBSERVER = _NullObserver()
 """The observer, the sequence and the pending collective where there is no observer."""
 
 
 @contextmanager
-def waiting(
+def observed_wait(
     sequence: CollectiveSequence, op: str, what: str, peers: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Inside, this rank waits for `peers`, or for all that have not come this far."""
@@ -79,6 +79,6 @@ def waiting(
     try:
         yield
     except BaseException:
-        pending.failed()
+        pending.mark_failed()
         raise
-    pending.done()
+    pending.mark_done()

@@ -30,18 +30,18 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.gpu import Gpu, Mark
+from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.comm.observer import PendingCollective
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
-from ddprun_hooks.comm.uncounted import noting
+from ddprun_hooks.comm.uncounted import run_and_detect
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload, dtype_name, nbytes
 from ddprun_hooks.stack import Stack
 
-_STREAMS = 4  # of a queue on a GPU: as many buckets are under way beside each other
+_STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
-_Ended = Callable[[Future[Any]], Tensor | BaseException]
+_CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
@@ -76,7 +76,7 @@ class HostQueue:
         bucket = _BucketInFlight(payload, stack, trace, start_hooks(payload, stack, group or self.world))
         with self._lock:
             alone = not (self._driving or self._events or self._in_flight)
-        if alone and stack.collectives == 1 and payload.kind == "gradient":
+        if alone and stack.max_collectives == 1 and payload.kind == "gradient":
             future = self._send_at_once(bucket)
         else:
             future = bucket.future = Future()
@@ -94,22 +94,22 @@ class HostQueue:
         try:
             if self.error is not None:
                 raise self.error
-            wanted = self._advance(bucket, None)
-            if wanted is not None:
-                done, ended = self._start(bucket, wanted)
+            collective = self._advance(bucket, None)
+            if collective is not None:
+                done, complete = self._start_collective(bucket, collective)
         except BaseException as error:  # a hook may raise anything
             self.error = self.error or error
             future: Future[Tensor] = Future()
-            fail(future, self.error)
+            fail_future(future, self.error)
             return future
-        if wanted is None:
+        if collective is None:
             future = Future()
             future.set_result(bucket.payload.tensor)
             return future
 
         def finish(arrived: Future[Any]) -> Tensor:
             try:
-                result = ended(arrived)
+                result = complete(arrived)
                 if isinstance(result, BaseException):
                     raise result
                 more = self._advance(bucket, result)
@@ -120,7 +120,7 @@ class HostQueue:
                 raise
             return bucket.payload.tensor
 
-        return done.then(tracked(finish))
+        return done.then(wait_for_at_exit(finish))
 
     def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
         """Have a bucket go on, here or by the thread that is driving already: it enters the queue (None), or
@@ -155,8 +155,8 @@ class HostQueue:
             return
         if self.error is not None:
             raise self.error
-        bucket.wanted = self._advance(bucket, result)
-        if bucket.wanted is None:
+        bucket.requested_collective = self._advance(bucket, result)
+        if bucket.requested_collective is None:
             self._in_flight.remove(bucket)
             bucket.future.set_result(bucket.payload.tensor)
         self._issue_in_order()
@@ -167,53 +167,59 @@ class HostQueue:
         """
         start, trace = now_us(), bucket.trace
         try:
-            wanted = next_collective(bucket.run, result, bucket.stack, trace)
+            collective = next_collective(bucket.run, result, bucket.stack, trace)
         except StopIteration as stop:
             write_back(cast(Tensor, stop.value), bucket.payload, bucket.stack)
             self._add_span(trace, start, "decode")
             trace.done = now_us()
             return None
         self._add_span(trace, start, "encode")
-        return wanted
+        return collective
 
     def _issue_in_order(self) -> None:
         """Issue every collective that the rule allows."""
         before: _BucketInFlight | None = None
         for bucket in list(self._in_flight):
-            wanted = bucket.wanted
-            if wanted is not None:
-                group = wanted.group.name
+            collective = bucket.requested_collective
+            if collective is not None:
+                group = collective.group.name
                 if before is None or before.issued[group] > bucket.issued[group]:
-                    bucket.wanted = None
-                    done, ended = self._start(bucket, wanted)
-                    done.add_done_callback(tracked(partial(self._arrived, bucket, ended)))
+                    bucket.requested_collective = None
+                    done, complete = self._start_collective(bucket, collective)
+                    done.add_done_callback(
+                        wait_for_at_exit(partial(self._on_collective_done, bucket, complete))
+                    )
             before = bucket
             if self.error is not None:
                 return
 
-    def _arrived(self, bucket: "_BucketInFlight", ended: "_Ended", future: Future[Any]) -> None:
-        self._post(bucket, ended(future))
+    def _on_collective_done(
+        self, bucket: "_BucketInFlight", complete: "_CompletionCallback", future: Future[Any]
+    ) -> None:
+        self._post(bucket, complete(future))
 
-    def _start(self, bucket: "_BucketInFlight", wanted: Collective) -> tuple[Future[Any], "_Ended"]:
+    def _start_collective(
+        self, bucket: "_BucketInFlight", collective: Collective
+    ) -> tuple[Future[Any], "_CompletionCallback"]:
         """Start a collective; gives its future, and what notes its end and says what has come of it."""
-        issued, group = bucket.issued, wanted.group.name
-        collective = new_collective_trace(wanted, issued[group], now_us())
-        bucket.trace.collectives.append(collective)
-        pending = wanted.group.sequence(wanted, issued[group]).issue(wanted.op, bucket.payload)
-        work = launch(wanted, issued[group], bucket.stack)
+        issued, group = bucket.issued, collective.group.name
+        collective_trace = new_collective_trace(collective, issued[group], now_us())
+        bucket.trace.collectives.append(collective_trace)
+        pending = collective.group.sequence(collective, issued[group]).issue(collective.op, bucket.payload)
+        work = launch_collective(collective, issued[group], bucket.stack)
         issued[group] += 1
 
-        def ended(future: Future[Any]) -> Tensor | BaseException:
-            collective.done = now_us()
+        def complete(future: Future[Any]) -> Tensor | BaseException:
+            collective_trace.done = now_us()
             try:
                 future.value()
             except BaseException as error:
-                pending.failed()
+                pending.mark_failed()
                 return error
-            pending.done()
-            return wanted.output
+            pending.mark_done()
+            return collective.output
 
-        return work if isinstance(work, Future) else work.get_future(), ended
+        return work if isinstance(work, Future) else work.get_future(), complete
 
     def _fail_all(self, error: BaseException) -> None:
         """Fail everything in flight: a future that is never set would hang its waiter for ever."""
@@ -222,7 +228,7 @@ class HostQueue:
         broken, self._in_flight = self._in_flight, []
         for bucket in broken:
             bucket.run.close()
-            fail(bucket.future, self.error)
+            fail_future(bucket.future, self.error)
 
     def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
         on_training_thread = threading.get_ident() == self._training_thread
@@ -230,13 +236,15 @@ class HostQueue:
 
 
 _CallbackT = TypeVar("_CallbackT", bound=Callable[..., Any])
-_callbacks = set[weakref.ref[Any]]()  # that a future has not let go of
+_callbacks_to_await = set[weakref.ref[Any]]()  # that a future has not let go of
 _EXIT_WAIT_S = 1.0  # for collectives that never end
 
 
-def tracked(callback: _CallbackT) -> _CallbackT:
-    """The same callback, which the end of the process waits for."""
-    _callbacks.add(weakref.ref(callback, _callbacks.discard))
+def wait_for_at_exit(callback: _CallbackT) -> _CallbackT:
+    """Give `callback` back. When the process ends, it waits (a second at most) until nothing refers to the
+    callback any more.
+    """
+    _callbacks_to_await.add(weakref.ref(callback, _callbacks_to_await.discard))
     return callback
 
 
@@ -246,7 +254,7 @@ def _wait_for_callbacks() -> None:
     on, and a C++ thread that asks for the GIL while the interpreter ends aborts the process.
     """
     end = time.monotonic() + _EXIT_WAIT_S
-    while _callbacks and time.monotonic() < end:
+    while _callbacks_to_await and time.monotonic() < end:
         time.sleep(1e-3)
 
 
@@ -260,7 +268,7 @@ class _BucketInFlight:
     run: HookRun
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
     issued: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives so far, by group
-    wanted: Collective | None = None  # asked for, not yet issued
+    requested_collective: Collective | None = None  # asked for, not yet issued
 
 
 class StreamQueue:
@@ -276,32 +284,33 @@ class StreamQueue:
     def __init__(self, world: RankGroup, gpu: Gpu) -> None:
         self.world = world
         self.error: BaseException | None = None
-        self.detailed = True
-        """Take marks of hooks' work and of collectives, too. Otherwise they count as from ready to done."""
+        self.detailed_timing = True
+        """Take timestamps of hooks' work and of collectives, too. Otherwise they count as from ready to
+        done."""
 
         self._gpu = gpu
-        self._streams = [gpu.stream(urgent=True) for _ in range(_STREAMS)]
+        self._streams = [gpu.new_stream(urgent=True) for _ in range(_STREAM_COUNT)]
 
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
         """As `HostQueue.send`; the future is set at once and carries the stream's events."""
-        gpu, stream = self._gpu, self._streams[payload.bucket % _STREAMS]
-        ready = gpu.mark()
-        trace: BucketTrace[Mark] = new_trace(payload, stack, ready)
+        gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
+        ready = gpu.record_timestamp()
+        trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
         trace.handed_over = ready
         traces.append(trace)
         future = gpu.future()
         stream.wait_event(ready.event)
-        with gpu.on(stream):
-            gpu.uses(payload.tensor, stream)
+        with gpu.use_stream(stream):
+            gpu.record_stream(payload.tensor, stream)
             try:
                 if self.error is not None:
                     raise self.error
                 self._run(payload, stack, trace, group or self.world, stream)
             except BaseException as error:
                 self.error = self.error or error
-                fail(future, self.error)
+                fail_future(future, self.error)
             else:
                 future.set_result(payload.tensor)
         return future
@@ -310,44 +319,44 @@ class StreamQueue:
         self,
         payload: Payload,
         stack: Stack,
-        trace: BucketTrace[Mark],
+        trace: BucketTrace[StreamTimestamp],
         group: RankGroup,
         stream: torch.cuda.Stream,
     ) -> None:
-        gpu, detailed, issued = self._gpu, self.detailed, Counter[str]()
+        gpu, detailed, issued = self._gpu, self.detailed_timing, Counter[str]()
         run = start_hooks(payload, stack, group)
         result: Tensor | None = None
-        start = gpu.mark(stream) if detailed else trace.ready
-        under_way: list[PendingCollective] = []
+        start = gpu.record_timestamp(stream) if detailed else trace.ready
+        pending_collectives: list[PendingCollective] = []
         while True:
             try:
-                wanted = next_collective(run, result, stack, trace)
+                collective = next_collective(run, result, stack, trace)
             except StopIteration as stop:
                 write_back(cast(Tensor, stop.value), payload, stack)
-                done = trace.done = gpu.mark(stream)
+                done = trace.done = gpu.record_timestamp(stream)
                 if detailed:
                     trace.spans.append(Span(start, done, "decode", False))
-                for collective in trace.collectives:
-                    collective.done = collective.done or done
-                for pending in under_way:
-                    pending.done_when(done.over)
+                for collective_trace in trace.collectives:
+                    collective_trace.done = collective_trace.done or done
+                for pending in pending_collectives:
+                    pending.done_when(done.has_passed)
                 return
-            name, one_group = wanted.group.name, len(wanted.group.process_groups) == 1
+            name, one_group = collective.group.name, len(collective.group.process_groups) == 1
             round_index = 0 if one_group else issued[name]
             issued[name] += 1
             launched = start
             if detailed:
-                launched = gpu.mark(stream)
+                launched = gpu.record_timestamp(stream)
                 trace.spans.append(Span(start, launched, "encode", False))
-            trace.collectives.append(new_collective_trace(wanted, round_index, launched))
-            pending = wanted.group.sequence(wanted, round_index).issue(wanted.op, payload)
-            launch(wanted, round_index, stack).wait()  # with NCCL, the stream alone waits
+            trace.collectives.append(new_collective_trace(collective, round_index, launched))
+            pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
+            launch_collective(collective, round_index, stack).wait()  # with NCCL, the stream alone waits
             if detailed:
-                trace.collectives[-1].done = start = gpu.mark(stream)
-                pending.done_when(start.over)
+                trace.collectives[-1].done = start = gpu.record_timestamp(stream)
+                pending.done_when(start.has_passed)
             else:
-                under_way.append(pending)
-            result = wanted.output
+                pending_collectives.append(pending)
+            result = collective.output
 
 
 CommQueue = HostQueue | StreamQueue
@@ -369,34 +378,40 @@ def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
     )
 
 
-def new_collective_trace(wanted: Collective, round_index: int, start: Any) -> CollectiveTrace[Any]:
+def new_collective_trace(collective: Collective, round_index: int, start: Any) -> CollectiveTrace[Any]:
     """The trace of a collective that is about to start."""
-    group = wanted.group
+    group = collective.group
     return CollectiveTrace(
-        op=wanted.op,
+        op=collective.op,
         group=f"{group.name}.{round_index}",
-        dtype=dtype_name(wanted.tensor.dtype),
-        bytes=nbytes(wanted.tensor if wanted.op == "reduce_scatter" else wanted.output),
-        wire_bytes=group.wire_bytes(wanted),
-        between_hosts_bytes=group.between_hosts_bytes(wanted),
+        dtype=dtype_name(collective.tensor.dtype),
+        bytes=nbytes(collective.tensor if collective.op == "reduce_scatter" else collective.output),
+        wire_bytes=group.wire_bytes(collective),
+        between_hosts_bytes=group.between_hosts_bytes(collective),
         start=start,
     )
 
 
-def launch(wanted: Collective, round_index: int, stack: Stack) -> dist.Work | Future[None]:
+def launch_collective(collective: Collective, round_index: int, stack: Stack) -> dist.Work | Future[None]:
     """Start a collective on its group."""
-    group = wanted.group
-    check_rounds(wanted, round_index, len(group.shm_groups if wanted.shared else group.process_groups), stack)
-    return group.launch(wanted, round_index)
+    group = collective.group
+    check_rounds(
+        collective,
+        round_index,
+        len(group.shm_groups if collective.via_shared_memory else group.process_groups),
+        stack,
+    )
+    return group.launch(collective, round_index)
 
 
-def check_rounds(wanted: Collective, round_index: int, available: int, stack: Stack) -> None:
+def check_rounds(collective: Collective, round_index: int, available: int, stack: Stack) -> None:
     """Raise ExchangeError if a stack asks for more collectives than it declared."""
     if round_index >= available:
+        name = collective.group.name
         raise ExchangeError(
             f"hooks {list(stack.names)} ask for collective {round_index + 1} of one payload among the ranks "
-            f'"{wanted.group.name}", but process groups were made for {available}: set `rounds` on the class '
-            "of the hook to the most it needs"
+            f'"{name}", but process groups were made for {available}: set `rounds` on the class of the hook '
+            "to the most it needs"
         )
 
 
@@ -412,17 +427,17 @@ def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: Bu
         StopIteration: they have finished; its value is the mean.
         ExchangeError: a hook awaits something that is not a collective.
     """
-    if stack.foreign:
-        wanted = noting(partial(run.send, result), stack.foreign, trace.uncounted)
+    if stack.custom_hooks:
+        awaited = run_and_detect(partial(run.send, result), stack.custom_hooks, trace.uncounted)
     else:
-        wanted = run.send(result)
-    if not isinstance(wanted, Collective):
-        names = ", ".join(name for name, _ in stack.foreign)
+        awaited = run.send(result)
+    if not isinstance(awaited, Collective):
+        names = ", ".join(name for name, _ in stack.custom_hooks)
         raise ExchangeError(
-            f'hook "{names}" awaits {type(wanted).__name__}, which is not a collective; '
+            f'hook "{names}" awaits {type(awaited).__name__}, which is not a collective; '
             "a hook awaits comm.reduce and the collectives of comm only"
         )
-    return wanted
+    return awaited
 
 
 def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
@@ -446,7 +461,7 @@ def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
         target.copy_(mean)
 
 
-def fail(future: Future[Tensor], error: BaseException) -> None:
-    """Give a future's waiter `error`."""
+def fail_future(future: Future[Tensor], error: BaseException) -> None:
+    """Complete a future with `error`, which its waiter gets."""
     exception = error if isinstance(error, Exception) else RuntimeError(repr(error))
     future.set_exception(exception)  # type: ignore[arg-type]  # torch's stub wants the future's own type here

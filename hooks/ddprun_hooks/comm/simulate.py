@@ -14,7 +14,7 @@ from ddprun_hooks.comm.groups import (
     Placement,
     RankGroup,
     check_one_host,
-    combine,
+    merge_requirements,
 )
 from ddprun_hooks.comm.queue import (
     check_rounds,
@@ -26,21 +26,24 @@ from ddprun_hooks.comm.queue import (
 )
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import ExchangeError, HooksError
-from ddprun_hooks.payload import Kind, Payload
+from ddprun_hooks.payload import Payload, PayloadKind
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
 
 
 def simulated_group(name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
-    """The group that `GroupFactory.open` would give the rank of `placement`, over which nothing can be sent.
+    """The group that `GroupFactory.make_group` would give the rank of `placement`. Nothing can be sent over
+    it.
 
     Raises:
         HookSetupError: the ranks do not lie as a hook needs them.
     """
     # Shared memory would be made at once, where a process group is only a name here.
-    unshared = combine({one._replace(shared=False): rounds} for one, rounds in requirements.items())
+    unshared = merge_requirements(
+        {one._replace(shared=False): rounds} for one, rounds in requirements.items()
+    )
     factory = GroupFactory(lambda name, ranks: None, lambda data: [], 0.0, ProgressThread())
-    return factory.open(name, placement, unshared)
+    return factory.make_group(name, placement, unshared)
 
 
 def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[int]:
@@ -65,31 +68,31 @@ def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[in
     result: Tensor | None = None
     while True:
         try:
-            wanted = next_collective(run, result, stack, trace)
+            collective = next_collective(run, result, stack, trace)
         except StopIteration as stop:
             write_back(cast(Tensor, stop.value), payload, stack)
             return trace
         except HooksError:
             raise
         except Exception as error:
-            if not stack.foreign:
+            if not stack.custom_hooks:
                 raise
-            names = ", ".join(name for name, _ in stack.foreign)
+            names = ", ".join(name for name, _ in stack.custom_hooks)
             raise ExchangeError(
                 f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
             ) from error
-        group = wanted.group
-        check_rounds(wanted, issued[group.name], len(group.process_groups), stack)
-        if wanted.shared:
+        group = collective.group
+        check_rounds(collective, issued[group.name], len(group.process_groups), stack)
+        if collective.via_shared_memory:
             check_one_host(group.hosts)
-        collective = new_collective_trace(wanted, issued[group.name], 0)
-        collective.done = 0
-        trace.collectives.append(collective)
+        collective_trace = new_collective_trace(collective, issued[group.name], 0)
+        collective_trace.done = 0
+        trace.collectives.append(collective_trace)
         issued[group.name] += 1
-        result = _answer(wanted)
+        result = _simulated_result(collective)
 
 
-def example_payload(layout: BucketLayout, kind: Kind, device: torch.device | None = None) -> Payload:
+def example_payload(layout: BucketLayout, kind: PayloadKind, device: torch.device | None = None) -> Payload:
     """A payload with the shape of a bucket and values that no run has."""
     dtype = cast(torch.dtype, getattr(torch, layout.dtype))
     if dtype.is_floating_point:
@@ -99,23 +102,23 @@ def example_payload(layout: BucketLayout, kind: Kind, device: torch.device | Non
     return Payload(tensor, layout.params, kind, layout.index)
 
 
-def _answer(wanted: Collective) -> Tensor:
+def _simulated_result(collective: Collective) -> Tensor:
     """What comes back if every rank has sent what this one sends."""
-    output, group = wanted.output, wanted.group
+    output, group = collective.output, collective.group
     if output.is_meta:
         return output
-    flat = wanted.tensor.reshape(-1)
+    flat = collective.tensor.reshape(-1)
 
     def own_part() -> Tensor:
         """The part of the tensor that goes to this rank itself."""
-        sizes = wanted.sizes or [flat.numel() // group.size] * group.size
+        sizes = collective.sizes or [flat.numel() // group.size] * group.size
         return torch.split(flat, list(sizes))[group.rank]
 
-    match wanted.op:
+    match collective.op:
         case "all_reduce":
-            return output if wanted.maximum else output.mul_(group.size)
+            return output if collective.take_max else output.mul_(group.size)
         case "all_gather":
-            for part in torch.split(output, list(wanted.sizes or [flat.numel()] * group.size)):
+            for part in torch.split(output, list(collective.sizes or [flat.numel()] * group.size)):
                 # A rank whose part is longer sends more of the same.
                 if flat.numel():
                     part.copy_(flat.repeat(-(-part.numel() // flat.numel()))[: part.numel()])

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ddprun_hooks.comm.uncounted import Uncounted
-from ddprun_hooks.payload import Finding, Kind, ParamSlice
+from ddprun_hooks.comm.uncounted import UncountedCollective
+from ddprun_hooks.payload import Finding, ParamSlice, PayloadKind
 
-Mark = TypeVar("Mark")
-"""A moment: microseconds of this rank's monotonic clock, or a `gpu.Mark` that becomes one later."""
+TimeT = TypeVar("TimeT")
+"""A moment: microseconds of this rank's monotonic clock, or a `gpu.StreamTimestamp` until that is read."""
 
 
 def now_us() -> int:
@@ -22,7 +22,7 @@ def now_us() -> int:
 
 
 @dataclass(slots=True)
-class CollectiveTrace(Generic[Mark]):
+class CollectiveTrace(Generic[TimeT]):
     """One collective."""
 
     op: str
@@ -31,16 +31,16 @@ class CollectiveTrace(Generic[Mark]):
     bytes: int  # size of what is summed, gathered or exchanged, in bytes
     wire_bytes: int  # what this rank sends for it, in bytes
     between_hosts_bytes: int  # the part of `wire_bytes` that leaves this host
-    start: Mark
-    done: Mark | None = None
+    start: TimeT
+    done: TimeT | None = None
 
 
 @dataclass(slots=True)
-class Span(Generic[Mark]):
+class Span(Generic[TimeT]):
     """One stretch of hook work: from a coroutine's start or wake-up to its next collective or its end."""
 
-    start: Mark
-    done: Mark
+    start: TimeT
+    done: TimeT
     phase: str  # `encode` before the last collective, `decode` after it
     on_training_thread: bool
 
@@ -61,42 +61,44 @@ class Fidelity:
 
 
 @dataclass(slots=True)
-class BucketTrace(Generic[Mark]):
+class BucketTrace(Generic[TimeT]):
     """One payload on its way through a stack."""
 
-    kind: Kind
+    kind: PayloadKind
     bucket: int
     hooks: tuple[str, ...]
     dtype: str
     numel: int
     bytes: int
-    ready: Mark  # the payload was complete on this rank: the hook was entered
-    done: Mark | None = None  # the mean was in the payload's memory
-    handed_over: Mark | None = None
+    ready: TimeT  # the payload was complete on this rank: the hook was entered
+    done: TimeT | None = None  # the mean was in the payload's memory
+    handed_over: TimeT | None = None
     """The hook returned to the caller (the backward pass) with a future in its hand."""
 
-    collectives: list[CollectiveTrace[Mark]] = field(default_factory=list)
-    spans: list[Span[Mark]] = field(default_factory=list)
+    collectives: list[CollectiveTrace[TimeT]] = field(default_factory=list)
+    spans: list[Span[TimeT]] = field(default_factory=list)
     findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
-    uncounted: list[Uncounted] = field(default_factory=list)
+    uncounted: list[UncountedCollective] = field(default_factory=list)
     """Collectives that hooks have issued by themselves: not in `collectives`."""
 
     params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None
     """How the mean that came back compares with the exact one, if somebody has looked."""
 
-    def mapped(self, us: Callable[[Any], int]) -> "BucketTrace[int]":
-        """The same trace with every mark turned into microseconds."""
-        of: Any = self  # `replace` knows no other type parameter than that of its argument
-        mapped: BucketTrace[int] = replace(
-            of,
-            ready=us(of.ready),
-            done=us(of.done),
-            handed_over=us(of.handed_over),
-            collectives=[replace(one, start=us(one.start), done=us(one.done)) for one in of.collectives],
-            spans=[replace(one, start=us(one.start), done=us(one.done)) for one in of.spans],
+    def in_microseconds(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
+        """The same trace with every moment in microseconds, as `to_us` converts it."""
+        untyped: Any = self  # `replace` knows no other type parameter than that of its argument
+        converted: BucketTrace[int] = replace(
+            untyped,
+            ready=to_us(self.ready),
+            done=to_us(self.done),
+            handed_over=to_us(self.handed_over),
+            collectives=[
+                replace(one, start=to_us(one.start), done=to_us(one.done)) for one in untyped.collectives
+            ],
+            spans=[replace(one, start=to_us(one.start), done=to_us(one.done)) for one in untyped.spans],
         )
-        return mapped
+        return converted
 
     @property
     def wire_bytes(self) -> int:
@@ -110,7 +112,9 @@ class BucketTrace(Generic[Mark]):
 
 
 def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
-    """Make numbers of the codes of what hooks have found, in one reading; the traces are complete."""
+    """Replace the codes in findings, which are tensors, by numbers, all in one reading; the traces are
+    complete.
+    """
     findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
     if findings:
         codes = torch.stack([torch.as_tensor(one.code) for one in findings]).tolist()
@@ -118,9 +122,9 @@ def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
             finding.code = code
 
 
-def compare(given: Tensor, exact: Tensor, wire_bytes: int, residual_norm: float) -> Fidelity:
+def compute_fidelity(approximate: Tensor, exact: Tensor, wire_bytes: int, residual_norm: float) -> Fidelity:
     """Compare a stack's mean with the exact one, both of shape (numel,), in fp64."""
-    h, e = given.double(), exact.double()
+    h, e = approximate.double(), exact.double()
     h_norm, e_norm = float(torch.linalg.vector_norm(h)), float(torch.linalg.vector_norm(e))
     error = float(torch.linalg.vector_norm(h - e))
     both = h_norm * e_norm

@@ -1,9 +1,9 @@
 """Collectives that a hook issues by itself, past its communicator.
 
-Nothing counts their bytes, and nothing keeps their order between ranks. Torch's process groups are told apart
-by nothing else than who calls them, so every call of one of their methods from Python passes by here; while a
-hook that is not built in runs on that thread, it is noted. Calls that do not come from Python (DDP's own, or
-functional collectives) are not seen.
+Nothing counts their bytes, and nothing keeps their order between ranks. DDP, the queues and a hook may use
+the same process groups, so only the caller tells such a collective from others. The methods of torch's
+ProcessGroup are patched, and a call from Python is noted while a hook that is not built in runs on the same
+thread. Calls that do not come from Python (DDP's own, or functional collectives) are not seen.
 """
 
 import functools
@@ -47,7 +47,7 @@ _METHODS: Final = {
 """Methods of `torch.distributed.ProcessGroup`, and what a user calls them."""
 
 
-class Uncounted(NamedTuple):
+class UncountedCollective(NamedTuple):
     """One collective of a hook's own."""
 
     hook: str
@@ -60,53 +60,57 @@ class Uncounted(NamedTuple):
         )
 
 
-class _Running(threading.local):
-    foreign: Sequence[tuple[str, Hook]] = ()
-    notes: list[Uncounted] | None = None
+class _ThreadState(threading.local):
+    custom_hooks: Sequence[tuple[str, Hook]] = ()
+    uncounted: list[UncountedCollective] | None = None
 
 
-_running = _Running()
-_installing = threading.Lock()
-_installed = False
+_thread_state = _ThreadState()
+_patch_lock = threading.Lock()
+_patched = False
 
 
-def install() -> None:
-    """Have the process groups' methods pass by here from now on."""
-    global _installed
-    with _installing:
-        if _installed or not dist.is_available():
+def patch_process_groups() -> None:
+    """Have the methods of process groups pass by here from now on."""
+    global _patched
+    with _patch_lock:
+        if _patched or not dist.is_available():
             return
-        _installed = True
+        _patched = True
         for method, op in _METHODS.items():
             if (original := getattr(dist.ProcessGroup, method, None)) is not None:
-                setattr(dist.ProcessGroup, method, _noted(original, op))
+                setattr(dist.ProcessGroup, method, _wrap_method(original, op))
 
 
-def noting(step: Callable[[], Any], foreign: Sequence[tuple[str, Hook]], notes: list[Uncounted]) -> Any:
-    """Run `step`, and note each collective that one of the hooks in `foreign` issues by itself, once."""
-    before = _running.foreign, _running.notes
-    _running.foreign, _running.notes = foreign, notes
+def run_and_detect(
+    step: Callable[[], Any], custom_hooks: Sequence[tuple[str, Hook]], uncounted: list[UncountedCollective]
+) -> Any:
+    """Run `step`, and note each collective that one of `custom_hooks` issues by itself, once."""
+    before = _thread_state.custom_hooks, _thread_state.uncounted
+    _thread_state.custom_hooks, _thread_state.uncounted = custom_hooks, uncounted
     try:
         return step()
     finally:
-        _running.foreign, _running.notes = before
+        _thread_state.custom_hooks, _thread_state.uncounted = before
 
 
-def _noted(original: Callable[..., Any], op: str) -> Callable[..., Any]:
+def _wrap_method(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*arguments: Any, **options: Any) -> Any:
-        notes = _running.notes
-        if notes is not None and (note := Uncounted(_who_calls(_running.foreign), op)) not in notes:
-            notes.append(note)
+        uncounted = _thread_state.uncounted
+        if uncounted is not None:
+            collective = UncountedCollective(_calling_hook(_thread_state.custom_hooks), op)
+            if collective not in uncounted:
+                uncounted.append(collective)
         return original(*arguments, **options)
 
     return call
 
 
-def _who_calls(foreign: Sequence[tuple[str, Hook]]) -> str:
+def _calling_hook(custom_hooks: Sequence[tuple[str, Hook]]) -> str:
     """The name of the innermost hook that is being run; of all, if none is found."""
     names = {}
-    for name, hook in foreign:
+    for name, hook in custom_hooks:
         call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
         names[getattr(call, "__code__", None)] = name
     frame: FrameType | None = sys._getframe(2)
@@ -114,4 +118,4 @@ def _who_calls(foreign: Sequence[tuple[str, Hook]]) -> str:
         if frame.f_code in names:
             return names[frame.f_code]
         frame = frame.f_back
-    return ", ".join(name for name, _ in foreign)
+    return ", ".join(name for name, _ in custom_hooks)

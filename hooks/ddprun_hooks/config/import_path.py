@@ -9,14 +9,20 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from ddprun_hooks.config.trust import Trust, TrustSettingError, UntrustedError, Wanted, trust
+from ddprun_hooks.config.trust import (
+    ExpectedObject,
+    TrustPolicy,
+    TrustSettingError,
+    UntrustedError,
+    read_trust_policy,
+)
 from ddprun_hooks.errors import DottedNameError
 
 
-def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
+def import_dotted(name: str, expected: ExpectedObject | None = None) -> Any:
     """Import `package.module.attribute` (the attribute may itself be dotted).
 
-    Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is wanted.
+    Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is `expected`.
 
     Raises:
         DottedNameError: no such module or attribute. What the module's own code raises passes through.
@@ -26,9 +32,9 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise DottedNameError(f'"{name}" is not a dotted name such as package.module.Name')
-    limit = trust()
-    kind = wanted.kind if wanted is not None else ""
-    limit.admit_name(name, kind)
+    trust_policy = read_trust_policy()
+    kind = expected.kind if expected is not None else ""
+    trust_policy.admit_name(name, kind)
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
@@ -43,26 +49,26 @@ def import_dotted(name: str, wanted: Wanted | None = None) -> Any:
             if length == 1:
                 raise DottedNameError(f'no module is named "{parts[0]}"') from None
             continue
-        found = _attribute(found, module_name, parts[length:], limit, kind)
-        limit.admit(name, found, wanted)
+        found = _resolve_attribute(found, module_name, parts[length:], trust_policy, kind)
+        trust_policy.admit(name, found, expected)
         return found
     raise AssertionError("unreachable: the loop returns or raises at its last length")
 
 
-def _attribute(found: Any, where: str, path: list[str], limit: Trust, kind: str) -> Any:
+def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: TrustPolicy, kind: str) -> Any:
     for part in path:
-        limit.admit_step(found, where, part, kind)
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
+        trust_policy.admit_step(owner, where, part, kind)
+        if not hasattr(owner, part):
+            near = difflib.get_close_matches(part, dir(owner), n=1)
             hint = f' (did you mean "{near[0]}"?)' if near else ""
             raise DottedNameError(f'"{where}" has no "{part}"{hint}')
-        found = getattr(found, part)
+        owner = getattr(owner, part)
         where = f"{where}.{part}"
-    return found
+    return owner
 
 
 @functools.cache
-def installed(group: str) -> Mapping[str, tuple[str, ...]]:
+def installed_entry_points(group: str) -> Mapping[str, tuple[str, ...]]:
     """The names in a group of entry points, each with the dotted names that it stands for; imports nothing.
 
     A name stands for several if more than one package adds it.
@@ -79,25 +85,25 @@ def _all_entry_points() -> Any:
     return entry_points()
 
 
-def import_installed(group: str, name: str, wanted: Wanted) -> Any:
-    """Import what an installed package adds under a name, which is one of `installed(group)`.
+def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
+    """Import what an installed package adds under a name, which is one of `installed_entry_points(group)`.
 
     Raises:
         DottedNameError: several packages add the name, or it cannot be imported.
         UntrustedError: `DDPRUN_TRUSTED` does not allow it.
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
-    target, *others = installed(group)[name]
+    target, *others = installed_entry_points(group)[name]
     if others:
         sources = " and ".join((target, *others))
         raise DottedNameError(
-            f'the {wanted.kind} name "{name}" is claimed twice, by {sources}; uninstall one of them'
+            f'the {expected.kind} name "{name}" is claimed twice, by {sources}; uninstall one of them'
         )
     try:
-        return import_dotted(target, wanted)
+        return import_dotted(target, expected)
     except (UntrustedError, TrustSettingError):
         raise
     except Exception as error:  # a stranger's module may raise anything
         raise DottedNameError(
-            f'the installed {wanted.kind} "{name}" ({target}) cannot be imported: {error}'
+            f'the installed {expected.kind} "{name}" ({target}) cannot be imported: {error}'
         ) from error

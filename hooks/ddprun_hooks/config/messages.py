@@ -10,16 +10,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-Sentence = tuple[str, str | None, str | None]
+MessageParts = tuple[str, str | None, str | None]
 """What is wrong, what is allowed, and what was probably meant."""
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices, such as `("stages", 2, "train", "steps")`."""
 
-OWN = "ddprun"
-"""Type of an error that brings its own sentence; every other type is pydantic's."""
+OWN_ERROR_TYPE = "ddprun"
+"""Type of an error that brings its own message; every other type is pydantic's."""
 
-WANTED = {
+EXPECTED_BY_ERROR_TYPE = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -30,9 +30,9 @@ WANTED = {
     "model_type": "a mapping",
     "dict_type": "a mapping",
 }
-"""Pydantic's types of error that only say which type was wanted."""
+"""What was expected, by pydantic's type of error, where that only says which type a value must have."""
 
-BOUNDS = {
+BOUND_ERROR_TYPES = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
     "multiple_of": ("a multiple of", "multiple_of"),
@@ -56,20 +56,20 @@ def allowed_values(words: Iterable[str]) -> str:
     return "allowed: " + ", ".join(words)
 
 
-def sentence(problem: str, allowed: str | None = None, suggestion: str | None = None) -> str:
+def format_message(problem: str, allowed: str | None = None, suggestion: str | None = None) -> str:
     """`what is wrong; what is allowed (did you mean "…"?)`."""
     text = f"{problem}; {allowed}" if allowed else problem
     return f'{text} (did you mean "{suggestion}"?)' if suggestion else text
 
 
-def unknown_option(owner: str, key: str, known: Sequence[str]) -> Sentence:
+def unknown_option(owner: str, key: str, known: Sequence[str]) -> MessageParts:
     """An option that `owner` does not have."""
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
     return f'{owner} has no option "{key}"', allowed_values(known), suggest(key, known)
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value as a message shows it."""
     match value:
         case None:
@@ -112,17 +112,19 @@ def expected(
 
 def _error(text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = None) -> ValidationError:
     details = InitErrorDetails(
-        type=PydanticCustomError(OWN, text, context), loc=(at,) if isinstance(at, str) else at, input=got
+        type=PydanticCustomError(OWN_ERROR_TYPE, text, context),
+        loc=(at,) if isinstance(at, str) else at,
+        input=got,
     )
     return ValidationError.from_exception_data("pipeline", [details])
 
 
 def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
     """Several errors as one, further down in what is being validated."""
-    return repeat((item for error in errors for item in error.errors(include_url=False)), at)
+    return error_from_items((item for error in errors for item in error.errors(include_url=False)), at)
 
 
-def repeat(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
+def error_from_items(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
     """The error that holds these items, further down in what is being validated."""
     details = [
         InitErrorDetails(
@@ -137,16 +139,16 @@ def repeat(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
     return ValidationError.from_exception_data("pipeline", details)
 
 
-def worded(item: ErrorDetails, got: str) -> Sentence:
+def message_parts(item: ErrorDetails, got: str) -> MessageParts:
     """What an error says of a value that a message shows as `got`."""
     kind, context = item["type"], item.get("ctx", {})
-    if kind == OWN and "problem" in context:
+    if kind == OWN_ERROR_TYPE and "problem" in context:
         return context["problem"], context["allowed"], context["suggestion"]
-    if kind == OWN or kind in WANTED:
-        wanted = context["wanted"] if kind == OWN else WANTED[kind]
+    if kind == OWN_ERROR_TYPE or kind in EXPECTED_BY_ERROR_TYPE:
+        wanted = context["wanted"] if kind == OWN_ERROR_TYPE else EXPECTED_BY_ERROR_TYPE[kind]
         return f"expected {wanted}, got {got}", context.get("allowed"), None
-    if kind in BOUNDS:
-        words, key = BOUNDS[kind]
+    if kind in BOUND_ERROR_TYPES:
+        words, key = BOUND_ERROR_TYPES[kind]
         bound = context[key]
         shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
         return f"must be {words} {shown}, got {got}", None, None
@@ -161,10 +163,10 @@ def option_faults(error: ValidationError, at: str, models: Mapping[str, type[Bas
     lines = []
     for item in error.errors(include_url=False):
         path = item["loc"]
-        said = worded(item, described(item["input"]))
+        parts = message_parts(item, describe_value(item["input"]))
         if item["type"] == "extra_forbidden":
             owner, key = str(path[-2]), str(path[-1])
-            said = unknown_option(owner, key, list(models[owner].model_fields))
+            parts = unknown_option(owner, key, list(models[owner].model_fields))
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-        lines.append(f"{at}{where}: {sentence(*said)}")
+        lines.append(f"{at}{where}: {format_message(*parts)}")
     return lines

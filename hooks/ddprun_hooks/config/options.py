@@ -19,8 +19,8 @@ from pydantic import (
     model_serializer,
 )
 
-from ddprun_hooks.config.import_path import installed
-from ddprun_hooks.config.messages import allowed_values, combine, expected, problem, sentence, suggest
+from ddprun_hooks.config.import_path import installed_entry_points
+from ddprun_hooks.config.messages import allowed_values, combine, expected, format_message, problem, suggest
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
@@ -83,13 +83,13 @@ def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
             return name, BUILT_IN[name].model_validate(options).model_dump(mode="json")
         except ValidationError as error:
             raise combine([error], at=(name,)) from None
-    if "." not in name and name not in installed_names():
-        raise problem(unknown_hook(name))
+    if "." not in name and name not in installed_hook_names():
+        raise problem(unknown_hook_message(name))
     return name, options
 
 
-def _read_leg(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
-    """Read the hooks of one leg; each fault has its place in the leg. The reader of pipeline files has a
+def _read_level_stack(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
+    """Read the hooks of one level; each fault has its place in the list. The reader of pipeline files has a
     `read_hook` of its own in the validation's context.
     """
     if not isinstance(value, list | tuple):
@@ -108,25 +108,25 @@ def _read_leg(value: Any, info: ValidationInfo) -> tuple[HookSpec, ...]:
     return tuple(hooks)
 
 
-LegStack = Annotated[
+LevelStack = Annotated[
     tuple[HookSpec, ...],
-    PlainValidator(_read_leg),
+    PlainValidator(_read_level_stack),
     PlainSerializer(list),
     WithJsonSchema({"type": "array", "items": {"definition": "hook"}}),
 ]
-"""A stack for one leg of `hierarchical`."""
+"""A stack for one level of `hierarchical`."""
 
 
-def installed_names() -> list[str]:
+def installed_hook_names() -> list[str]:
     """Names that installed packages add; nothing is imported."""
-    return list(installed(ENTRY_POINT_GROUP))
+    return list(installed_entry_points(ENTRY_POINT_GROUP))
 
 
-def unknown_hook(name: str) -> str:
+def unknown_hook_message(name: str) -> str:
     """The message about a name that no hook has."""
-    known = [*BUILT_IN, *installed_names()]
+    known = [*BUILT_IN, *installed_hook_names()]
     allowed = allowed_values([*known, "or a dotted name such as package.module.name"])
-    return sentence(f'unknown hook "{name}"', allowed, suggest(name, known))
+    return format_message(f'unknown hook "{name}"', allowed, suggest(name, known))
 
 
 Options = TypeVar("Options", bound=HookOptions)
@@ -212,10 +212,10 @@ class TopKOptions(HookOptions):
 class HierarchicalOptions(HookOptions):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
 
-    within: LegStack = ()
+    within: LevelStack = ()
     """Hooks of the leg inside a host: casts and shared_memory."""
 
-    across: LegStack = ()
+    across: LevelStack = ()
     """Hooks of the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
 
     hosts: Annotated[int, Field(gt=0)] | None = None

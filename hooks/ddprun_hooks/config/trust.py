@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from ddprun_hooks.errors import DottedNameError
 
-VARIABLE = "DDPRUN_TRUSTED"
+TRUST_VARIABLE = "DDPRUN_TRUSTED"
 
-IN_FOLDER = "./"
+FOLDER_PREFIX = "./"
 """Before a package in `DDPRUN_TRUSTED`: it may come from the pipeline file's own folder."""
 
 _CALLED_WITH_OPTIONS = ("", "model", "data")
@@ -31,15 +31,17 @@ _CALLED_WITH_OPTIONS = ("", "model", "data")
 of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
 """
 
-METHOD = "is a method, which is called on an object"
-NO_METHOD = "name a class, a function (such as one that calls it), or a class method or static method"
+IS_METHOD_TEXT = "is a method, which is called on an object"
+METHOD_ALTERNATIVES_TEXT = (
+    "name a class, a function (such as one that calls it), or a class method or static method"
+)
 
 
-class _TorchPlace(NamedTuple):
+class _AllowedTorchNames(NamedTuple):
     """A module of torch's, and what in it may be named."""
 
     module: str
-    names: str  # a pattern
+    name_pattern: str  # a regular expression for the whole name in the module
     words: str  # for messages
     kinds: tuple[str, ...]  # of choices for which they may be named
 
@@ -50,17 +52,21 @@ _SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestar
 _SAMPLERS = r"(Weighted|Subset)?RandomSampler|SequentialSampler"
 _DTYPES = r"dtype|bool|b?float(16|32|64)|u?int(8|16|32|64)|complex(32|64|128)"
 _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
-_OF_TORCH = (
-    _TorchPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
-    _TorchPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
-    _TorchPlace("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
-    _TorchPlace(
+_ALLOWED_IN_TORCH = (
+    _AllowedTorchNames("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _AllowedTorchNames(
+        "torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")
+    ),
+    _AllowedTorchNames("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
+    _AllowedTorchNames(
         "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _TorchPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
-    _TorchPlace("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
-    _TorchPlace("torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)),
-    _TorchPlace("torch", _DTYPES, "the types of tensors in torch", ()),
+    _AllowedTorchNames("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
+    _AllowedTorchNames("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
+    _AllowedTorchNames(
+        "torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)
+    ),
+    _AllowedTorchNames("torch", _DTYPES, "the types of tensors in torch", ()),
 )
 """All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
 wrappers of modules, methods and everything elsewhere in torch can do more.
@@ -82,10 +88,10 @@ class TrustSettingError(ValueError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExpectedObject:
     """The kind of object that a name must lead to."""
 
-    words: str  # for the message: `a model is an nn.Module class or a function that returns one`
+    description: str  # for the message: `a model is an nn.Module class or a function that returns one`
     base: type | tuple[type, ...] | None = None  # a class must be derived from it; None refuses every class
     methods: tuple[str, ...] = ()  # a class that has one of these will do as well
     returns: type | None = None  # a function whose annotation names another class is refused
@@ -94,7 +100,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Trust:
+class TrustPolicy:
     """What `DDPRUN_TRUSTED` says."""
 
     prefixes: tuple[str, ...] | None  # packages and dotted prefixes; None sets no limit
@@ -102,22 +108,22 @@ class Trust:
     """Those of the prefixes whose packages may come from the pipeline file's own folder."""
 
     @property
-    def limited(self) -> bool:
+    def restricts_imports(self) -> bool:
         """Whether there is a limit at all."""
         return self.prefixes is not None
 
-    def allowed(self) -> str:
+    def allowed_message(self) -> str:
         """What may be named, for a message."""
         if not self.prefixes:
-            return f"{VARIABLE} is empty, so only what is built in may be named"
-        listed = (IN_FOLDER + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
-        return f"{VARIABLE} allows {', '.join(listed)}"
+            return f"{TRUST_VARIABLE} is empty, so only what is built in may be named"
+        listed = (FOLDER_PREFIX + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
+        return f"{TRUST_VARIABLE} allows {', '.join(listed)}"
 
-    def roots(self) -> frozenset[str]:
+    def top_level_packages(self) -> frozenset[str]:
         """The top-level packages of the prefixes."""
         return frozenset(prefix.partition(".")[0] for prefix in self.prefixes or ())
 
-    def folder_roots(self) -> frozenset[str]:
+    def folder_packages(self) -> frozenset[str]:
         """The top-level packages that may come from the pipeline file's own folder."""
         return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
 
@@ -132,12 +138,14 @@ class Trust:
         if root in sys.stdlib_module_names:
             return "Python's own library is never trusted"
         if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
-            return f'"{root}" is not trusted' if root not in self.roots() else "it is not trusted"
+            return (
+                f'"{root}" is not trusted' if root not in self.top_level_packages() else "it is not trusted"
+            )
         return _torch_refusal(name, kind) if root == "torch" else None
 
     def name_refusal(self, name: str, kind: str = "") -> str | None:
         """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
-        if self.limited and any(part.startswith("__") for part in name.split(".")):
+        if self.restricts_imports and any(part.startswith("__") for part in name.split(".")):
             return "a name with __ reaches into Python itself"
         return self.refusal(name, kind)
 
@@ -148,7 +156,7 @@ class Trust:
             UntrustedError: it is not trusted.
         """
         if reason := self.name_refusal(name, kind):
-            raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed())
+            raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed_message())
 
     def admit_step(self, owner: Any, where: str, part: str, kind: str = "") -> None:
         """Judge one step of a name beyond the module that was imported, before the step is taken: from
@@ -161,41 +169,44 @@ class Trust:
             UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
                 nor class; or the attribute is a method and cannot be one.
         """
-        if not self.limited:
+        if not self.restricts_imports:
             return
         if isinstance(owner, types.ModuleType):
             # A module under another name than its own is an alias, and looking into it may run its code.
             # Looking into torch runs none of its code, and what is found there is judged by itself.
             alias = owner.__name__ != where and not (owner.__name__ + ".").startswith("torch.")
             if alias and (reason := self.refusal(owner.__name__)):
-                raise UntrustedError(f'"{where}" is the module {owner.__name__}: {reason}', self.allowed())
+                raise UntrustedError(
+                    f'"{where}" is the module {owner.__name__}: {reason}', self.allowed_message()
+                )
         elif not isinstance(owner, type):
             raise UntrustedError(
-                f'"{where}" is an object, and a name may go through modules and classes only', NO_METHOD
+                f'"{where}" is an object, and a name may go through modules and classes only',
+                METHOD_ALTERNATIVES_TEXT,
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
             self._admit_origins(f"{where}.{part}", getattr(owner, part), kind)
             if not takes_method(kind):
-                raise UntrustedError(f'"{where}.{part}" {METHOD}', NO_METHOD)
+                raise UntrustedError(f'"{where}.{part}" {IS_METHOD_TEXT}', METHOD_ALTERNATIVES_TEXT)
 
-    def admit(self, name: str, found: Any, wanted: Wanted | None) -> None:
+    def admit(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
         """Judge the object that a name has led to.
 
         Raises:
-            UntrustedError: it comes from elsewhere, or is of another kind than wanted.
+            UntrustedError: it comes from elsewhere, or is of another kind than `expected`.
         """
-        if not self.limited:
+        if not self.restricts_imports:
             return
-        self._admit_origins(name, found, wanted.kind if wanted is not None else "")
+        self._admit_origins(name, found, expected.kind if expected is not None else "")
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
-            raise UntrustedError(f'"{name}" {METHOD}', NO_METHOD)
-        if wanted is not None and not _is_of_kind(found, wanted):
-            raise UntrustedError(f'"{name}" is {next(origins(found))}', wanted.words)
+            raise UntrustedError(f'"{name}" {IS_METHOD_TEXT}', METHOD_ALTERNATIVES_TEXT)
+        if expected is not None and not _is_of_kind(found, expected):
+            raise UntrustedError(f'"{name}" is {next(origins(found))}', expected.description)
 
     def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
         for origin in origins(found):
             if reason := self.refusal(origin, kind):
-                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed())
+                raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
 
 
 def takes_method(kind: str) -> bool:
@@ -203,25 +214,27 @@ def takes_method(kind: str) -> bool:
     return kind in _CALLED_WITH_OPTIONS
 
 
-def trust(environment: Mapping[str, str] = os.environ) -> Trust:
+def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolicy:
     """What the environment says.
 
     Raises:
         TrustSettingError: the variable holds something that is not a package.
     """
-    text = environment.get(VARIABLE)
+    text = environment.get(TRUST_VARIABLE)
     if text is None:
-        return Trust(None)
+        return TrustPolicy(None)
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     for word in words:
-        if not all(part.isidentifier() for part in word.removeprefix(IN_FOLDER).split(".")):
+        if not all(part.isidentifier() for part in word.removeprefix(FOLDER_PREFIX).split(".")):
             raise TrustSettingError(
-                f'{VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
-                f"between them, as in torchvision,mylab.nets, and {IN_FOLDER}mylab for one in the pipeline's "
-                "folder"
+                f'{TRUST_VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
+                f"between them, as in torchvision,mylab.nets, and {FOLDER_PREFIX}mylab for one in the "
+                "pipeline's folder"
             )
-    in_folder = frozenset(word.removeprefix(IN_FOLDER) for word in words if word.startswith(IN_FOLDER))
-    return Trust(tuple(dict.fromkeys(word.removeprefix(IN_FOLDER) for word in words)), in_folder)
+    in_folder = frozenset(
+        word.removeprefix(FOLDER_PREFIX) for word in words if word.startswith(FOLDER_PREFIX)
+    )
+    return TrustPolicy(tuple(dict.fromkeys(word.removeprefix(FOLDER_PREFIX) for word in words)), in_folder)
 
 
 def origins(found: Any) -> Iterator[str]:
@@ -279,16 +292,16 @@ def _full_name(found: Any) -> str:
     return f"{module}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
 
-def _is_of_kind(found: Any, wanted: Wanted) -> bool:
+def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
     while isinstance(found, functools.partial):
         found = found.func
     if isinstance(found, type):
-        by_class = wanted.base is not None and issubclass(found, wanted.base)
+        by_class = expected.base is not None and issubclass(found, expected.base)
         # Every class is called itself, so that `hasattr` would find `__call__` in all of them.
-        return by_class or any(method in vars(base) for base in found.__mro__ for method in wanted.methods)
+        return by_class or any(method in vars(base) for base in found.__mro__ for method in expected.methods)
     if not callable(found):
         return False
-    if wanted.returns is None:
+    if expected.returns is None:
         return True
     try:
         returned = inspect.signature(found).return_annotation
@@ -298,18 +311,18 @@ def _is_of_kind(found: Any, wanted: Wanted) -> bool:
         return False
     if not isinstance(returned, type) or returned in (inspect.Signature.empty, Any):
         return True
-    return issubclass(returned, wanted.returns)
+    return issubclass(returned, expected.returns)
 
 
 def _torch_refusal(name: str, kind: str) -> str | None:
     """Why something of torch may not be named; None if it may."""
     module, _, last = name.rpartition(".")
-    places = [place for place in _OF_TORCH if not kind or kind in place.kinds]
-    if any(place.module == module and re.fullmatch(place.names, last) for place in places):
+    allowed = [entry for entry in _ALLOWED_IN_TORCH if not kind or kind in entry.kinds]
+    if any(entry.module == module and re.fullmatch(entry.name_pattern, last) for entry in allowed):
         return None
-    if not places:
+    if not allowed:
         return "nothing of torch may be named here"
-    *others, final = [place.words for place in places]
+    *others, final = [entry.words for entry in allowed]
     return f"of torch only {', '.join(others)}{' and ' if others else ''}{final} may be named here"
 
 
@@ -318,8 +331,8 @@ def _torch_name(found: Any) -> str | None:
     if not isinstance(found, type | types.FunctionType) or str(found.__module__).partition(".")[0] != "torch":
         return None
     name = found.__name__
-    for place in _OF_TORCH:
-        module = sys.modules.get(place.module)
-        if re.fullmatch(place.names, name) and module is not None and vars(module).get(name) is found:
-            return f"{place.module}.{name}"
+    for entry in _ALLOWED_IN_TORCH:
+        module = sys.modules.get(entry.module)
+        if re.fullmatch(entry.name_pattern, name) and module is not None and vars(module).get(name) is found:
+            return f"{entry.module}.{name}"
     return None

@@ -1,4 +1,5 @@
-"""Triton kernels: in one pass over memory what hooks else compute in several, on GPUs that have Triton.
+"""Triton kernels, which do in one pass over memory what the hooks' torch code does in several, on GPUs that
+have Triton.
 
 The torch code of the hooks is the reference, and runs everywhere else. Kernels give its bits; each module
 says where they may not. Triton is imported when the first payload on a GPU comes, and never without one.
@@ -12,37 +13,40 @@ import warnings
 import torch
 from torch import Tensor
 
-LARGEST_BLOCK = 4096
+MAX_BLOCK_SIZE = 4096
 """Values that a program can hold in its registers."""
 
-_OLDEST = (8, 0)
+_MIN_COMPUTE_CAPABILITY = (8, 0)
 """The compute capability for which kernels are compiled and looked at in tests."""
 
 
-def usable(given: Tensor, residual: Tensor | None = None) -> bool:
+def can_run_on(payload: Tensor, residual: Tensor | None = None) -> bool:
     """Whether kernels can compute on a payload and its residual, both of shape (numel,): on a GPU on which
     Triton works, and of types that they know.
     """
-    if given.device.type != "cuda":
+    if payload.device.type != "cuda":
         return False
-    return fits(given, residual) and _works(given.device)
+    return supports_dtypes(payload, residual) and _triton_works(payload.device)
 
 
-def fits(given: Tensor, residual: Tensor | None = None) -> bool:
+def supports_dtypes(payload: Tensor, residual: Tensor | None = None) -> bool:
     """Whether kernels know the types of a payload and its residual: fp32 or 16 bits, and fp32."""
-    if given.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not given.is_contiguous():
+    if payload.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not payload.is_contiguous():
         return False
     return residual is None or (residual.dtype == torch.float32 and residual.is_contiguous())
 
 
 @functools.cache
-def _works(device: torch.device) -> bool:
+def _triton_works(device: torch.device) -> bool:
     """Whether Triton is there, and compiles and starts a kernel; if it does not, a warning says why."""
-    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < _OLDEST:
+    if (
+        importlib.util.find_spec("triton") is None
+        or torch.cuda.get_device_capability(device) < _MIN_COMPUTE_CAPABILITY
+    ):
         return False
     try:
         casts = importlib.import_module("ddprun_hooks.kernels.casts")
-        casts.narrowed(torch.zeros(1, device=device), None, torch.bfloat16)
+        casts.launch_downcast(torch.zeros(1, device=device), None, torch.bfloat16)
     except Exception as error:  # no compiler, a folder that cannot be written, an old Triton
         warnings.warn(
             "Triton is installed but does not work here; hooks compute in torch, to the same bits but slower "

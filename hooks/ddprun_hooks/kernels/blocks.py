@@ -14,21 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ddprun_hooks.kernels import LARGEST_BLOCK
-from ddprun_hooks.kernels.casts import finite, read
+from ddprun_hooks.kernels import MAX_BLOCK_SIZE
+from ddprun_hooks.kernels.casts import is_finite, load_fp32
 
 # 1.5 * 2^23: a sum with it has no fraction, and the whole number in its low bits.
-_ROUNDS = tl.constexpr(12582912.0)
-_TILE = 2048
+_ROUNDING_CONSTANT = tl.constexpr(12582912.0)
+_TILE_SIZE = 2048
 
 
-@triton.jit(do_not_specialize=["numel", "in_share"])
+@triton.jit(do_not_specialize=["numel", "blocks_per_share"])
 def encode(
-    given,  # the payload, (numel,)
+    payload,  # (numel,)
     residual,  # fp32, (numel,): gets what is not sent
     message,  # bytes: for each share its codes, then its scales
     numel,
-    in_share,  # blocks
+    blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,  # values
     COLUMNS: tl.constexpr,  # the power of two above
@@ -36,20 +36,46 @@ def encode(
 ):
     """Encode payload and residual. One program for `ROWS` blocks of a share."""
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
-    end = (share.to(tl.int64) * in_share + first + ROWS) * BLOCK
-    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & (end <= numel):
-        _encode(given, residual, message, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
+    if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
+        _encode_tile(
+            payload,
+            residual,
+            message,
+            numel,
+            blocks_per_share,
+            first,
+            share,
+            FORMAT,
+            BLOCK,
+            COLUMNS,
+            ROWS,
+            True,
+        )
     else:
-        _encode(given, residual, message, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+        _encode_tile(
+            payload,
+            residual,
+            message,
+            numel,
+            blocks_per_share,
+            first,
+            share,
+            FORMAT,
+            BLOCK,
+            COLUMNS,
+            ROWS,
+            False,
+        )
 
 
 @triton.jit
-def _encode(
-    given,
+def _encode_tile(
+    payload,
     residual,
     message,
     numel,
-    in_share,
+    blocks_per_share,
     first,
     share,
     FORMAT: tl.constexpr,
@@ -58,24 +84,24 @@ def _encode(
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    start = (share.to(tl.int64) * in_share + first) * BLOCK
-    at = _places(ROWS, BLOCK, COLUMNS)
-    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
-    kept = residual + start + at
-    x = read(given + start + at, there) + read(kept, there)
+    start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
+    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    residual += start + at
+    x = load_fp32(payload + start + at, mask) + load_fp32(residual, mask)
     codes, scales, left = _quantise(x, FORMAT)
-    tl.store(kept, left, there)
-    _store(message, codes, scales, first, share, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    tl.store(residual, left, mask)
+    _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
 
 
-@triton.jit(do_not_specialize=["ranks", "numel", "in_share"])
-def add(
+@triton.jit(do_not_specialize=["ranks", "numel", "blocks_per_share"])
+def sum_and_encode(
     arrived,  # bytes: a share from each rank
-    kept,  # fp32: this rank's share of the residual; what the sum's encoding lacks is added to it
+    residual_share,  # fp32: this rank's share of the residual; what the sum's encoding lacks is added to it
     message,
     ranks,
-    numel,  # of `kept`
-    in_share,
+    numel,  # of `residual_share`
+    blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -83,20 +109,50 @@ def add(
 ):
     """Encode the sum over ranks, in rank order, of a share. One program for `ROWS` blocks."""
     first = tl.program_id(0) * ROWS
-    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & ((first + ROWS).to(tl.int64) * BLOCK <= numel):
-        _add(arrived, kept, message, ranks, numel, in_share, first, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    if (
+        (BLOCK == COLUMNS)
+        & (first + ROWS <= blocks_per_share)
+        & ((first + ROWS).to(tl.int64) * BLOCK <= numel)
+    ):
+        _sum_and_encode_tile(
+            arrived,
+            residual_share,
+            message,
+            ranks,
+            numel,
+            blocks_per_share,
+            first,
+            FORMAT,
+            BLOCK,
+            COLUMNS,
+            ROWS,
+            True,
+        )
     else:
-        _add(arrived, kept, message, ranks, numel, in_share, first, FORMAT, BLOCK, COLUMNS, ROWS, False)
+        _sum_and_encode_tile(
+            arrived,
+            residual_share,
+            message,
+            ranks,
+            numel,
+            blocks_per_share,
+            first,
+            FORMAT,
+            BLOCK,
+            COLUMNS,
+            ROWS,
+            False,
+        )
 
 
 @triton.jit
-def _add(
+def _sum_and_encode_tile(
     arrived,
-    kept,
+    residual_share,
     message,
     ranks,
     numel,
-    in_share,
+    blocks_per_share,
     first,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -104,24 +160,24 @@ def _add(
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    total = _load(arrived, first, 0, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    total = _load(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
     for rank in range(1, ranks):
-        total += _load(arrived, first, rank, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+        total += _load(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
     codes, scales, left = _quantise(total, FORMAT)
-    _store(message, codes, scales, first, 0, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    _store(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
     start = first.to(tl.int64) * BLOCK
-    at = _places(ROWS, BLOCK, COLUMNS)
-    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
-    kept += start + at
-    tl.store(kept, read(kept, there) + left, there)
+    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    residual_share += start + at
+    tl.store(residual_share, load_fp32(residual_share, mask) + left, mask)
 
 
-@triton.jit(do_not_specialize=["numel", "in_share"])
+@triton.jit(do_not_specialize=["numel", "blocks_per_share"])
 def decode(
     message,
     values,  # the payload, (numel,)
     numel,
-    in_share,
+    blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -129,19 +185,23 @@ def decode(
 ):
     """Decode a message. One program for `ROWS` blocks of a share."""
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
-    end = (share.to(tl.int64) * in_share + first + ROWS) * BLOCK
-    if (BLOCK == COLUMNS) & (first + ROWS <= in_share) & (end <= numel):
-        _decode(message, values, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
+    if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
+        _decode_tile(
+            message, values, numel, blocks_per_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True
+        )
     else:
-        _decode(message, values, numel, in_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+        _decode_tile(
+            message, values, numel, blocks_per_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False
+        )
 
 
 @triton.jit
-def _decode(
+def _decode_tile(
     message,
     values,
     numel,
-    in_share,
+    blocks_per_share,
     first,
     share,
     FORMAT: tl.constexpr,
@@ -150,24 +210,24 @@ def _decode(
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    given = _load(message, first, share, in_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
-    start = (share.to(tl.int64) * in_share + first) * BLOCK
-    at = _places(ROWS, BLOCK, COLUMNS)
-    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
-    tl.store(values + start + at, given.to(values.dtype.element_ty), there)
+    decoded = _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
+    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    tl.store(values + start + at, decoded.to(values.dtype.element_ty), mask)
 
 
 @triton.jit
-def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_offsets(ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """Indices of values in a tile, (ROWS, COLUMNS), from its first one on."""
     return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
-def _held(first, in_share, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_mask(first, blocks_per_share, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """Which of a tile's values, or codes, a share has."""
     rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    return (rows < in_share)[:, None] & (columns < BLOCK)[None, :]
+    return (rows < blocks_per_share)[:, None] & (columns < BLOCK)[None, :]
 
 
 @triton.jit
@@ -182,13 +242,13 @@ def _quantise(x, FORMAT: tl.constexpr):
     scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
     if FORMAT == "fp8":
         codes = _to_fp8(scaled)
-        given = _from_fp8(codes)
+        decoded = _from_fp8(codes)
     else:
-        rounded = scaled + _ROUNDS
+        rounded = scaled + _ROUNDING_CONSTANT
         codes = rounded.to(tl.int32, bitcast=True)
-        given = rounded - _ROUNDS
-    kept = finite(scales * largest)
-    return codes, scales, tl.where(kept[:, None], x - given * scales[:, None], 0.0)
+        decoded = rounded - _ROUNDING_CONSTANT
+    finite = is_finite(scales * largest)
+    return codes, scales, tl.where(finite[:, None], x - decoded * scales[:, None], 0.0)
 
 
 @triton.jit
@@ -220,7 +280,7 @@ def _store(
     scales,
     first,
     share,
-    in_share,
+    blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -232,12 +292,12 @@ def _store(
     if packed == 2:
         low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
         codes = low & 15 | high << 4
-    to_codes, to_scales = _in_message(message, first, share, in_share, BLOCK // packed)
-    at = _places(ROWS, BLOCK // packed, COLUMNS // packed)
-    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    to_codes, to_scales = _message_pointers(message, first, share, blocks_per_share, BLOCK // packed)
+    at = _tile_offsets(ROWS, BLOCK // packed, COLUMNS // packed)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLUMNS // packed)
     rows = tl.arange(0, ROWS)
-    tl.store(to_codes + at, codes.to(tl.uint8), there)
-    tl.store(to_scales + rows, scales, None if WHOLE else first + rows < in_share)
+    tl.store(to_codes + at, codes.to(tl.uint8), mask)
+    tl.store(to_scales + rows, scales, None if WHOLE else first + rows < blocks_per_share)
 
 
 @triton.jit
@@ -245,7 +305,7 @@ def _load(
     message,
     first,
     share,
-    in_share,
+    blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -254,12 +314,12 @@ def _load(
 ):
     """The values of a tile from a share of a message."""
     packed: tl.constexpr = 2 if FORMAT == "int4" else 1
-    to_codes, to_scales = _in_message(message, first, share, in_share, BLOCK // packed)
-    at = _places(ROWS, BLOCK // packed, COLUMNS // packed)
-    there = None if WHOLE else _held(first, in_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    to_codes, to_scales = _message_pointers(message, first, share, blocks_per_share, BLOCK // packed)
+    at = _tile_offsets(ROWS, BLOCK // packed, COLUMNS // packed)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLUMNS // packed)
     rows = tl.arange(0, ROWS)
-    codes = tl.load(to_codes + at, there).to(tl.int32)
-    scales = tl.load(to_scales + rows, None if WHOLE else first + rows < in_share)
+    codes = tl.load(to_codes + at, mask).to(tl.int32)
+    scales = tl.load(to_scales + rows, None if WHOLE else first + rows < blocks_per_share)
     if FORMAT == "fp8":
         values = _from_fp8(codes)
     else:
@@ -273,75 +333,93 @@ def _load(
 
 
 @triton.jit
-def _in_message(message, first, share, in_share, BYTES: tl.constexpr):
+def _message_pointers(message, first, share, blocks_per_share, BYTES: tl.constexpr):
     """Where in a message the codes of a tile lie, and where its scales; `BYTES` of codes make a block."""
     words: tl.constexpr = BYTES // 4  # places are counted in words, so that four bytes go at a time
-    start = share * in_share.to(tl.int64) * (words + 1)
-    to_scales = message.to(tl.pointer_type(tl.float32)) + (start + in_share * words + first)
+    start = share * blocks_per_share.to(tl.int64) * (words + 1)
+    to_scales = message.to(tl.pointer_type(tl.float32)) + (start + blocks_per_share * words + first)
     return message + (start + first * words) * 4, to_scales
 
 
-def encoded(given: Tensor, residual: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
+def launch_encode(
+    payload: Tensor, residual: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
+) -> Tensor:
     """Launch `encode`.
 
     Args:
-        given: the payload, shape (numel,), fp32 or 16 bits.
+        payload: shape (numel,), fp32 or 16 bits.
         residual: fp32, shape (numel,). Gets what is not sent.
         format: `int8`, `int4` or `fp8`.
         block: values for each scale.
         ranks: shares in the message.
-        in_share: blocks of a share.
+        blocks_per_share: blocks of a share.
 
     Returns:
         The message, shape (ranks, bytes).
     """
-    message = _message(given, format, block, ranks, in_share)
-    grid, options = _tiles(block, in_share, ranks)
-    encode[grid](given, residual, message, given.numel(), in_share, format, block, **options)
+    message = _empty_message(payload, format, block, ranks, blocks_per_share)
+    grid, options = _grid_and_options(block, blocks_per_share, ranks)
+    encode[grid](payload, residual, message, payload.numel(), blocks_per_share, format, block, **options)
     return message
 
 
-def added(arrived: Tensor, kept: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
-    """Launch `add`.
+def launch_sum_and_encode(
+    arrived: Tensor, residual_share: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
+) -> Tensor:
+    """Launch `sum_and_encode`.
 
     Args:
         arrived: a share of each rank's message, shape (ranks * bytes,).
-        kept: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
+        residual_share: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
         format: `int8`, `int4` or `fp8`.
         block: values for each scale.
         ranks: how many.
-        in_share: blocks of a share.
+        blocks_per_share: blocks of a share.
 
     Returns:
         The message of the sum, shape (bytes,).
     """
-    message = _message(arrived, format, block, 1, in_share)
-    grid, options = _tiles(block, in_share, 1)
-    add[grid](arrived, kept, message, ranks, kept.numel(), in_share, format, block, **options)
+    message = _empty_message(arrived, format, block, 1, blocks_per_share)
+    grid, options = _grid_and_options(block, blocks_per_share, 1)
+    sum_and_encode[grid](
+        arrived,
+        residual_share,
+        message,
+        ranks,
+        residual_share.numel(),
+        blocks_per_share,
+        format,
+        block,
+        **options,
+    )
     return message[0]
 
 
-def decoded(message: Tensor, out: Tensor, format: str, block: int, ranks: int, in_share: int) -> Tensor:
+def launch_decode(
+    message: Tensor, out: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
+) -> Tensor:
     """Launch `decode` of a message, shape (ranks * bytes,), into `out`, shape (numel,), which it returns."""
-    grid, options = _tiles(block, in_share, ranks)
-    decode[grid](message, out, out.numel(), in_share, format, block, **options)
+    grid, options = _grid_and_options(block, blocks_per_share, ranks)
+    decode[grid](message, out, out.numel(), blocks_per_share, format, block, **options)
     return out
 
 
-def _message(like: Tensor, format: str, block: int, shares: int, in_share: int) -> Tensor:
+def _empty_message(like: Tensor, format: str, block: int, shares: int, blocks_per_share: int) -> Tensor:
     code_bytes = block // 2 if format == "int4" else block
-    return torch.empty(shares, in_share * (code_bytes + 4), dtype=torch.uint8, device=like.device)
+    return torch.empty(shares, blocks_per_share * (code_bytes + 4), dtype=torch.uint8, device=like.device)
 
 
-def _tiles(block: int, in_share: int, shares: int) -> tuple[tuple[int, int], dict[str, int | bool]]:
+def _grid_and_options(
+    block: int, blocks_per_share: int, shares: int
+) -> tuple[tuple[int, int], dict[str, int | bool]]:
     """The grid, and how a kernel is compiled: 16 values for each thread, nothing fused."""
-    assert block <= LARGEST_BLOCK
+    assert block <= MAX_BLOCK_SIZE
     columns = triton.next_power_of_2(block)
-    rows = max(1, _TILE // columns)
+    rows = max(1, _TILE_SIZE // columns)
     options = {
         "COLUMNS": columns,
         "ROWS": rows,
         "num_warps": rows * columns // 512,
         "enable_fp_fusion": False,
     }
-    return (triton.cdiv(in_share, rows), shares), options
+    return (triton.cdiv(blocks_per_share, rows), shares), options

@@ -12,74 +12,78 @@ from torch import Tensor
 _LAUNCH = {"TILE": 2048, "num_warps": 4, "enable_fp_fusion": False}  # 16 values for each thread
 
 
-@triton.jit(do_not_specialize=["numel", "padded"])
-def narrow(
-    given,  # the payload, (numel,)
+@triton.jit(do_not_specialize=["numel", "message_numel"])
+def downcast(
+    payload,  # (numel,)
     residual,  # fp32, (numel,): is added, and gets what is rounded off; or None
-    message,  # 16 bits, (padded,)
-    flags,  # the first is set if `given` is not finite
+    message,  # 16 bits, (message_numel,)
+    flags,  # the first is set if `payload` is not finite
     numel,
-    padded,
+    message_numel,
     TILE: tl.constexpr,
 ):
     """Cast a payload. One program for `TILE` values."""
     first = tl.program_id(0).to(tl.int64) * TILE
     if first + TILE <= numel:
-        _narrow(given, residual, message, flags, numel, padded, first, TILE, True)
+        _downcast_tile(payload, residual, message, flags, numel, message_numel, first, TILE, True)
     else:
-        _narrow(given, residual, message, flags, numel, padded, first, TILE, False)
+        _downcast_tile(payload, residual, message, flags, numel, message_numel, first, TILE, False)
 
 
 @triton.jit
-def _narrow(given, residual, message, flags, numel, padded, first, TILE: tl.constexpr, WHOLE: tl.constexpr):
+def _downcast_tile(
+    payload, residual, message, flags, numel, message_numel, first, TILE: tl.constexpr, WHOLE: tl.constexpr
+):
     at = tl.arange(0, TILE)
-    there = None if WHOLE else at < numel - first
-    own = read(given + first + at, there)
-    x = own if residual is None else own + read(residual + first + at, there)
+    mask = None if WHOLE else at < numel - first
+    own = load_fp32(payload + first + at, mask)
+    x = own if residual is None else own + load_fp32(residual + first + at, mask)
     sent = x.to(message.dtype.element_ty)
-    tl.store(message + first + at, sent, None if WHOLE else at < padded - first)
+    tl.store(message + first + at, sent, None if WHOLE else at < message_numel - first)
     if residual is not None:
-        tl.store(residual + first + at, _left(x, sent), there)
-    if _any_lost(own):
+        tl.store(residual + first + at, _rounding_error(x, sent), mask)
+    if _any_not_finite(own):
         tl.store(flags, 1)
 
 
 @triton.jit(do_not_specialize=["ranks", "numel"])
-def add(
+def sum_and_downcast(
     arrived,  # 16 bits: a share from each rank, (ranks, count)
-    kept,  # fp32: this rank's share of the residual; what the sum's rounding lacks is added to it
+    residual_share,  # fp32: this rank's share of the residual; what the sum's rounding lacks is added to it
     message,  # 16 bits, (count,)
     ranks,
-    numel,  # of `kept`
+    numel,  # of `residual_share`
     count,
     TILE: tl.constexpr,
 ):
     """Cast the sum over ranks, in rank order, of a share. One program for `TILE` values."""
     first = tl.program_id(0).to(tl.int64) * TILE
     if first + TILE <= numel:
-        _add(arrived, kept, message, ranks, numel, count, first, TILE, True)
+        _sum_and_downcast_tile(arrived, residual_share, message, ranks, numel, count, first, TILE, True)
     else:
-        _add(arrived, kept, message, ranks, numel, count, first, TILE, False)
+        _sum_and_downcast_tile(arrived, residual_share, message, ranks, numel, count, first, TILE, False)
 
 
 @triton.jit
-def _add(arrived, kept, message, ranks, numel, count, first, TILE: tl.constexpr, WHOLE: tl.constexpr):
+def _sum_and_downcast_tile(
+    arrived, residual_share, message, ranks, numel, count, first, TILE: tl.constexpr, WHOLE: tl.constexpr
+):
     at = tl.arange(0, TILE)
-    there = None if WHOLE else at < numel - first
+    mask = None if WHOLE else at < numel - first
     travels = None if WHOLE else at < count - first
     arrived += first
-    total = read(arrived + at, travels)
+    total = load_fp32(arrived + at, travels)
     for _ in range(1, ranks):
         arrived += count
-        total += read(arrived + at, travels)
+        total += load_fp32(arrived + at, travels)
     sent = total.to(message.dtype.element_ty)
     tl.store(message + first + at, sent, travels)
-    kept += first + at
-    tl.store(kept, read(kept, there) + _left(total, sent), there)
+    residual_share += first + at
+    tl.store(residual_share, load_fp32(residual_share, mask) + _rounding_error(total, sent), mask)
 
 
 @triton.jit(do_not_specialize=["numel"])
-def widen(
+def upcast(
     total,  # 16 bits
     values,  # the payload, (numel,)
     flags,  # the second gets the finding's code
@@ -89,75 +93,77 @@ def widen(
     """Cast back. One program for `TILE` values."""
     first = tl.program_id(0).to(tl.int64) * TILE
     if first + TILE <= numel:
-        _widen(total, values, flags, numel, first, TILE, True)
+        _upcast_tile(total, values, flags, numel, first, TILE, True)
     else:
-        _widen(total, values, flags, numel, first, TILE, False)
+        _upcast_tile(total, values, flags, numel, first, TILE, False)
 
 
 @triton.jit
-def _widen(total, values, flags, numel, first, TILE: tl.constexpr, WHOLE: tl.constexpr):
+def _upcast_tile(total, values, flags, numel, first, TILE: tl.constexpr, WHOLE: tl.constexpr):
     at = tl.arange(0, TILE)
-    there = None if WHOLE else at < numel - first
-    wide = read(total + first + at, there)
-    tl.store(values + first + at, wide.to(values.dtype.element_ty), there)
-    if _any_lost(wide):
+    mask = None if WHOLE else at < numel - first
+    wide = load_fp32(total + first + at, mask)
+    tl.store(values + first + at, wide.to(values.dtype.element_ty), mask)
+    if _any_not_finite(wide):
         tl.store(flags + 1, 1 + tl.load(flags))
 
 
 @triton.jit
-def _left(x, sent):
+def _rounding_error(x, sent):
     """What a cast lacks; zero where it is not finite."""
     left = x - sent.to(tl.float32)
-    return tl.where(finite(left), left, 0.0)
+    return tl.where(is_finite(left), left, 0.0)
 
 
 @triton.jit
-def _any_lost(x):
+def _any_not_finite(x):
     """Whether a value is not finite."""
-    return tl.max((~finite(x)).to(tl.int32), 0) > 0
+    return tl.max((~is_finite(x)).to(tl.int32), 0) > 0
 
 
 @triton.jit
-def finite(x):
+def is_finite(x):
     """Which values are neither infinite nor NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF < 0x7F800000
 
 
 @triton.jit
-def read(pointers, there):
-    """Values in fp32; zeros where there are none. `there` is None if there are all."""
-    values = tl.load(pointers) if there is None else tl.load(pointers, there, 0.0)
+def load_fp32(pointers, mask):
+    """Values in fp32; zeros where there are none. `mask` is None if there are all."""
+    values = tl.load(pointers) if mask is None else tl.load(pointers, mask, 0.0)
     return values.to(tl.float32)
 
 
-def narrowed(
-    given: Tensor, residual: Tensor | None, dtype: torch.dtype, padded: int | None = None
+def launch_downcast(
+    payload: Tensor, residual: Tensor | None, dtype: torch.dtype, message_numel: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch `narrow`.
+    """Launch `downcast`.
 
     Args:
-        given: the payload, shape (numel,), fp32 or 16 bits.
+        payload: shape (numel,), fp32 or 16 bits.
         residual: fp32, shape (numel,). Is added to the payload, and gets what is rounded off. None: nothing
             is added or kept.
         dtype: fp16 or bf16.
-        padded: length of the message, which zeros fill up; None: numel.
+        message_numel: length of the message, which zeros fill up; None: numel.
 
     Returns:
-        The message, shape (padded,), and flags for `widened`.
+        The message, shape (message_numel,), and flags for `launch_upcast`.
     """
-    padded = given.numel() if padded is None else padded
-    message = torch.empty(padded, dtype=dtype, device=given.device)
-    flags = torch.zeros(2, dtype=torch.int32, device=given.device)
-    narrow[_grid(padded)](given, residual, message, flags, given.numel(), padded, **_LAUNCH)
+    message_numel = payload.numel() if message_numel is None else message_numel
+    message = torch.empty(message_numel, dtype=dtype, device=payload.device)
+    flags = torch.zeros(2, dtype=torch.int32, device=payload.device)
+    downcast[_grid(message_numel)](
+        payload, residual, message, flags, payload.numel(), message_numel, **_LAUNCH
+    )
     return message, flags
 
 
-def added(arrived: Tensor, kept: Tensor, ranks: int) -> Tensor:
-    """Launch `add`.
+def launch_sum_and_downcast(arrived: Tensor, residual_share: Tensor, ranks: int) -> Tensor:
+    """Launch `sum_and_downcast`.
 
     Args:
         arrived: a share of each rank's message, shape (ranks * count,), 16 bits.
-        kept: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
+        residual_share: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
         ranks: how many.
 
     Returns:
@@ -165,13 +171,15 @@ def added(arrived: Tensor, kept: Tensor, ranks: int) -> Tensor:
     """
     count = arrived.numel() // ranks
     message = torch.empty(count, dtype=arrived.dtype, device=arrived.device)
-    add[_grid(count)](arrived, kept, message, ranks, kept.numel(), count, **_LAUNCH)
+    sum_and_downcast[_grid(count)](
+        arrived, residual_share, message, ranks, residual_share.numel(), count, **_LAUNCH
+    )
     return message
 
 
-def widened(total: Tensor, out: Tensor, flags: Tensor) -> Tensor:
-    """Launch `widen` of what has at least the values of `out`; gives the finding's code, int32, shape ()."""
-    widen[_grid(out.numel())](total, out, flags, out.numel(), **_LAUNCH)
+def launch_upcast(total: Tensor, out: Tensor, flags: Tensor) -> Tensor:
+    """Launch `upcast` of what has at least the values of `out`; gives the finding's code, int32, shape ()."""
+    upcast[_grid(out.numel())](total, out, flags, out.numel(), **_LAUNCH)
     return flags[1]
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ddprun_hooks.kernels.casts import finite, read
+from ddprun_hooks.kernels.casts import is_finite, load_fp32
 
 _LAUNCH = {"TILE": 2048, "num_warps": 8, "enable_fp_fusion": False}  # 8 values for each thread
 _PROGRAMS = 512
@@ -27,8 +27,8 @@ _LEVELS = tl.constexpr(4)  # 8 bits at a time, of 31
 
 
 @triton.jit(do_not_specialize=["numel", "tiles"])
-def start(
-    given,  # the payload, (numel,)
+def add_and_histogram(
+    payload,  # (numel,)
     residual,  # fp32, (numel,): gets the sum
     bins,  # (levels, bins)
     numel,
@@ -38,31 +38,31 @@ def start(
     """Add the payload to the residual, and count the uppermost bits of magnitudes."""
     counts = tl.zeros([_BINS], tl.int32)
     for tile in range(tiles):
-        at = _places(tile, tiles, TILE)
-        there = at < numel
-        x = read(given + at, there) + read(residual + at, there)
-        tl.store(residual + at, x, there)
-        counts += tl.histogram(_size(x) >> 23, _BINS, there)
+        at = _tile_offsets(tile, tiles, TILE)
+        mask = at < numel
+        x = load_fp32(payload + at, mask) + load_fp32(residual + at, mask)
+        tl.store(residual + at, x, mask)
+        counts += tl.histogram(_magnitude_bits(x) >> 23, _BINS, mask)
     tl.atomic_add(bins + tl.arange(0, _BINS), counts)
 
 
 @triton.jit(do_not_specialize=["numel", "tiles", "k"])
-def refine(residual, bins, numel, tiles, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
+def histogram_next_bits(residual, bins, numel, tiles, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
     """Count the next bits of those magnitudes whose upper bits are the threshold's."""
     shift: tl.constexpr = 31 - 8 * LEVEL
     upper, _ = _threshold(bins, k, LEVEL)
     counts = tl.zeros([_BINS], tl.int32)
     for tile in range(tiles):
-        at = _places(tile, tiles, TILE)
-        there = at < numel
-        size = _size(read(residual + at, there))
+        at = _tile_offsets(tile, tiles, TILE)
+        mask = at < numel
+        size = _magnitude_bits(load_fp32(residual + at, mask))
         bits = (size << 1 >> (shift - 7)) & 0xFF  # the last of the 32 bits is not a magnitude's: it is 0
-        counts += tl.histogram(bits, _BINS, there & (size >> shift == upper))
+        counts += tl.histogram(bits, _BINS, mask & (size >> shift == upper))
     tl.atomic_add(bins + LEVEL * _BINS + tl.arange(0, _BINS), counts)
 
 
 @triton.jit(do_not_specialize=["numel", "tiles", "k"])
-def count(
+def count_per_program(
     residual,
     bins,
     counts,  # (2, programs): above the threshold, and at it
@@ -78,17 +78,17 @@ def count(
     above = tl.zeros([TILE], tl.int32)
     equal = tl.zeros([TILE], tl.int32)
     for tile in range(tiles):
-        at = _places(tile, tiles, TILE)
-        there = at < numel
-        size = _size(read(residual + at, there))
-        above += (there & (size > threshold)).to(tl.int32)
-        equal += (there & (size == threshold)).to(tl.int32)
+        at = _tile_offsets(tile, tiles, TILE)
+        mask = at < numel
+        size = _magnitude_bits(load_fp32(residual + at, mask))
+        above += (mask & (size > threshold)).to(tl.int32)
+        equal += (mask & (size == threshold)).to(tl.int32)
     tl.store(counts + tl.program_id(0), tl.sum(above, 0))
     tl.store(counts + PROGRAMS + tl.program_id(0), tl.sum(equal, 0))
 
 
 @triton.jit(do_not_specialize=["numel", "tiles", "k"])
-def take(
+def write_largest(
     residual,  # gets what is not sent
     bins,
     counts,
@@ -108,12 +108,12 @@ def take(
     above = tl.sum(tl.load(counts + programs, before, 0), 0)
     equal = tl.sum(tl.load(counts + PROGRAMS + programs, before, 0), 0)
     for tile in range(tiles):
-        at = _places(tile, tiles, TILE)
-        there = at < numel
-        x = read(residual + at, there)
-        size = _size(x)
-        larger = (there & (size > threshold)).to(tl.int32)
-        same = (there & (size == threshold)).to(tl.int32)
+        at = _tile_offsets(tile, tiles, TILE)
+        mask = at < numel
+        x = load_fp32(residual + at, mask)
+        size = _magnitude_bits(x)
+        larger = (mask & (size > threshold)).to(tl.int32)
+        same = (mask & (size == threshold)).to(tl.int32)
         order = equal + tl.cumsum(same, 0) - same  # how many equal ones come before
         taken_same = (same > 0) & (order < of_equal)
         taken = (larger > 0) | taken_same
@@ -122,20 +122,20 @@ def take(
         tl.store(indices + place, at, taken)
         tl.store(values + place, sent, taken)
         left = tl.where(taken, x - sent.to(tl.float32), x)
-        sound = finite(left)
-        tl.store(residual + at, tl.where(sound, left, 0.0), taken | there & ~sound)
+        sound = is_finite(left)
+        tl.store(residual + at, tl.where(sound, left, 0.0), taken | mask & ~sound)
         above += tl.sum(larger, 0)
         equal += tl.sum(same, 0)
 
 
 @triton.jit
-def _places(tile, tiles, TILE: tl.constexpr):
+def _tile_offsets(tile, tiles, TILE: tl.constexpr):
     """Indices of a tile's values; a program's tiles follow each other."""
     return (tl.program_id(0) * tiles + tile) * TILE + tl.arange(0, TILE)
 
 
 @triton.jit
-def _size(x):
+def _magnitude_bits(x):
     """A magnitude as a whole number of the same order; all NaN are the same, and the largest."""
     return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
 
@@ -156,22 +156,24 @@ def _threshold(bins, k, LEVELS: tl.constexpr):
     return upper, k
 
 
-def taken(given: Tensor, residual: Tensor, k: int) -> Tensor:
-    """Add `given` to `residual`, both of shape (numel,), take the k largest, and leave what they lack.
+def take_largest(payload: Tensor, residual: Tensor, k: int) -> Tensor:
+    """Add `payload` to `residual`, both of shape (numel,), take the k largest, and leave what they lack.
 
     Returns:
         The message: k indices, int32, then k values of the payload's type, as bytes.
     """
-    numel, device = given.numel(), given.device
-    message = torch.empty(k * (4 + given.element_size()), dtype=torch.uint8, device=device)
+    numel, device = payload.numel(), payload.device
+    message = torch.empty(k * (4 + payload.element_size()), dtype=torch.uint8, device=device)
     bins = torch.zeros(_LEVELS.value, _BINS.value, dtype=torch.int32, device=device)
     counts = torch.empty(2, _PROGRAMS, dtype=torch.int32, device=device)
     tiles = triton.cdiv(numel, _LAUNCH["TILE"] * _PROGRAMS)  # of a program
     grid = (triton.cdiv(numel, _LAUNCH["TILE"] * tiles),)
-    start[grid](given, residual, bins, numel, tiles, **_LAUNCH)
+    add_and_histogram[grid](payload, residual, bins, numel, tiles, **_LAUNCH)
     for level in range(1, _LEVELS.value):
-        refine[grid](residual, bins, numel, tiles, k, LEVEL=level, **_LAUNCH)
-    count[grid](residual, bins, counts, numel, tiles, k, PROGRAMS=_PROGRAMS, **_LAUNCH)
-    indices, values = message[: 4 * k].view(torch.int32), message[4 * k :].view(given.dtype)
-    take[grid](residual, bins, counts, indices, values, numel, tiles, k, PROGRAMS=_PROGRAMS, **_LAUNCH)
+        histogram_next_bits[grid](residual, bins, numel, tiles, k, LEVEL=level, **_LAUNCH)
+    count_per_program[grid](residual, bins, counts, numel, tiles, k, PROGRAMS=_PROGRAMS, **_LAUNCH)
+    indices, values = message[: 4 * k].view(torch.int32), message[4 * k :].view(payload.dtype)
+    write_largest[grid](
+        residual, bins, counts, indices, values, numel, tiles, k, PROGRAMS=_PROGRAMS, **_LAUNCH
+    )
     return message

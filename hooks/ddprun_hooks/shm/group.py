@@ -27,35 +27,35 @@ from ddprun_hooks.errors import ExchangeError
 SLOT_BYTES = 1 << 21
 """Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
 
-LINE_BYTES: Final = 64  # no two ranks write to one cache line
-_HERE: Final = b"\1"
+CACHE_LINE_BYTES: Final = 64  # no two ranks write to one cache line
+_ARRIVED_BYTE: Final = b"\1"
 
 
 class PeerSocket(socket.socket):
     """This rank's end of the socket to one peer; closed when nothing refers to it any more."""
 
-    __slots__ = ("name",)
+    __slots__ = ("rank_label",)
 
-    def __init__(self, descriptor: int, name: int) -> None:
+    def __init__(self, descriptor: int, rank_label: int) -> None:
         super().__init__(fileno=descriptor)
-        self.name = name
+        self.rank_label = rank_label
         self.setblocking(False)
-        _peers.add(self)
+        _open_sockets.add(self)
 
     def __del__(self) -> None:
         self.close()
 
 
-Steps = Generator[Sequence[PeerSocket], None, None]
+ShmOperation = Generator[Sequence[PeerSocket], None, None]
 """An operation under way: it runs until it has to wait, and yields the peers that it waits for. Resume it
 when one of them is readable or the group's deadline has passed; the next may begin when it has ended."""
 
-_peers: "WeakSet[PeerSocket]" = WeakSet()
+_open_sockets: "WeakSet[PeerSocket]" = WeakSet()
 
 
 def _close_in_child() -> None:
     """Close the sockets in a forked child, which would keep them open when the rank itself has died."""
-    for peer in list(_peers):
+    for peer in list(_open_sockets):
         peer.close()
 
 
@@ -85,34 +85,34 @@ class ShmGroup:
         self._memory = memory
         self._peers = tuple(peers)
         self._timeout_s = timeout_s
-        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _Plan] = {}
+        self._plans: dict[tuple[torch.dtype, int | tuple[int, ...]], _TransferPlan] = {}
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def all_reduce(self, tensor: Tensor) -> Steps:
+    def all_reduce(self, tensor: Tensor) -> ShmOperation:
         """Sum `tensor` (any shape) over the ranks, in place."""
         flat = tensor.detach().view(-1)
         if self.size == 1:
             return
-        plan = self._plan(flat.dtype, flat.numel())
-        chunks, rank = plan.cut(flat), self.rank
+        plan = self._transfer_plan(flat.dtype, flat.numel())
+        chunks, rank = plan.split_to_chunks(flat), self.rank
         # A piece is summed in the phase in which the next is put in: one barrier more than there are pieces,
         # not twice as many.
         for turn in range(len(plan.pieces) + 1 if plan.pieces else 0):
             half = self.phase & 1
             if turn < len(plan.pieces):
-                for part, view in plan.pieces[turn].sent[half]:
+                for part, view in plan.pieces[turn].outgoing_parts[half]:
                     view.copy_(chunks[part][turn])
             if turn:
                 piece = plan.pieces[turn - 1]
                 # Into the share of its slot that a rank does not fill, because nobody else sums it.
                 if piece.lengths[rank]:
-                    self._sum(piece.summed[1 - half], chunks[rank][turn - 1], piece.own[half])
+                    self._sum(piece.incoming_parts[1 - half], chunks[rank][turn - 1], piece.own_part[half])
             yield from self._barrier()
             if turn:
-                for part, view in piece.results[half]:
+                for part, view in piece.result_parts[half]:
                     chunks[part][turn - 1].copy_(view)
 
-    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
         """Sum the ranks' parts of `tensor`, (sum(sizes),), and write this rank's sum into `output`,
         (sizes[rank],), which may be its part of `tensor`.
         """
@@ -120,18 +120,18 @@ class ShmGroup:
         if self.size == 1:
             output.copy_(tensor)
             return
-        plan = self._plan(tensor.dtype, tuple(sizes))
-        chunks, rank = plan.cut(tensor), self.rank
-        outputs = plan.cut_part(output, rank)
+        plan = self._transfer_plan(tensor.dtype, tuple(sizes))
+        chunks, rank = plan.split_to_chunks(tensor), self.rank
+        outputs = plan.split_part(output, rank)
         for turn, piece in enumerate(plan.pieces):
             half = self.phase & 1
-            for part, view in piece.sent[half]:
+            for part, view in piece.outgoing_parts[half]:
                 view.copy_(chunks[part][turn])
             yield from self._barrier()
             if piece.lengths[rank]:
-                self._sum(piece.summed[half], chunks[rank][turn], outputs[turn])
+                self._sum(piece.incoming_parts[half], chunks[rank][turn], outputs[turn])
 
-    def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> Steps:
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
         """Gather the ranks' tensors, (sizes[rank],), in rank order into `output`, (sum(sizes),), of which
         `tensor` may be this rank's part.
         """
@@ -140,18 +140,18 @@ class ShmGroup:
         output[start : start + sizes[rank]].copy_(tensor)
         if self.size == 1:
             return
-        plan = self._plan(tensor.dtype, tuple(sizes))
-        chunks = plan.cut(output)
+        plan = self._transfer_plan(tensor.dtype, tuple(sizes))
+        chunks = plan.split_to_chunks(output)
         for turn, piece in enumerate(plan.pieces):
             half = self.phase & 1
             if piece.lengths[rank]:
-                piece.own[half].copy_(chunks[rank][turn])
+                piece.own_part[half].copy_(chunks[rank][turn])
             yield from self._barrier()
-            for part, view in piece.results[half]:
+            for part, view in piece.result_parts[half]:
                 if part != rank:
                     chunks[part][turn].copy_(view)
 
-    def _barrier(self) -> Steps:
+    def _barrier(self) -> ShmOperation:
         """Wait until every rank is here.
 
         Raises:
@@ -160,20 +160,20 @@ class ShmGroup:
         missing: Sequence[PeerSocket] = self._peers
         for peer in missing:
             try:
-                peer.send(_HERE)
+                peer.send(_ARRIVED_BYTE)
             except OSError:
-                continue  # `_listen` reports it
+                continue  # `_peers_not_arrived` reports it
         self.deadline = math.inf
-        while missing := self._listen(missing):
+        while missing := self._peers_not_arrived(missing):
             now = time.monotonic()
             if self.deadline == math.inf:
                 self.deadline = now + self._timeout_s
             elif now >= self.deadline:
-                raise self._broken(missing, f"did not arrive within {self._timeout_s:g} s")
+                raise self._mark_broken(missing, f"did not arrive within {self._timeout_s:g} s")
             yield missing
         self.phase += 1
 
-    def _listen(self, peers: Sequence[PeerSocket]) -> Sequence[PeerSocket]:
+    def _peers_not_arrived(self, peers: Sequence[PeerSocket]) -> Sequence[PeerSocket]:
         """Those of `peers` that have not arrived."""
         silent, gone = [], []
         for peer in peers:
@@ -185,12 +185,12 @@ class ShmGroup:
             except OSError:
                 gone.append(peer)
         if gone:
-            raise self._broken(gone, "left the exchange: the process has ended or given up")
+            raise self._mark_broken(gone, "left the exchange: the process has ended or given up")
         return silent
 
-    def _broken(self, peers: Sequence[PeerSocket], what: str) -> ExchangeError:
-        names = ", ".join(str(peer.name) for peer in peers)
-        self.error = self.error or ExchangeError(f"rank {names} {what}")
+    def _mark_broken(self, peers: Sequence[PeerSocket], what: str) -> ExchangeError:
+        labels = ", ".join(str(peer.rank_label) for peer in peers)
+        self.error = self.error or ExchangeError(f"rank {labels} {what}")
         return self.error
 
     def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
@@ -219,7 +219,7 @@ class ShmGroup:
             scratch = self._scratch[dtype, index] = torch.empty(numel, dtype=dtype)
         return scratch[:numel]
 
-    def _plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_Plan":
+    def _transfer_plan(self, dtype: torch.dtype, sizes: int | tuple[int, ...]) -> "_TransferPlan":
         """How to carry parts of `sizes`, or a tensor of that many elements in parts nearly equal."""
         if self.error is not None:
             raise self.error
@@ -229,75 +229,79 @@ class ShmGroup:
                 self._plans.clear()
             memory = self._memory.view(dtype)
             parts = _even(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
-            plan = self._plans[dtype, sizes] = _Plan(self.rank, parts, memory)
+            plan = self._plans[dtype, sizes] = _TransferPlan(self.rank, parts, memory)
         return plan
 
 
-class _Plan:
+class _TransferPlan:
     """How tensors of one length travel: each part is cut into chunks, and the i-th chunks of all parts are
     piece i, which fits into a slot. `memory` is (2, size, elements of a slot).
     """
 
     def __init__(self, rank: int, sizes: Sequence[int], memory: Tensor) -> None:
         self.sizes = list(sizes)
-        align = LINE_BYTES // memory.element_size()
+        align = CACHE_LINE_BYTES // memory.element_size()
         room = memory.shape[2] - align * len(sizes)
         count = -(-sum(sizes) // room)
-        self.chunks = [round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
+        self.chunk_sizes = (
+            [round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
+        )
         """Elements of each part's chunks but the last."""
 
-        made: dict[tuple[int, ...], _Piece] = {}
-        self.pieces: list[_Piece] = []
+        made: dict[tuple[int, ...], _PieceViews] = {}
+        self.pieces: list[_PieceViews] = []
         for turn in range(count):
             lengths = tuple(
-                max(0, min(chunk, size - turn * chunk))
-                for chunk, size in zip(self.chunks, sizes, strict=True)
+                max(0, min(chunk_size, size - turn * chunk_size))
+                for chunk_size, size in zip(self.chunk_sizes, sizes, strict=True)
             )
             if lengths not in made:
-                made[lengths] = _Piece(rank, self.chunks, lengths, memory)
+                made[lengths] = _PieceViews(rank, self.chunk_sizes, lengths, memory)
             self.pieces.append(made[lengths])
 
-    def cut(self, tensor: Tensor) -> list[Sequence[Tensor]]:
+    def split_to_chunks(self, tensor: Tensor) -> list[Sequence[Tensor]]:
         """The chunks of each part of `tensor` (sum(sizes),)."""
         parts = tensor.split_with_sizes(self.sizes)
-        return [self.cut_part(part, index) for index, part in enumerate(parts)]
+        return [self.split_part(part, index) for index, part in enumerate(parts)]
 
-    def cut_part(self, part: Tensor, index: int) -> Sequence[Tensor]:
+    def split_part(self, part: Tensor, index: int) -> Sequence[Tensor]:
         """The chunks of part `index` (sizes[index],)."""
-        chunk = self.chunks[index]
-        return (part,) if part.numel() <= chunk else torch.split(part, chunk)
+        chunk_size = self.chunk_sizes[index]
+        return (part,) if part.numel() <= chunk_size else torch.split(part, chunk_size)
 
 
-class _Piece:
+class _PieceViews:
     """Where a piece lies in memory; everything but `lengths` for each half."""
 
-    __slots__ = ("lengths", "own", "results", "sent", "summed")
+    __slots__ = ("incoming_parts", "lengths", "outgoing_parts", "own_part", "result_parts")
 
-    def __init__(self, rank: int, chunks: Sequence[int], lengths: Sequence[int], memory: Tensor) -> None:
+    def __init__(self, rank: int, chunk_sizes: Sequence[int], lengths: Sequence[int], memory: Tensor) -> None:
         self.lengths = lengths
         """Elements of each part, which begins where whole chunks of the parts before it would end."""
 
-        starts = [sum(chunks[:part]) for part in range(len(chunks))]
+        starts = [sum(chunk_sizes[:part]) for part in range(len(chunk_sizes))]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         filled = [part for part, length in enumerate(lengths) if length]
-        self.sent = [
+        self.outgoing_parts = [
             [(part, half[rank, starts[part] : ends[part]]) for part in filled if part != rank]
             for half in memory
         ]
         """Other ranks' parts in this rank's slot."""
 
-        self.summed = [list(half[:, starts[rank] : ends[rank]]) for half in memory]
+        self.incoming_parts = [list(half[:, starts[rank] : ends[rank]]) for half in memory]
         """This rank's part in every slot."""
 
-        self.results = [[(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory]
+        self.result_parts = [
+            [(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory
+        ]
         """Every part in the slot of its own rank."""
 
-        self.own = [slots[rank] for slots in self.summed]  # this rank's part in its own slot
+        self.own_part = [slots[rank] for slots in self.incoming_parts]  # this rank's part in its own slot
 
 
 def _even(numel: int, count: int, element_bytes: int) -> list[int]:
     """Sizes of `count` parts of whole cache lines, the last but for what is left."""
-    share = round_up(-(-numel // count), LINE_BYTES // element_bytes)
+    share = round_up(-(-numel // count), CACHE_LINE_BYTES // element_bytes)
     return [max(0, min(share, numel - part * share)) for part in range(count)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch.futures import Future
 
 from ddprun_hooks.errors import ExchangeError
-from ddprun_hooks.shm.group import PeerSocket, ShmGroup, Steps
+from ddprun_hooks.shm.group import PeerSocket, ShmGroup, ShmOperation
 
 SPIN_S = 50e-6
 """How long to look out for a peer before doing something else: about what it takes to wake a thread."""
@@ -26,7 +26,7 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the five below; never held while anything else is called
-        self._queues: dict[ShmGroup, deque[tuple[Steps, Future[None]]]] = {}
+        self._queues: dict[ShmGroup, deque[tuple[ShmOperation, Future[None]]]] = {}
         """Operations of each group that a thread is running: one thread at a time, which alone steps the
         first and removes it, and which leaves when there is none."""
 
@@ -35,8 +35,8 @@ class ProgressThread:
         self._wake = -1
         self._closed = False
 
-    def submit(self, group: ShmGroup, steps: Steps) -> "Future[None]":
-        """Run `steps`, a new operation of `group`.
+    def submit(self, group: ShmGroup, operation: ShmOperation) -> "Future[None]":
+        """Run `operation`, a new one of `group`.
 
         The future is set on whatever thread finishes the operation. Its callbacks may submit, but must not
         wait for another operation of this group. It fails with an `ExchangeError` when a peer is gone or
@@ -46,9 +46,9 @@ class ProgressThread:
         with self._lock:
             queue = self._queues.get(group)
             if queue is not None:
-                queue.append((steps, future))
+                queue.append((operation, future))
                 return future
-            self._queues[group] = deque([(steps, future)])
+            self._queues[group] = deque([(operation, future)])
         phase, until = -1, 0.0
         while True:
             began = time.perf_counter()
@@ -79,11 +79,11 @@ class ProgressThread:
         """
         queue = self._queues[group]
         while True:
-            steps, future = queue[0]
+            operation, future = queue[0]
             failure: BaseException | None = group.error
             try:
                 if failure is None:
-                    return next(steps)
+                    return next(operation)
             except StopIteration:
                 pass
             except BaseException as error:  # whatever it is, the group is out of step and someone waits
@@ -91,14 +91,14 @@ class ProgressThread:
                 if group.error is None:
                     group.error = ExchangeError(f"an operation has failed before: {error!r}")
                     group.error.__cause__ = error
-            steps.close()
+            operation.close()
             # Set before the next begins, so that futures are set in order; and without the lock, since
             # callbacks submit.
             if failure is None:
                 future.set_result(None)
             else:
                 wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `queue.fail`
+                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `queue.fail_future`
             with self._lock:
                 queue.popleft()
                 if not queue:
@@ -111,11 +111,11 @@ class ProgressThread:
             self._handed_over.append(group)
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._thread = threading.Thread(target=self._carry, name="ddprun-progress", daemon=True)
+                self._thread = threading.Thread(target=self._thread_main, name="ddprun-progress", daemon=True)
                 self._thread.start()
             os.eventfd_write(self._wake, 1)
 
-    def _carry(self) -> None:
+    def _thread_main(self) -> None:
         waiting: dict[ShmGroup, Sequence[PeerSocket]] = {}
         since = time.perf_counter()
         while not self._closed:

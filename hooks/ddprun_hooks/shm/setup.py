@@ -20,15 +20,15 @@ from typing import Final
 import torch
 
 from ddprun_hooks.errors import ExchangeError
-from ddprun_hooks.shm.group import LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
+from ddprun_hooks.shm.group import CACHE_LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
 
-_HERE: Final = b"\1"
-_NOBODY: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
+_DESCRIPTOR_MARKER: Final = b"\1"
+_NO_LISTENER: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
+_PEERCRED_STRUCT: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
 _SECRET_BYTES: Final = 32
 _HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank in the group
 _BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
-_AGAIN_S: Final = 2e-3  # between two attempts to connect when even that many wait
+_RETRY_S: Final = 2e-3  # between two attempts to connect when even that many wait
 
 Descriptors = list[int]
 """Of one group: of its memory, and of the sockets to the other ranks, in rank order."""
@@ -39,10 +39,10 @@ def open_shm_groups(
     rank: int,
     size: int,
     count: int,
-    share: Callable[[bytes], bytes],
+    broadcast_bytes: Callable[[bytes], bytes],
     timeout_s: float,
     slot_bytes: int = SLOT_BYTES,
-    names: Sequence[int] | None = None,
+    rank_labels: Sequence[int] | None = None,
 ) -> list[ShmGroup]:
     """Make groups among the ranks of one host. Every one of them has to call this, with equal arguments.
 
@@ -50,54 +50,54 @@ def open_shm_groups(
         rank: this rank among them.
         size: how many they are.
         count: how many groups to make.
-        share: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
+        broadcast_bytes: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
         timeout_s: how long making them, and then any one wait in an operation, may take.
         slot_bytes: bytes that each rank puts into memory at a time, at least 128 for each rank.
-        names: what errors call the ranks, if not 0, 1, ….
+        rank_labels: what errors call the ranks, if not 0, 1, ….
 
     Raises:
         ExchangeError: ranks that did not arrive, belong to another user, or have no memory to share.
     """
     slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
-    if slot_bytes < 2 * LINE_BYTES * size:
+    if slot_bytes < 2 * CACHE_LINE_BYTES * size:
         raise ValueError(f"slots of {slot_bytes} bytes are too small for {size} ranks")
-    names = range(size) if names is None else names
+    rank_labels = range(size) if rank_labels is None else rank_labels
     if size == 1:
         return [ShmGroup(0, torch.empty((2, 1, 0), dtype=torch.uint8), (), timeout_s) for _ in range(count)]
     nbytes = 2 * size * slot_bytes
-    others = [name for index, name in enumerate(names) if index != rank]
+    other_labels = [label for index, label in enumerate(rank_labels) if index != rank]
     deadline = time.monotonic() + timeout_s
     groups: list[Descriptors] = []
     try:
         if rank == 0:
-            _hand_out(groups, names, count, nbytes, share, deadline)
+            _distribute_descriptors(groups, rank_labels, count, nbytes, broadcast_bytes, deadline)
         else:
-            _collect(groups, names, count, rank, share(b""), deadline)
+            _receive_descriptors(groups, rank_labels, count, rank, broadcast_bytes(b""), deadline)
         made = []
         for descriptors in groups:
             mapping = mmap.mmap(descriptors[0], nbytes)
             memory = torch.frombuffer(mapping, dtype=torch.uint8).view(2, size, slot_bytes)
-            peers = [PeerSocket(descriptors.pop(1), name) for name in others]
+            peers = [PeerSocket(descriptors.pop(1), label) for label in other_labels]
             made.append(ShmGroup(rank, memory, peers, timeout_s))
         return made
     except OSError as error:
-        raise ExchangeError(f"rank {names[rank]} cannot map shared memory: {error}") from error
+        raise ExchangeError(f"rank {rank_labels[rank]} cannot map shared memory: {error}") from error
     finally:
         for descriptor in itertools.chain(*groups):
             os.close(descriptor)
 
 
-def _hand_out(
+def _distribute_descriptors(
     groups: list[Descriptors],
-    names: Sequence[int],
+    rank_labels: Sequence[int],
     count: int,
     nbytes: int,
-    share: Callable[[bytes], bytes],
+    broadcast_bytes: Callable[[bytes], bytes],
     deadline: float,
 ) -> None:
     """Make everything, put rank 0's own descriptors into `groups`, and give every other rank its own."""
     secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
-    size = len(names)
+    size = len(rank_labels)
     peers: dict[int, socket.socket] = {}
 
     def give(rank: int, descriptor: int) -> None:
@@ -106,7 +106,7 @@ def _hand_out(
             return
         # Rank 0 must keep no copy of what is another's, or that rank's death would go unnoticed.
         try:
-            socket.send_fds(_timed(peers[rank], deadline), [_HERE], [descriptor])
+            socket.send_fds(_with_timeout(peers[rank], deadline), [_DESCRIPTOR_MARKER], [descriptor])
         finally:
             os.close(descriptor)
 
@@ -116,10 +116,10 @@ def _hand_out(
                 listener.bind(_address(secret))
                 listener.listen(_BACKLOG)
             except OSError as error:
-                share(_NOBODY)
-                raise ExchangeError(f"rank {names[0]} cannot listen: {error}") from error
-            share(secret)
-            _admit(listener, secret, size, peers, deadline)
+                broadcast_bytes(_NO_LISTENER)
+                raise ExchangeError(f"rank {rank_labels[0]} cannot listen: {error}") from error
+            broadcast_bytes(secret)
+            _accept_ranks(listener, secret, size, peers, deadline)
         for _ in range(count):
             groups.append([])
             memory = os.memfd_create("ddprun")
@@ -132,7 +132,7 @@ def _hand_out(
                 give(low, ends[0])
                 give(high, ends[1])
     except OSError as error:
-        late = ", ".join(str(names[rank]) for rank in range(1, size) if rank not in peers)
+        late = ", ".join(str(rank_labels[rank]) for rank in range(1, size) if rank not in peers)
         what = f"rank {late} did not arrive" if late else "no memory could be shared"
         raise ExchangeError(f"{what}: {error}") from error
     finally:
@@ -140,7 +140,7 @@ def _hand_out(
             peer.close()
 
 
-def _admit(
+def _accept_ranks(
     listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket], deadline: float
 ) -> None:
     """Accept connections until `peers` has one of every other rank.
@@ -157,7 +157,7 @@ def _admit(
         selector.register(listener, selectors.EVENT_READ)
         try:
             while len(peers) < size - 1:
-                ready = selector.select(_left_s(deadline))
+                ready = selector.select(_remaining_s(deadline))
                 if not ready and time.monotonic() >= deadline:
                     others = ", ".join(map(str, sorted(refused)))
                     raise TimeoutError(f"timed out; {_refusal(others)}" if refused else "timed out")
@@ -168,7 +168,7 @@ def _admit(
                     peer = key.fileobj
                     assert isinstance(peer, socket.socket)
                     selector.unregister(peer)
-                    rank = _rank_of(peer, secret, size)
+                    rank = _claimed_rank(peer, secret, size)
                     if rank is None or rank in peers:
                         peer.close()
                     else:
@@ -185,7 +185,7 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector, refused: 
         peer, _ = listener.accept()
     except OSError:  # it has gone already
         return
-    user = _user_of(peer)
+    user = _peer_uid(peer)
     if user == os.geteuid():
         peer.setblocking(False)
         selector.register(peer, selectors.EVENT_READ)
@@ -194,48 +194,55 @@ def _accept(listener: socket.socket, selector: selectors.BaseSelector, refused: 
         peer.close()
 
 
-def _collect(
-    groups: list[Descriptors], names: Sequence[int], count: int, rank: int, secret: bytes, deadline: float
+def _receive_descriptors(
+    groups: list[Descriptors],
+    rank_labels: Sequence[int],
+    count: int,
+    rank: int,
+    secret: bytes,
+    deadline: float,
 ) -> None:
     """Take what rank 0 hands out."""
-    if secret == _NOBODY:
-        raise ExchangeError(f"rank {names[0]} cannot listen")
+    if secret == _NO_LISTENER:
+        raise ExchangeError(f"rank {rank_labels[0]} cannot listen")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank_0:
             _connect(rank_0, _address(secret), deadline)
-            user = _user_of(rank_0)
+            user = _peer_uid(rank_0)
             if user != os.geteuid():
                 raise ExchangeError(_refusal(str(user)))
-            _timed(rank_0, deadline).send(_HELLO.pack(secret, rank))
+            _with_timeout(rank_0, deadline).send(_HELLO.pack(secret, rank))
             for _ in range(count):
                 groups.append([])
-                for _ in names:
-                    _, got, _, _ = socket.recv_fds(_timed(rank_0, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC)
+                for _ in rank_labels:
+                    _, got, _, _ = socket.recv_fds(
+                        _with_timeout(rank_0, deadline), 1, 1, socket.MSG_CMSG_CLOEXEC
+                    )
                     if not got:
                         raise ConnectionError("it gave up")
                     groups[-1].extend(got)
     except OSError as error:
-        raise ExchangeError(f"rank {names[0]} shares no memory: {error}") from error
+        raise ExchangeError(f"rank {rank_labels[0]} shares no memory: {error}") from error
 
 
 def _connect(rank_0: socket.socket, address: bytes, deadline: float) -> None:
     """Connect, also while strangers keep rank 0 busy."""
     while True:
         try:
-            return _timed(rank_0, deadline).connect(address)
+            return _with_timeout(rank_0, deadline).connect(address)
         except BlockingIOError:  # as many connections wait as may
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
-def _left_s(deadline: float) -> float:
+def _remaining_s(deadline: float) -> float:
     return max(deadline - time.monotonic(), 1e-3)
 
 
-def _timed(waiting: socket.socket, deadline: float) -> socket.socket:
+def _with_timeout(waiting: socket.socket, deadline: float) -> socket.socket:
     """`waiting`, with what is left of the time."""
-    waiting.settimeout(_left_s(deadline))
+    waiting.settimeout(_remaining_s(deadline))
     return waiting
 
 
@@ -244,14 +251,14 @@ def _address(secret: bytes) -> bytes:
     return b"\0ddprun-" + hashlib.sha256(secret).hexdigest()[:32].encode()
 
 
-def _user_of(peer: socket.socket) -> int:
+def _peer_uid(peer: socket.socket) -> int:
     """Whose process the other end is."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED_STRUCT.size)
+    _, uid, _ = _PEERCRED_STRUCT.unpack(credentials)
     return int(uid)
 
 
-def _rank_of(peer: socket.socket, secret: bytes, size: int) -> int | None:
+def _claimed_rank(peer: socket.socket, secret: bytes, size: int) -> int | None:
     """The rank that a connection claims to be; None if it does not know the secret, or no rank has that
     number.
     """

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddprun.run_files import NotPlainError, open_file
+from ddprun.run_files import WrongFileTypeError, open_file
 from ddprun_hooks.comm.gpu import StagedCopies
 
 _TAG = "$"
@@ -55,7 +55,7 @@ def encode(
     tensors: dict[str, Tensor] = {}
     into = tensors if copy else None
     tree = {key: _encode(value, key, into) for key, value in state.items()}
-    return EncodedState(tree, {name: _on_host(value, staged) for name, value in tensors.items()})
+    return EncodedState(tree, {name: _copy_to_host(value, staged) for name, value in tensors.items()})
 
 
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) 
     return {_TAG: "tensor", "name": name}
 
 
-def _on_host(value: Tensor, staged: StagedCopies | None) -> Tensor:
+def _copy_to_host(value: Tensor, staged: StagedCopies | None) -> Tensor:
     """A copy of a tensor, in host memory without gaps."""
     if staged is not None and value.device.type != "cpu":
         return staged.copy(value)
@@ -145,21 +145,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(None, str(error)) from None
 
 
-def read_tensors(path: Path, root: Path, *, outline: bool = False) -> dict[str, Tensor]:
+def read_tensors(path: Path, root: Path, *, header_only: bool = False) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, which may be hostile, into memory of its own on the CPU.
 
-    No link is followed inside `root`. `outline` reads the header alone: the tensors are on torch's
+    No link is followed inside `root`. `header_only` reads the header alone: the tensors are on torch's
     `meta` device. Raises UnreadableError if the file cannot be read, DamagedError if it is truncated or
     contradicts itself.
     """
-    with located(path):
+    with errors_naming(path):
         with open_file(root, path.relative_to(root)) as file:
             try:
                 # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
                 mapped = load_file(f"/dev/fd/{file.fileno()}")
             except (SafetensorError, TypeError, RuntimeError) as error:  # torch's, of impossible shapes
                 raise ValueError(str(error)) from None
-        if outline:
+        if header_only:
             return {name: tensor.to("meta") for name, tensor in mapped.items()}
         for name, tensor in mapped.items():
             if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
@@ -168,13 +168,14 @@ def read_tensors(path: Path, root: Path, *, outline: bool = False) -> dict[str, 
 
 
 @contextmanager
-def located(path: Path) -> Iterator[None]:
-    """Around what reads a file, which may be hostile: errors name it. UnreadableError: the file cannot be
-    read; DamagedError: what is in it is invalid.
+def errors_naming(path: Path) -> Iterator[None]:
+    """Context manager around reading a file, which may be hostile: errors name the file.
+
+    Raises UnreadableError if the file cannot be read, DamagedError if what is in it is invalid.
     """
     try:
         yield
-    except NotPlainError as error:
+    except WrongFileTypeError as error:
         raise DamagedError(f"{path}: {error.strerror}") from None
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
@@ -194,7 +195,7 @@ def _one_line(text: str) -> str:
     return first[:200].encode("unicode_escape").decode("ascii")
 
 
-def order_metadata(path: Path) -> None:
+def sort_metadata(path: Path) -> None:
     """Sort the metadata of a file that safetensors has written by name.
 
     safetensors writes it in an order that is drawn anew in each process, and equal tensors would make files

@@ -25,21 +25,28 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from ddprun.checkpoint.codec import DamagedError, EncodedState, decode, located, read_tensors, write_tensors
-from ddprun.run_files import open_file, read_object
-from ddprun_hooks.comm.control import Control
+from ddprun.checkpoint.codec import (
+    DamagedError,
+    EncodedState,
+    decode,
+    errors_naming,
+    read_tensors,
+    write_tensors,
+)
+from ddprun.run_files import open_file, read_json_object
+from ddprun_hooks.comm.control import ControlChannel
 
-FOLDER = "checkpoints"  # in the folder of a run
+CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 VERSION = 5
 _CHUNK_BYTES = 64 << 20
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 
-Files = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
-LOSS = "loss"
+FileRecords = dict[str, dict[str, Any]]  # by name: bytes, and sha256 in hexadecimal
+NONFINITE_LOSS = "loss"
 
-_KINDS = ("json", "safetensors")
+_FILE_SUFFIXES = ("json", "safetensors")
 _REPLACED = "replaced"
 
 
@@ -62,60 +69,62 @@ class Checkpoint:
     path: Path
     step: int  # optimizer steps of the run when it was taken
     world_size: int
-    files: Files
-    own: bool = False  # it lies in a folder that this process has made, and not in that of a run
+    files: FileRecords
+    outside_run: bool = False  # it lies in a folder that this process has made, and not in that of a run
     nonfinite: str | None = None
-    """What in it is not finite: a parameter, optimizer state, or `LOSS` alone; None: all of these are."""
+    """What in it is not finite: a parameter, optimizer state, or `NONFINITE_LOSS` alone; None: nothing."""
 
     @property
     def root(self) -> Path:
-        """The folder inside which no link is followed: that of the run, or the checkpoint if it is `own`."""
-        return self.path if self.own else self.path.parent.parent
+        """No link is followed in this folder: the run's, or the checkpoint itself if it is `outside_run`."""
+        return self.path if self.outside_run else self.path.parent.parent
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Size of all files together."""
         return sum(int(file["bytes"]) for file in self.files.values())
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """The name of a checkpoint's folder."""
     return f"step-{step:08}"
 
 
-def rank_name(rank: int) -> str:
+def rank_part_name(rank: int) -> str:
     """The name of a rank's part."""
     return f"rank-{rank:05}"
 
 
 def part_names(world_size: int) -> list[str]:
-    """The parts of a checkpoint: each is one file of each kind."""
-    return ["shared", *map(rank_name, range(world_size))]
+    """The parts of a checkpoint: each is a JSON and a safetensors file."""
+    return ["shared", *map(rank_part_name, range(world_size))]
 
 
-def paths(folder: Path, name: str) -> list[Path]:
+def part_paths(folder: Path, name: str) -> list[Path]:
     """The files of a part."""
-    return [folder / f"{name}.{kind}" for kind in _KINDS]
+    return [folder / f"{name}.{suffix}" for suffix in _FILE_SUFFIXES]
 
 
-def unfinished(root: Path, step: int, token: str) -> Path:
+def unfinished_path(root: Path, step: int, token: str) -> Path:
     """Where the ranks write a checkpoint; `token` is the same on all of them, and another in each attempt."""
-    return root / f".{name_of(step)}.{token}"
+    return root / f".{folder_name(step)}.{token}"
 
 
-def write(folder: Path, name: str, state: EncodedState) -> Files:
+def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     """Write state as the two files of a part, and bring them to disk, or raise OSError; makes the folder if
     it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    text, weights = paths(folder, name)
+    text, weights = part_paths(folder, name)
     with open_file(folder, text.name, "wb") as file:
         file.write(json.dumps(state.tree, allow_nan=False).encode())
     write_tensors(weights, state.tensors)
     return {path.name: _synced(path) for path in (text, weights)}
 
 
-def send(control: Control, to: int, folder: Path, names: Iterable[str], root: Path | None = None) -> None:
+def send_files(
+    control: ControlChannel, to: int, folder: Path, names: Iterable[str], root: Path | None = None
+) -> None:
     """Send files to a rank that does not see the folder; no link is followed inside `root`, which is that
     folder if nothing else is given.
     """
@@ -126,7 +135,7 @@ def send(control: Control, to: int, folder: Path, names: Iterable[str], root: Pa
                 control.send_bytes(data, to)
 
 
-def receive(control: Control, source: int, folder: Path, files: Files) -> None:
+def receive_files(control: ControlChannel, source_rank: int, folder: Path, files: FileRecords) -> None:
     """Write the files that another rank sends, and bring them to disk; takes all of them, even if the disk is
     full after the first. Raises OSError if they cannot be written, or are not what the sender described.
     """
@@ -134,7 +143,7 @@ def receive(control: Control, source: int, folder: Path, files: Files) -> None:
     for name, described in files.items():
         left = described["bytes"]
         while left:
-            data = control.receive_bytes(source)
+            data = control.receive_bytes(source_rank)
             left -= len(data)
             try:
                 with open_file(folder, name, "ab") as file:
@@ -149,13 +158,13 @@ def receive(control: Control, source: int, folder: Path, files: Files) -> None:
 
 
 def commit(
-    folder: Path, step: int, world_size: int, files: Files, nonfinite: str | None = None
+    folder: Path, step: int, world_size: int, files: FileRecords, nonfinite: str | None = None
 ) -> Checkpoint:
     """Give a checkpoint whose files are all written its name: from here on it exists. Raises OSError if it
     cannot be written, or a file that a rank has written is not seen here.
     """
     root = folder.parent
-    target, replaced = root / name_of(step), root / f".{name_of(step)}.{_REPLACED}"
+    target, replaced = root / folder_name(step), root / f".{folder_name(step)}.{_REPLACED}"
     for name, described in files.items():
         if (folder / name).stat().st_size != described["bytes"]:
             raise OSError(None, f"{name} is not whole here")
@@ -180,16 +189,16 @@ def steps_in(root: Path) -> list[int]:
     except OSError:
         return []
     found = [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,18})", name))]
-    return sorted((step for step in found if name_of(step) in names), reverse=True)
+    return sorted((step for step in found if folder_name(step) in names), reverse=True)
 
 
-def opened(root: Path, step: int) -> Checkpoint:
+def open_checkpoint(root: Path, step: int) -> Checkpoint:
     """A checkpoint by its manifest; raises DamagedError if that does not exist, or says what no manifest
     says.
     """
-    path = root / name_of(step) / MANIFEST
-    with located(path):
-        found = read_object(root.parent, path.relative_to(root.parent), MAX_MANIFEST_BYTES)
+    path = root / folder_name(step) / MANIFEST
+    with errors_naming(path):
+        found = read_json_object(root.parent, path.relative_to(root.parent), MAX_MANIFEST_BYTES)
         if found.get("v") != VERSION:
             raise ValueError(f"version {found.get('v')!r:.40}, and this ddprun reads {VERSION}")
         manifest = _Manifest.model_validate(found)
@@ -197,9 +206,9 @@ def opened(root: Path, step: int) -> Checkpoint:
         if manifest.step != step:
             raise ValueError(f"it is of step {manifest.step}")
         # Two files of each rank, and two of all: nothing is allocated for ranks that do not exist.
-        if ranks > len(files) // len(_KINDS):
+        if ranks > len(files) // len(_FILE_SUFFIXES):
             raise ValueError(f"{len(files):,} files for {ranks} ranks")
-        wanted = {path.name for name in part_names(ranks) for path in paths(root, name)}
+        wanted = {path.name for name in part_names(ranks) for path in part_paths(root, name)}
         if missing := wanted - files.keys():
             raise ValueError(f"it lacks {min(missing)}")
     return Checkpoint(path.parent, **manifest.model_dump())
@@ -210,10 +219,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     names the file.
     """
     for name in part_names(checkpoint.world_size) if names is None else names:
-        for path in paths(checkpoint.path, name):
+        for path in part_paths(checkpoint.path, name):
             described = checkpoint.files[path.name]
             with (
-                located(path),
+                errors_naming(path),
                 open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file,
             ):
                 size = os.fstat(file.fileno()).st_size
@@ -222,17 +231,17 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
                 if digest.hexdigest() != described["sha256"]:
                     raise ValueError("not what was written: its SHA-256 differs")
-        read(checkpoint, name, outline=True)
+        read_part(checkpoint, name, header_only=True)
 
 
-def read(checkpoint: Checkpoint, name: str, *, outline: bool = False) -> dict[str, Any]:
-    """The state of a part whose files `verify` has found whole; `outline`: with tensors on torch's `meta`
-    device, which have no data. Raises DamagedError if it is inconsistent.
+def read_part(checkpoint: Checkpoint, name: str, *, header_only: bool = False) -> dict[str, Any]:
+    """The state of a part whose files `verify` has found whole; `header_only`: with tensors on torch's
+    `meta` device, which have no data. Raises DamagedError if it is inconsistent.
     """
-    text, weights = paths(checkpoint.path, name)
+    text, weights = part_paths(checkpoint.path, name)
     tree = read_json(checkpoint, text)
-    tensors = read_tensors(weights, checkpoint.root, outline=outline)
-    with located(text):
+    tensors = read_tensors(weights, checkpoint.root, header_only=header_only)
+    with errors_naming(text):
         return decode(tree, tensors)
 
 
@@ -240,42 +249,42 @@ def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint; raises DamagedError if the file does not exist, is too long,
     nested too deeply, or not a JSON object.
     """
-    with located(path):
-        return read_object(checkpoint.root, path.relative_to(checkpoint.root), MAX_JSON_BYTES)
+    with errors_naming(path):
+        return read_json_object(checkpoint.root, path.relative_to(checkpoint.root), MAX_JSON_BYTES)
 
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` and the newest that is finite; one that cannot be deleted stays."""
-    finite = last_finite(root)
+    finite = newest_finite_step(root)
     for step in steps_in(root)[keep:]:
         if step == finite:
             continue
-        gone = root / f".{name_of(step)}.old"
+        gone = root / f".{folder_name(step)}.old"
         remove(gone)  # of a run that was killed while it deleted one
         try:
-            (root / name_of(step)).rename(gone)  # never seen half deleted
+            (root / folder_name(step)).rename(gone)  # never seen half deleted
         except OSError:
             continue
         remove(gone)
 
 
-def worst(found: Iterable[str | None]) -> str | None:
+def worst_nonfinite(found: Iterable[str | None]) -> str | None:
     """Of what is not finite in several parts the first that is more than a loss; None: nothing is."""
-    return max(filter(None, found), key=lambda name: name != LOSS, default=None)
+    return max(filter(None, found), key=lambda name: name != NONFINITE_LOSS, default=None)
 
 
-def last_finite(root: Path) -> int | None:
+def newest_finite_step(root: Path) -> int | None:
     """The newest checkpoint in which all is finite, by what the manifests say; None: there is none."""
     for step in steps_in(root):
         with suppress(DamagedError):
-            if opened(root, step).nonfinite is None:
+            if open_checkpoint(root, step).nonfinite is None:
                 return step
     return None
 
 
 def set_aside(root: Path, step: int, why: str) -> Path:
     """Rename a checkpoint that cannot be resumed from to `step-….why`: it is kept, and no longer counts."""
-    path = root / name_of(step)
+    path = root / folder_name(step)
     aside = root / f"{path.name}.{why}"
     remove(aside)
     return path.rename(aside)

@@ -21,32 +21,33 @@ import torch.distributed as dist
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
-from ddprun.checkpoint.folder import Checkpoint, Files
-from ddprun_hooks.comm.control import Control
+from ddprun.checkpoint.folder import Checkpoint, FileRecords
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import StagedCopies
 
-BUSY = "was still writing the checkpoint of step"  # so that the next one was skipped
-_OVER = "over"  # in the store: the number of the checkpoint that was over last, and whether it was written
+STILL_WRITING_TEXT = "was still writing the checkpoint of step"  # so that the next one was skipped
+_LAST_FINISHED_KEY = "over"
+"""In the store: the number of the checkpoint that was finished last, and whether it was written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckpointOutcome:
     """What came of one checkpoint; rank 0 knows."""
 
     step: int
     seconds: float
-    written: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     problem: str | None = None  # why it was not written
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    number: int  # of all that are put; two may be of one step
+    number: int  # counts all that are enqueued; two may be of one step
     step: int
     unfinished: Path
     parts: Mapping[str, EncodedState]  # by the name of the files
     staged: StagedCopies | None = None  # of a GPU's tensors in the parts, which may still be under way
-    put_ns: int = field(default_factory=time.monotonic_ns)
+    enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass(eq=False)
@@ -58,35 +59,38 @@ class CheckpointWriter:
     _: KW_ONLY
     token: str  # of this attempt at the run; the same on all ranks
     rank: int
-    ranks: int
-    every: int = 0  # steps from one to the next; 0: only at the end
+    world_size: int
+    interval_steps: int = 0  # steps from one to the next; 0: only at the end
     keep: int  # how many checkpoints are kept
-    remote: Sequence[int]  # ranks that do not see the run's folder
-    control: Control | None  # for these threads alone; None if no rank is remote
-    limit_s: float  # how long rank 0 waits for the other ranks' parts
-    # On the writing thread: before each checkpoint; with when each that is over was put (ns of the monotonic
-    # clock), and if it was written; to name what in a part is not finite.
-    before: Callable[[], None] = lambda: None
-    after: Callable[[int, bool], None] = lambda _, __: None
-    not_finite: Callable[[EncodedState], str | None] = lambda _: None
+    remote_ranks: Sequence[int]  # ranks that do not see the run's folder
+    control: ControlChannel | None  # for these threads alone; None if no rank is remote
+    parts_timeout_s: float  # how long rank 0 waits for the other ranks' parts
+    # Called on the writing thread. before_write: ahead of each checkpoint. after_write: when a checkpoint is
+    # over, with the time at which it was enqueued (ns of the monotonic clock) and whether it was written.
+    # find_nonfinite: names what in a part is not finite, None if nothing is.
+    before_write: Callable[[], None] = lambda: None
+    after_write: Callable[[int, bool], None] = lambda _, __: None
+    find_nonfinite: Callable[[EncodedState], str | None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self.outcomes = queue.SimpleQueue[Outcome]()  # of checkpoints that are over, on rank 0
-        self.count = 0  # of checkpoints that were put
-        self.failed: str | None = None  # why the last one was not written; None: it was, or is being
-        self.told = set[str]()  # what kept checkpoints from being written, since one was
+        self.outcomes = queue.SimpleQueue[CheckpointOutcome]()  # of checkpoints that are over, on rank 0
+        self.enqueued_count = 0  # checkpoints so far
+        self.last_problem: str | None = None  # why the last one was not written; None: it was, or is being
+        self.reported_causes = set[str]()  # what kept checkpoints from being written, since one was
         # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
-        self.lost: str | None = None
+        self.final_problem: str | None = None
         self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
-        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-") if self.rank in self.remote else None
+        self._scratch = (
+            tempfile.TemporaryDirectory(prefix="ddprun-") if self.rank in self.remote_ranks else None
+        )
         if self._scratch is not None:
             self.root = Path(self._scratch.name)
         self._jobs = queue.Queue[_Job | None]()
-        self._under_way: _Job | None = None
-        self._thread = threading.Thread(target=self._work, name="ddprun-checkpoints", daemon=True)
+        self._current_job: _Job | None = None
+        self._thread = threading.Thread(target=self._thread_main, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
 
-    def put(
+    def enqueue(
         self,
         step: int,
         parts: Mapping[str, EncodedState],
@@ -99,16 +103,16 @@ class CheckpointWriter:
         One that comes while the one before it is still being written is skipped. With `wait` all are waited
         for, until they are written or given up. `staged`: of tensors in the parts, to be released.
         """
-        job, before = self._job(step, parts, staged), self._under_way
+        job, before = self._job(step, parts, staged), self._current_job
         if wait or before is None:
-            self._under_way = job
+            self._current_job = job
             self._jobs.put(job)
         else:
-            self._post(job, f"rank {self.rank} {BUSY} {before.step}")
-            self.after(job.put_ns, False)
+            self._report_to_rank_0(job, f"rank {self.rank} {STILL_WRITING_TEXT} {before.step}")
+            self.after_write(job.enqueued_ns, False)
             if staged is not None:
                 staged.wait()
-                staged.give_back()
+                staged.release()
             if self.rank == 0:
                 self._jobs.put(replace(job, parts={}, staged=None))
         if wait:
@@ -117,18 +121,20 @@ class CheckpointWriter:
                 folder.clear_unfinished(self.root)
 
     def skip_to(self, count: int) -> None:
-        """Give up those that this rank did not come to, where each rank has stopped after a step of its own;
-        `count` is that of the rank that has put most.
+        """Give up the checkpoints that this rank never reached, where ranks have stopped at different steps;
+        `count` is the `enqueued_count` of the rank that has enqueued most.
         """
-        while self.count < count:
+        while self.enqueued_count < count:
             job = self._job(0, {})
-            self._post(job, f"rank {self.rank} had stopped before")
+            self._report_to_rank_0(job, f"rank {self.rank} had stopped before")
             if self.rank == 0:
                 self._jobs.put(job)
 
     def _job(self, step: int, parts: Mapping[str, EncodedState], staged: StagedCopies | None = None) -> _Job:
-        number, self.count = self.count, self.count + 1
-        return _Job(number, step, folder.unfinished(self.root, step, f"{self.token}-{number}"), parts, staged)
+        number, self.enqueued_count = self.enqueued_count, self.enqueued_count + 1
+        return _Job(
+            number, step, folder.unfinished_path(self.root, step, f"{self.token}-{number}"), parts, staged
+        )
 
     def close(self) -> None:
         """Finish what is being written, and end the thread."""
@@ -137,94 +143,96 @@ class CheckpointWriter:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _work(self) -> None:
+    def _thread_main(self) -> None:
         while (job := self._jobs.get()) is not None:
             started, outcome = time.monotonic(), None
             try:
                 if job.parts:
                     self._write(job)
                 if self.rank == 0:
-                    written, problem = self._finish(job)
-                    outcome = Outcome(job.step, time.monotonic() - started, written, problem)
+                    checkpoint, problem = self._assemble(job)
+                    outcome = CheckpointOutcome(job.step, time.monotonic() - started, checkpoint, problem)
                 elif job.parts and self._scratch is not None:
                     self._send(job)
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
-                outcome = Outcome(job.step, time.monotonic() - started, problem=repr(error))
+                outcome = CheckpointOutcome(job.step, time.monotonic() - started, problem=repr(error))
             if job.staged is not None:
-                job.staged.give_back()
-            if self._under_way is job:
-                self._under_way = None
+                job.staged.release()
+            if self._current_job is job:
+                self._current_job = None
             if outcome is not None and job.step:  # without a step: this rank had not come to it
                 self.outcomes.put(outcome)
             self._jobs.task_done()
             self._broadcast_outcome(job, outcome)
 
-    def _broadcast_outcome(self, job: _Job, outcome: Outcome | None) -> None:
-        """Pass on what has become of a checkpoint; ranks above 0, unless there is the next one to write."""
-        over = (-1, False)
+    def _broadcast_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
+        """Rank 0 tells the others through the store what became of a checkpoint; they wait for that, unless
+        the next checkpoint is waiting to be written.
+        """
+        last_finished = (-1, False)
 
         def is_over() -> bool:
-            nonlocal over
-            if self.store.check([_OVER]):
-                over = json.loads(self.store.get(_OVER))
-            return over[0] >= job.number
+            nonlocal last_finished
+            if self.store.check([_LAST_FINISHED_KEY]):
+                last_finished = json.loads(self.store.get(_LAST_FINISHED_KEY))
+            return last_finished[0] >= job.number
 
         with suppress(RuntimeError):  # the store is gone: the run is about to end
             if self.rank == 0:
-                written = outcome is not None and outcome.written is not None
-                self.store.set(_OVER, json.dumps([job.number, written]))
+                written = outcome is not None and outcome.checkpoint is not None
+                self.store.set(_LAST_FINISHED_KEY, json.dumps([job.number, written]))
             _wait_until(lambda: is_over() or not self._jobs.empty())
-        if over[0] >= job.number and job.parts:
-            self.after(job.put_ns, over[0] == job.number and over[1])
+        if last_finished[0] >= job.number and job.parts:
+            self.after_write(job.enqueued_ns, last_finished[0] == job.number and last_finished[1])
 
     def _write(self, job: _Job) -> None:
         """Write this rank's files, and notify rank 0."""
         if job.staged is not None:
             job.staged.wait()
-        self.before()
+        self.before_write()
         try:
-            files: Files = {}
+            files: FileRecords = {}
             for name, state in job.parts.items():
-                files |= folder.write(job.unfinished, name, state)
+                files |= folder.write_part(job.unfinished, name, state)
         except OSError as error:
-            self._post(job, f"rank {self.rank} cannot write it: {error.strerror or error}")
+            self._report_to_rank_0(job, f"rank {self.rank} cannot write it: {error.strerror or error}")
         else:
-            found = [self.not_finite(state) for state in job.parts.values()]
-            self._post(job, None, files, folder.worst(found))
+            found = [self.find_nonfinite(state) for state in job.parts.values()]
+            self._report_to_rank_0(job, None, files, folder.worst_nonfinite(found))
 
-    def _post(
-        self, job: _Job, problem: str | None, files: Files | None = None, nonfinite: str | None = None
+    def _report_to_rank_0(
+        self, job: _Job, problem: str | None, files: FileRecords | None = None, nonfinite: str | None = None
     ) -> None:
         self.store.set(f"{job.number}/{self.rank}", json.dumps([problem, files or {}, nonfinite]))
 
-    def _finish(self, job: _Job) -> tuple[Checkpoint | None, str | None]:
+    def _assemble(self, job: _Job) -> tuple[Checkpoint | None, str | None]:
         """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none."""
         problems: list[str] = []
-        sizes: dict[int, Files] = {}
+        sizes: dict[int, FileRecords] = {}
         nonfinite: list[str | None] = []
-        until = time.monotonic() + self.limit_s
-        for rank in range(self.ranks):
+        until = time.monotonic() + self.parts_timeout_s
+        for rank in range(self.world_size):
             key = f"{job.number}/{rank}"
             if not _wait_until(partial(self.store.check, [key]), until):
-                problems.append(f"rank {rank} has not written its part within {self.limit_s:g} s")
+                problems.append(f"rank {rank} has not written its part within {self.parts_timeout_s:g} s")
                 continue
             problem, sizes[rank], not_finite = json.loads(self.store.get(key))
             self.store.delete_key(key)
             nonfinite.append(not_finite)
             problems += [problem] if problem else []
-        if self.remote:
+        if self.remote_ranks:
             self.store.set(f"{job.number}/verdict", "drop" if problems else "send")
         if not problems:
             try:
-                for rank in self.remote:
+                for rank in self.remote_ranks:
                     assert self.control is not None
-                    folder.receive(self.control, rank, job.unfinished, sizes[rank])
+                    folder.receive_files(self.control, rank, job.unfinished, sizes[rank])
                 files = {name: described for part in sizes.values() for name, described in part.items()}
-                worst = folder.worst(nonfinite)
-                written = folder.commit(job.unfinished, job.step, self.ranks, files, worst)
+                worst = folder.worst_nonfinite(nonfinite)
+                checkpoint = folder.commit(job.unfinished, job.step, self.world_size, files, worst)
                 folder.prune(self.root, self.keep)
-                return written, None
+                return checkpoint, None
             except OSError as error:
                 problems.append(f"rank 0 cannot write it: {error.strerror or error}")
         folder.remove(job.unfinished)
@@ -236,10 +244,12 @@ class CheckpointWriter:
         """Give this rank's files to rank 0, if it wants them."""
         assert self.control is not None
         verdict = f"{job.number}/verdict"
-        decided = _wait_until(lambda: self.store.check([verdict]), time.monotonic() + 2 * self.limit_s)
+        decided = _wait_until(
+            lambda: self.store.check([verdict]), time.monotonic() + 2 * self.parts_timeout_s
+        )
         if decided and self.store.get(verdict) == b"send":
-            names = [path.name for part in job.parts for path in folder.paths(job.unfinished, part)]
-            folder.send(self.control, 0, job.unfinished, names)
+            names = [path.name for part in job.parts for path in folder.part_paths(job.unfinished, part)]
+            folder.send_files(self.control, 0, job.unfinished, names)
         folder.remove(job.unfinished)
 
 

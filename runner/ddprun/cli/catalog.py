@@ -16,10 +16,9 @@ _KINDS = (
     *("collate", "sampler", "weight", "tracker", "stage", "cluster"),
 )
 
-
 _WIDTH = 100
 
-_WRITTEN = {
+_YAML_FORMS = {
     "hook": "hooks: [{}]",
     "tracker": "track: [{}]",
     "stage": "stages: [{}]",
@@ -36,9 +35,9 @@ class _KindOrName(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from ddprun.config.catalog import names
+        from ddprun.config.catalog import names_of_kind
 
-        found = [*_KINDS, *(name for kind in _KINDS for name in names(kind))]
+        found = [*_KINDS, *(name for kind in _KINDS for name in names_of_kind(kind))]
         return [CompletionItem(name) for name in dict.fromkeys(found) if name.startswith(incomplete)]
 
 
@@ -50,49 +49,49 @@ def catalog(what: str | None, form: str) -> int:
 
     KIND shows one kind of it, such as hook; NAME shows one entry in full, such as diloco.
     """
-    from ddprun.config import catalog as listed
-    from ddprun.config.choices import KINDS
+    from ddprun.config.catalog import KIND_HEADINGS, entries_named, entries_of_kind, names_of_kind
+    from ddprun.config.choices import CHOICE_KINDS
     from ddprun.config.faults import suggest
 
     if what is not None and what not in _KINDS:
-        entries = listed.entries_named(what)
+        entries = entries_named(what)
         if not entries:
-            near = suggest(what, [*_KINDS, *(name for kind in _KINDS for name in listed.names(kind))])
+            near = suggest(what, [*_KINDS, *(name for kind in _KINDS for name in names_of_kind(kind))])
             hint = f' (did you mean "{near}"?)' if near else ""
-            kinds_text = ", ".join(_KINDS)
-            raise click.UsageError(
-                f'"{what}" is neither a kind nor the name of an entry{hint}; kinds: {kinds_text}'
-            )
+            text = f'"{what}" is neither a kind nor the name of an entry{hint}'
+            raise click.UsageError(f"{text}; kinds: {', '.join(_KINDS)}")
         if form == "json":
             click.echo(json.dumps(entries, indent=1))
         else:
-            click.echo("\n\n".join(map(_in_full, entries)))
+            click.echo("\n\n".join(map(_format_entry, entries)))
         return 0
     kinds = [what] if what else list(_KINDS)
     if form == "json":
-        click.echo(json.dumps([entry for name in kinds for entry in listed.catalog(name)], indent=1))
+        click.echo(json.dumps([entry for name in kinds for entry in entries_of_kind(name)], indent=1))
         return 0
     for index, name in enumerate(kinds):
         if index:
             click.echo()
-        click.echo(listed.GROUPS[name])
-        for entry in listed.catalog(name):
+        click.echo(KIND_HEADINGS[name])
+        for entry in entries_of_kind(name):
             click.echo(f"  {entry['name']}: {entry['description']}")
             for option in entry["options"]:
                 click.echo(f"      {_option(option)}")
-        if name in KINDS and KINDS[name].dotted:
-            click.echo(f"  package.module.name: {KINDS[name].dotted}; its options are keyword arguments")
+        kind = CHOICE_KINDS.get(name)
+        if kind is not None and kind.dotted_description:
+            text = f"{kind.dotted_description}; its options are keyword arguments"
+            click.echo(f"  package.module.name: {text}")
     return 0
 
 
-def _in_full(entry: dict[str, Any]) -> str:
+def _format_entry(entry: dict[str, Any]) -> str:
     """An entry on its own, and how a file names it."""
     kind, name, options = entry["kind"], entry["name"], entry["options"]
     needed = ", ".join(f"{option['name']}: …" for option in options if option["required"])
     written = f"{name}: {{{needed}}}" if needed or kind == "cluster" else name
     if kind != "cluster":
         written = f"{{{written}}}" if needed else written
-        written = _WRITTEN.get(kind, f"{kind}: {{}}").format(written)
+        written = _YAML_FORMS.get(kind, f"{kind}: {{}}").format(written)
     source = {"torch": "of torch", "installed": "of an installed package"}.get(entry["source"], "built in")
     lines = [f"{name}: {kind}, {source}", *_wrapped(entry["description"], 2), f"  Write {written}"]
     for option in options:

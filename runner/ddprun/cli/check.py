@@ -43,12 +43,12 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
             continue
         if found:
             stream = sys.stderr if resolved else sys.stdout
-            click.echo(printing.text(found, printing.colored(stream)), file=stream)
+            click.echo(printing.format_faults(found, printing.use_color(stream)), file=stream)
         if good:
-            click.echo(loaded.resolved() if resolved else f"{path}: ok", nl=not resolved)
+            click.echo(loaded.resolved_yaml() if resolved else f"{path}: ok", nl=not resolved)
     if form == "json":
         click.echo(json.dumps([printing.as_object(fault) for fault in faults], indent=2, ensure_ascii=False))
     elif form == "github":
         for fault in faults:
-            click.echo(printing.github(fault))
+            click.echo(printing.github_annotation(fault))
     return 2 if any(fault.severity == "error" for fault in faults) else 0

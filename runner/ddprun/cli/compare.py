@@ -10,7 +10,7 @@ from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 from ddprun.screen import is_terminal
 
-_OF_SEEDS = (
+_SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
     "lowest seed to the highest; all else is of the first seed."
 )
@@ -76,20 +76,20 @@ def compare(
     from ddprun.compare import compare as comparing
     from ddprun.compare import learning
     from ddprun.config import load
-    from ddprun.config.overrides import alternatives
-    from ddprun.config.resolved import flow
+    from ddprun.config.overrides import parse_alternatives
+    from ddprun.config.resolved import flow_yaml
     from ddprun.report import html
 
-    keys = [(key, list(map(flow, values))) for key, values in alternatives(vary, "--vary")]
-    everywhere = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
-    found = comparing.variants(pipelines, everywhere, keys, noop=noop, twin=control)
-    chosen = [comparing.fitted(one, steps) for one in found]
-    loaded = [load(variant.pipeline, variant.overrides) for variant in chosen]
+    keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
+    shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
+    all_variants = comparing.make_variants(pipelines, shared_overrides, keys, noop=noop, twin=control)
+    variants = [comparing.with_step_and_noop_overrides(one, steps) for one in all_variants]
+    loaded = [load(variant.pipeline, variant.overrides) for variant in variants]
     loaded[0].check_environment()
     first_seed = loaded[0].pipeline.seed
     if seeds > 1 and any(one.pipeline.seed != first_seed for one in loaded):
         raise click.BadParameter("the seed is not the same in all runs already", param_hint="--seeds")
-    repeated = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
+    run_seeds = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
             click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)
@@ -99,23 +99,23 @@ def compare(
     arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
     progress = printing.ProgressLine("ddprun compare")
     try:
-        sides = comparing.run_all(chosen, repeated, folder, turn, arguments, progress)
+        sides = comparing.run_all(variants, run_seeds, folder, turn, arguments, progress)
     except KeyboardInterrupt:
         return 130
     finally:
         progress.close()
-    rows = comparing.rows(sides)
-    click.echo(comparing.text(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
-    read = [(side.variant.name, one) for side in sides if (one := side.merged()) is not None]
-    if read:
+    rows = comparing.comparison_rows(sides)
+    click.echo(comparing.render(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
+    merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
+    if merged_digests:
         blocks: list[html.Block] = [html.Table(*one) for one in comparing.tables(rows)]
         if seeds > 1:
-            blocks.append(html.Text(_OF_SEEDS, "note"))
-        page = html.page(read, html.Comparison(learning.sentences(rows), blocks))
+            blocks.append(html.Text(_SEEDS_NOTE, "note"))
+        page = html.page(merged_digests, html.Comparison(learning.sentences(rows), blocks))
         (folder / "report.html").write_bytes(page.encode(errors="replace"))
         click.echo(f"ddprun: {folder / 'report.html'}", err=True)
-    failed = [(side, run) for side in sides for run in side.runs if not run.done]
+    failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
-        text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_of(run)}"
+        text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"
         click.echo(text, err=True)
     return 1 if failed else 0

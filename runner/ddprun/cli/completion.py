@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
-VARIABLE = "_DDPRUN_COMPLETE"
-"""In the environment of a shell's question; click derives its name from the program's."""
+COMPLETION_VARIABLE = "_DDPRUN_COMPLETE"
+"""Environment variable by which a shell asks for completions; click derives its name from the program's."""
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -38,10 +38,10 @@ class PipelineFile(click.Path):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Files that end in .yaml, and folders that may hold some."""
-        return pipeline_files(incomplete)
+        return complete_pipeline_file(incomplete)
 
 
-def pipeline_files(incomplete: str) -> list[CompletionItem]:
+def complete_pipeline_file(incomplete: str) -> list[CompletionItem]:
     """Files that end in .yaml and begin like `incomplete`; folders are the shell's to find."""
     head, slash, rest = incomplete.rpartition("/")
     try:
@@ -59,10 +59,10 @@ def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str
     """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
     from pydantic import BaseModel
 
-    from ddprun.config.schema import pipeline_model
+    from ddprun.config.schema import pipeline_class
 
     keys = []
-    for name, field in pipeline_model().model_fields.items():
+    for name, field in pipeline_class().model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields:
             keys += [f"{name}.{key}" for key in section.model_fields]

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from ddprun import screen
-from ddprun.cli.run import Flag, format_option, given, torchrun_flags
-from ddprun.units import count
+from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
+from ddprun.units import format_count
 
 if TYPE_CHECKING:
     from ddprun.doctor import Finding, Report
 
-_TONES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+_LEVEL_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _WIDTH, _INDENT = 110, 24
 
 
-@torchrun_flags
+@add_torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
 @format_option("text", "json", text="How findings are printed: for a reader, or as a JSON object.")
 @click.option(
@@ -32,7 +32,7 @@ _WIDTH, _INDENT = 110, 24
     metavar="SECONDS",
     help="How long to wait for the other hosts, and for a collective.",
 )
-def doctor(form: str, timeout_s: float, **flags: Flag) -> int:
+def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     """Check whether this host is fit to run, or all hosts of a launch together.
 
     With torchrun's own flags, on every host, or under srun or torchrun, hosts find each other as those of a
@@ -44,24 +44,24 @@ def doctor(form: str, timeout_s: float, **flags: Flag) -> int:
     from ddprun.launch.launcher import LauncherError
 
     try:
-        done = run(given(flags), timeout_s)
+        done = run(given_flags(flags), timeout_s)
     except LauncherError as error:
         click.echo(f"ddprun doctor: {error}", err=True)
         return 2
     if done.report is not None:
         if form == "json":
-            click.echo(json.dumps(done.report.plain(), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(done.report.as_dict(), indent=2, ensure_ascii=False))
         else:
-            click.echo(text(done.report, printing.colored(sys.stdout)))
+            click.echo(format_report(done.report, printing.use_color(sys.stdout)))
     if done.fault:
         click.echo(f"ddprun doctor: {done.fault}", err=True)
-    if done.stuck:
+    if done.threads_may_hang:
         screen.flush()
         os._exit(done.code)  # threads may hang in collectives whose peers are gone
     return done.code
 
 
-def text(report: "Report", color: bool = False) -> str:
+def format_report(report: "Report", color: bool = False) -> str:
     """Findings by host, then by pair of hosts; below each that is not ok, what to do."""
     lines = []
     for where in dict.fromkeys(finding.where for finding in report.findings):
@@ -70,16 +70,18 @@ def text(report: "Report", color: bool = False) -> str:
             if finding.where == where:
                 lines += _lines(finding, color)
     counts = [
-        count(number, kind) for kind in ("problem", "warning", "note") if (number := report.count(kind))
+        format_count(number, kind)
+        for kind in ("problem", "warning", "note")
+        if (number := report.count(kind))
     ]
-    lines.append(f"{count(len(report.hosts), 'host')}: {', '.join(counts) or 'no problems'}")
+    lines.append(f"{format_count(len(report.hosts), 'host')}: {', '.join(counts) or 'no problems'}")
     return "\n".join(lines)
 
 
 def _lines(finding: "Finding", color: bool) -> Iterator[str]:
     level = f"{finding.level:<9}"
     if color:
-        level = click.style(level, fg=_TONES[finding.level], bold=finding.level == "problem")
+        level = click.style(level, fg=_LEVEL_COLORS[finding.level], bold=finding.level == "problem")
     first, *rest = _wrapped(finding.found)
     yield f"  {level}{finding.check:<{_INDENT - 11}}{first}"
     for line in rest:

@@ -15,15 +15,15 @@ from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
-    from ddprun.explain.explain import Explained
+    from ddprun.explain.explain import Explanation
     from ddprun.predict.forecast import Forecast
     from ddprun.predict.links import Links
 
 _MOST_HOSTS = 1 << 20
 
 
-def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | None) -> Sequence[int] | None:
-    """Those of `nnodes=A..B`: doubled from the first to the last."""
+def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) -> Sequence[int] | None:
+    """Parse `--sweep nnodes=A..B`: A, doubled until B is reached, and B."""
     if value is None:
         return None
     found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", value)
@@ -49,7 +49,7 @@ def _numbers_of_hosts(ctx: click.Context, param: click.Parameter, value: str | N
     "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
 )
 @click.option(
-    "--sweep", callback=_numbers_of_hosts, metavar="nnodes=A..B", help="Predict for many numbers of hosts."
+    "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for many numbers of hosts."
 )
 @click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
 @format_option("text", "json", text="For a reader, or one JSON object with every parameter's name.")
@@ -87,10 +87,10 @@ def explain(
     if no_import and predicts:
         raise click.UsageError("--no-import: a prediction needs the model, and so your code")
     try:
-        links, had = parse_links(link, latency), parse_links(from_link, from_latency)
+        links, measured_links = parse_links(link, latency), parse_links(from_link, from_latency)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--link or --latency") from None
-    secrets = Secrets.of()
+    secrets = Secrets.collect()
     try:
         loaded = load(pipeline, overrides)
         secrets = loaded.secrets
@@ -101,11 +101,13 @@ def explain(
         from ddprun.explain import explain as explaining
 
         explained = explaining.explain(
-            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, importing=not no_import
+            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
         )
         predicted = None
         if predicts:
-            predicted = _forecast(explained, pipeline, overrides, links, had, measured, cores, sweep or ())
+            predicted = _forecast(
+                explained, pipeline, overrides, links, measured_links, measured, cores, sweep or ()
+            )
     except (PipelineError, click.ClickException):
         raise
     except ShortRunError as error:
@@ -122,18 +124,18 @@ def explain(
                 stage["predicted"] = predicted.as_object(stage["stage"])
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
     else:
-        from ddprun.explain.text import text
+        from ddprun.explain.text import render_text
 
-        click.echo(secrets.redact(text(explained, predicted.lines if predicted is not None else None)))
+        click.echo(secrets.redact(render_text(explained, predicted.lines if predicted is not None else None)))
     return 0
 
 
 def _forecast(
-    explained: "Explained",
+    explained: "Explanation",
     pipeline: Path,
     overrides: tuple[str, ...],
     links: "Links",
-    had: "Links",
+    measured_links: "Links",
     measured: Path | None,
     cores: float | None,
     sweep: Sequence[int],
@@ -141,18 +143,18 @@ def _forecast(
     """Measure, or read what was measured, and predict."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import NothingToMeasureError, fitted, measure
+    from ddprun.predict.measure import NothingToMeasureError, fit_cost_model, run_measurement
     from ddprun.report.runs import NoRunError
 
     run_dir = measured
     try:
         if run_dir is None:
-            stacks = forecasting.stacks_of(explained)
+            stacks = forecasting.stacks_to_measure(explained)
             run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
             click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
-            measure(explained.loaded, pipeline, overrides, stacks, run_dir)
+            run_measurement(explained.loaded, pipeline, overrides, stacks, run_dir)
             click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
-        model = fitted(run_dir, had, cores=cores)
+        model = fit_cost_model(run_dir, measured_links, cores=cores)
     except (NothingToMeasureError, RecordsError, NoRunError) as error:
         raise click.ClickException(str(error)) from None
     return forecasting.forecast(explained, model, links, overrides, sweep)

@@ -10,11 +10,11 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ddprun import BAD_INPUT, DONE, FAILED, INTERRUPTED, __version__, screen
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, __version__, screen
 from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit, tune
-from ddprun.cli.completion import SUFFIXES, pipeline_files
+from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 
-_RUNS = ("run", "resume")
+_RUN_COMMANDS = ("run", "resume")
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
@@ -22,24 +22,29 @@ class _Commands(click.Group):
     """A group in which `ddprun pipeline.yaml` means `ddprun run pipeline.yaml`."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Output that is lost (a disk is full, its reader has had enough) is a failure, except
-        of a run, which is what it is without its last line.
+        """Run a command. If its output could not be written, as on a full disk, the exit code is a failure.
+
+        Not for `run` and `resume`, whose result does not depend on their last line.
         """
         result = super().invoke(ctx)
-        if result or ctx.invoked_subcommand in _RUNS or (failure := screen.failure_of_stdout()) is None:
+        if (
+            result
+            or ctx.invoked_subcommand in _RUN_COMMANDS
+            or (failure := screen.failure_of_stdout()) is None
+        ):
             return result
         if not isinstance(failure, BrokenPipeError):
             screen.print_stderr(f"ddprun: cannot write to standard output: {failure.strerror}")
-        return FAILED
+        return EXIT_FAILURE
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands, and pipeline files."""
-        files = [] if incomplete.startswith("-") else pipeline_files(incomplete)
+        files = [] if incomplete.startswith("-") else complete_pipeline_file(incomplete)
         return [*files, *super().shell_complete(ctx, incomplete)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` where no command is named."""
-        if args and args[0] not in ("--help", "-h", "--version") and self._means_run(args):
+        if args and args[0] not in ("--help", "-h", "--version") and self._is_implicit_run(args):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -54,24 +59,24 @@ class _Commands(click.Group):
 
             near = suggest(word, self.commands)
             hint = f' (did you mean "{near}"?)' if near else ""
-            if _is_setting(word):
+            if _is_key_value(word):
                 word, hint = _without_secret(word), f": write ddprun PIPELINE {_as_option(word)}"
             raise click.UsageError(f'"{word}" is neither a command nor a pipeline file{hint}')
         if any("--set" in param.opts for param in command.params):
-            for given in filter(_is_setting, _words(args[1:], command)):
+            for given in filter(_is_key_value, _positional_arguments(args[1:], command)):
                 raise click.UsageError(f'"{_without_secret(given)}" is not a file: write {_as_option(given)}')
         return super().resolve_command(ctx, args)
 
-    def _means_run(self, args: Sequence[str]) -> bool:
+    def _is_implicit_run(self, args: Sequence[str]) -> bool:
         if args[0] in self.commands:
             return False
-        word = next(_words(args, run.run), None)
+        word = next(_positional_arguments(args, run.run), None)
         if word is None or args[0].startswith("-"):
             return True
         return Path(word).suffix in SUFFIXES or os.sep in word or Path(word).exists()
 
 
-def _words(args: Sequence[str], command: click.Command) -> Iterator[str]:
+def _positional_arguments(args: Sequence[str], command: click.Command) -> Iterator[str]:
     """The arguments that are neither an option of the command nor an option's value."""
     with_value = {
         name
@@ -97,7 +102,7 @@ def _as_option(setting: str) -> str:
     return f"--set {shlex.quote(_without_secret(setting))}"
 
 
-def _is_setting(word: str) -> bool:
+def _is_key_value(word: str) -> bool:
     """Whether a word that should be a file is KEY=VALUE, as Hydra and others take it."""
     return _SETTING.match(word) is not None and not Path(word).exists()
 
@@ -137,25 +142,25 @@ for _command in (
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
-    screen.protect()
+    screen.protect_standard_streams()
     try:
         result: Any = cli.main(
             args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False
         )
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     except click.ClickException as error:
         from ddprun.config.secrets import Secrets
 
-        message = " ".join(Secrets.of().redact(error.format_message()).split()).rstrip(".")
+        message = " ".join(Secrets.collect().redact(error.format_message()).split()).rstrip(".")
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         if message[1:2].islower():
             message = message[0].lower() + message[1:]
         click.echo(f"{command}: {message}; see `{command} --help`", err=True)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     except click.Abort:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except Exception as error:
         from ddprun.cli import printing
         from ddprun.config import PipelineError
@@ -163,5 +168,5 @@ def main(args: Sequence[str] | None = None) -> int:
         if not isinstance(error, PipelineError):
             raise
         printing.print_faults(error.faults)
-        return BAD_INPUT
-    return result if isinstance(result, int) else DONE
+        return EXIT_BAD_INPUT
+    return result if isinstance(result, int) else EXIT_SUCCESS

@@ -11,19 +11,19 @@ from ddprun.config.faults import Fault
 from ddprun.screen import is_terminal
 
 
-def colored(stream: IO[str]) -> bool:
+def use_color(stream: IO[str]) -> bool:
     """Whether to color what goes to the stream: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def text(faults: Iterable[Fault], color: bool = False) -> str:
+def format_faults(faults: Iterable[Fault], color: bool = False) -> str:
     """Faults for a reader, one below the other."""
     return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
 
 
 def print_faults(faults: Iterable[Fault]) -> None:
     """Print faults, if there are any, on stderr."""
-    if shown := text(faults, colored(sys.stderr)):
+    if shown := format_faults(faults, use_color(sys.stderr)):
         click.echo(shown, err=True)
 
 
@@ -38,7 +38,7 @@ def _colored(plain: str, fault: Fault) -> str:
     return "\n".join(lines)
 
 
-_OF_FAULT = (
+_FAULT_KEYS = (
     *("file", "line", "column", "path", "severity", "message"),
     *("problem", "allowed", "suggestion", "source_line"),
 )
@@ -46,10 +46,10 @@ _OF_FAULT = (
 
 def as_object(fault: Fault) -> dict[str, Any]:
     """A fault as an object for `--format json`."""
-    return {key: getattr(fault, key) for key in _OF_FAULT}
+    return {key: getattr(fault, key) for key in _FAULT_KEYS}
 
 
-def github(fault: Fault) -> str:
+def github_annotation(fault: Fault) -> str:
     """A fault as a workflow command, which GitHub shows beside the line."""
     properties = {"title": "ddprun"}
     message = f"{fault.path}: {fault.message}" if fault.path else fault.message
@@ -59,20 +59,20 @@ def github(fault: Fault) -> str:
         properties["file"] = fault.file
         if fault.line:
             properties |= {"line": str(fault.line), "col": str(fault.column)}
-    shown = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
-    return f"::{fault.severity} {shown}::{_data(message)}"
+    shown = ",".join(f"{key}={_escape_property(value)}" for key, value in properties.items())
+    return f"::{fault.severity} {shown}::{_escape_data(message)}"
 
 
-def _data(value: str) -> str:
+def _escape_data(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(value: str) -> str:
-    return _data(value).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(value: str) -> str:
+    return _escape_data(value).replace(":", "%3A").replace(",", "%2C")
 
 
 class ProgressLine:
-    """One line that is written over on a terminal; elsewhere the first and every tenth."""
+    """A progress line: overwritten in place on a terminal; elsewhere only every tenth text is printed."""
 
     def __init__(self, command: str) -> None:
         self._command, self._terminal, self._count, self._open = command, is_terminal(sys.stderr), 0, False

@@ -5,7 +5,7 @@ from typing import IO
 
 import click
 
-from ddprun.run_files import replacing
+from ddprun.run_files import replace_atomically
 
 
 @click.command()
@@ -39,22 +39,24 @@ def report(
     """
     from ddprun.report import html
     from ddprun.report import trace as traces
-    from ddprun.report.digest import digest
-    from ddprun.report.predicted import MOST_BYTES, Prediction, PredictionError, compare
+    from ddprun.report.digest import digest_run
+    from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionError, compare_stages
     from ddprun.report.runs import NoRunError, Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
-        prediction = Prediction.read(predicted.read(MOST_BYTES + 1)) if predicted is not None else None
+        prediction = (
+            Prediction.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted is not None else None
+        )
         found = [Run(folder) for folder in runs]
-        digests = [digest(run) for run in found]
-        compared = [compare(one, prediction) for one in digests]
-        page = html.page(html.named(digests), predicted=compared).encode(errors="replace")
+        digests = [digest_run(run) for run in found]
+        compared = [compare_stages(one, prediction) for one in digests]
+        page = html.page(html.with_short_names(digests), predicted=compared).encode(errors="replace")
         if output is not None:
             output.write_bytes(page)
         else:
-            with replacing(target.parent, target.name) as file:
+            with replace_atomically(target.parent, target.name) as file:
                 file.write(page)
         click.echo(str(target))
         for run in found if trace else ():

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from ddprun import BAD_INPUT, COMPARED, LAUNCHED
+from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.cli.completion import PipelineFile, complete_setting
-from ddprun.run_files import Resuming, open_file, read_object
+from ddprun.run_files import ResumeMode, open_file, read_json_object
 
-Flag = str | int | float | bool | None
+FlagValue = str | int | float | bool | None
 
 _TORCHRUN: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
@@ -30,7 +30,7 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
 }
 
 
-def torchrun_flags(command: click.Command) -> click.Command:
+def add_torchrun_flags(command: click.Command) -> click.Command:
     """Add torchrun's own flags, spelled with - or with _."""
     for name, (kind, text) in _TORCHRUN.items():
         command.params.append(click.Option([f"--{name}"], type=kind, help=text))
@@ -39,7 +39,7 @@ def torchrun_flags(command: click.Command) -> click.Command:
     return command
 
 
-def given(flags: Mapping[str, Flag]) -> dict[str, str | bool]:
+def given_flags(flags: Mapping[str, FlagValue]) -> dict[str, str | bool]:
     """Torchrun's own flags that were given."""
     return {
         name: value if isinstance(value, bool) else str(value)
@@ -92,7 +92,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@torchrun_flags
+@add_torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option(
@@ -103,7 +103,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--or-resume", is_flag=True, help="Resume the run if --run-dir holds one, as `ddprun resume` does."
 )
 def run(
-    pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, or_resume: bool, **flags: Flag
+    pipeline: Path, overrides: tuple[str, ...], run_dir: Path | None, or_resume: bool, **flags: FlagValue
 ) -> int:
     """Run a pipeline. Under torchrun or srun, join the run as a worker.
 
@@ -111,23 +111,23 @@ def run(
     """
     if or_resume and run_dir is None:
         raise click.UsageError("--or-resume needs --run-dir, the folder of the run that may be there")
-    return _start(pipeline, overrides, run_dir, flags, "if begun" if or_resume else "no")
+    return _load_and_launch(pipeline, overrides, run_dir, flags, "if begun" if or_resume else "no")
 
 
-@torchrun_flags
+@add_torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @override_option(
     "Change a value, as in --set stages[0].train.steps=2000; what is in the checkpoint cannot change."
 )
-def resume(run: Path, overrides: tuple[str, ...], **flags: Flag) -> int:
+def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
     """Resume a run from its newest intact checkpoint.
 
     RUN is the run's folder. A damaged checkpoint is named and not used. With another number of ranks the
     order of samples stays the same.
     """
     try:
-        folder = Path(read_object(run, "run.json", 1 << 20)["pipeline_folder"])
+        folder = Path(read_json_object(run, "run.json", 1 << 20)["pipeline_folder"])
         open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not run.is_dir():
@@ -137,31 +137,32 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: Flag) -> int:
         else:
             problem = error.strerror if isinstance(error, OSError) else "its run.json is damaged"
         click.echo(f"ddprun: {run} is not the folder of a run: {problem}", err=True)
-        return BAD_INPUT
-    return _start(run / "pipeline.yaml", overrides, run, flags, "yes", folder)
+        return EXIT_BAD_INPUT
+    return _load_and_launch(run / "pipeline.yaml", overrides, run, flags, "yes", folder)
 
 
-def _start(
+def _load_and_launch(
     pipeline: Path,
     overrides: tuple[str, ...],
     run_dir: Path | None,
-    flags: Mapping[str, Flag],
-    resuming: Resuming,
+    flags: Mapping[str, FlagValue],
+    resuming: ResumeMode,
     folder: Path | None = None,
 ) -> int:
-    """Load a pipeline and launch it, or join; gives the exit code. `folder` is that of the file from which a
-    run that is resumed was started: there the file's paths lead.
+    """Load a pipeline and launch it, or join a launched run as a rank; gives the exit code.
+
+    For a resumed run, `folder` is the folder of the original pipeline file, to which relative paths refer.
     """
     from ddprun.cli import printing
     from ddprun.config import load
 
-    if LAUNCHED in os.environ or COMPARED in os.environ:
+    if LAUNCHED_VARIABLE in os.environ or TURNS_VARIABLE in os.environ:
         from ddprun.launch.launcher import inherited_overrides
 
         overrides = (*inherited_overrides(), *overrides)
     loaded = load(pipeline, overrides, folder)
     from ddprun import launch
 
-    if os.environ.get("RANK", "0") == "0" and LAUNCHED not in os.environ:
+    if os.environ.get("RANK", "0") == "0" and LAUNCHED_VARIABLE not in os.environ:
         printing.print_faults(loaded.warnings)
-    return launch.start(loaded, given(flags), overrides, run_dir, resuming=resuming)
+    return launch.start(loaded, given_flags(flags), overrides, run_dir, resuming=resuming)

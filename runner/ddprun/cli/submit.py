@@ -10,7 +10,7 @@ from ddprun.cli.run import override_option
 
 if TYPE_CHECKING:
     from ddprun.cluster import Cluster
-    from ddprun.config import Loaded
+    from ddprun.config import LoadedPipeline
 
 
 class _Submit(click.Command):
@@ -26,7 +26,7 @@ class _Submit(click.Command):
         )
         flags = [
             click.Option([f"--{flag}"], metavar=metavar, help=f"For {name}: {text}")
-            for name, cluster in CLUSTERS.loadable().items()
+            for name, cluster in CLUSTERS.load_available().items()
             for flag, (metavar, text) in cluster.flags.items()
         ]
         return [pipeline, to, *own[:-1], *flags, own[-1]]  # --help is the last one
@@ -73,91 +73,95 @@ def submit(
     if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
         key = secret.partition("=")[0]
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
-    if cluster.shows_file and _holds_secret(loaded):
+    if cluster.job_contains_pipeline and _holds_secret(loaded):
         text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
-        raise click.UsageError(text + _set_by(", and", cluster))
+        raise click.UsageError(text + _variables_hint(", and", cluster))
     given = {name: value for name, value in flags.items() if value is not None}
     if foreign := sorted(given.keys() - cluster.flags.keys()):
         raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
-    modules = _modules(loaded, to, cluster, taken=with_modules)
+    modules = _collect_modules(loaded, to, cluster, with_modules=with_modules)
     job = cluster(_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
-    if missing := job.lacks(loaded.variables()):
-        text = f"{', '.join(missing)}: only what the image sets is in the job" + _set_by(";", cluster)
+    if missing := job.missing_variables(loaded.referenced_variables()):
+        text = f"{', '.join(missing)}: only what the image sets is in the job" + _variables_hint(";", cluster)
         click.echo(f"ddprun: warning: {text}", err=True)
     if dry_run:
         click.echo(job.text, nl=False)
         return 0
     try:
-        number = job.send()
-        click.echo(number)
-        return _follow(job, number) if follow else 0
+        job_id = job.send()
+        click.echo(job_id)
+        return _follow(job, job_id) if follow else 0
     except ClusterError as error:
         raise click.ClickException(loaded.secrets.redact(str(error))) from None
 
 
-def _modules(loaded: "Loaded", to: str, cluster: type["Cluster"], *, taken: bool) -> dict[str, bytes]:
-    """The files of modules beside the pipeline's that the job takes along; a warning names those that it
-    lacks.
+def _collect_modules(
+    loaded: "LoadedPipeline", to: str, cluster: type["Cluster"], *, with_modules: bool
+) -> dict[str, bytes]:
+    """The module files beside the pipeline's that the job takes along, by path.
+
+    Prints a warning for those that it needs but does not take.
     """
     from ddprun.cluster.modules import modules_beside
-    from ddprun.units import size
+    from ddprun.units import format_bytes
 
-    if taken and not cluster.takes_modules:
+    if with_modules and not cluster.max_modules_bytes:
         why = "takes none along"
-        if not cluster.shows_file:
+        if not cluster.job_contains_pipeline:
             why = f"needs none: its hosts read {loaded.folder} themselves"
         raise click.UsageError(f"--with-modules: --to {to} {why}")
-    beside = modules_beside(loaded.pipeline, loaded.folder) if cluster.shows_file else {}
+    beside = modules_beside(loaded.pipeline, loaded.folder) if cluster.job_contains_pipeline else {}
     if not beside:
         return {}
     names = ", ".join(beside)
-    if not taken:
+    if not with_modules:
         way_out = "the image needs them"
-        way_out += ", or --with-modules takes them along" if cluster.takes_modules else ""
+        way_out += ", or --with-modules takes them along" if cluster.max_modules_bytes else ""
         verb = "does" if len(beside) == 1 else "do"
         text = f"only {loaded.folder} has {names}, which {verb} not travel with the job: {way_out}"
         click.echo(f"ddprun: warning: {text}", err=True)
         return {}
     found = {path: file.read_bytes() for files in beside.values() for path, file in files.items()}
     held = sum(map(len, found.values()))
-    if held > cluster.takes_modules:
-        text = f"{names} hold {size(held)}, and --to {to} takes at most {size(cluster.takes_modules)} along"
+    if held > cluster.max_modules_bytes:
+        limit = format_bytes(cluster.max_modules_bytes)
+        text = f"{names} hold {format_bytes(held)}, and --to {to} takes at most {limit} along"
         raise click.UsageError(f"--with-modules: {text}: put them into the image")
     for path, data in found.items():
         text = data.decode("utf-8", errors="replace")
         if loaded.secrets.redact(text) != text:
             raise click.UsageError(f"--with-modules: {path} holds a secret, which the job would show")
-    click.echo(f"ddprun: taking along {', '.join(found)} ({size(held)})", err=True)
+    click.echo(f"ddprun: taking along {', '.join(found)} ({format_bytes(held)})", err=True)
     return found
 
 
-def _follow(job: "Cluster", number: str) -> int:
+def _follow(job: "Cluster", job_id: str) -> int:
     """Show a job's output until it is over; gives the exit code."""
     try:
-        outcome = job.follow(number, lambda text: click.echo(text, nl=False, err=True))
+        outcome = job.follow(job_id, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
-        click.echo(f"\nddprun: job {number} is still running, and is no longer followed", err=True)
+        click.echo(f"\nddprun: job {job_id} is still running, and is no longer followed", err=True)
         return 130
-    click.echo(f"ddprun: job {number}: {outcome.state}", err=True)
-    return 0 if outcome.good else 1
+    click.echo(f"ddprun: job {job_id}: {outcome.state}", err=True)
+    return 0 if outcome.succeeded else 1
 
 
-def _holds_secret(loaded: "Loaded") -> bool:
-    """Whether the file itself does, which such a job takes along."""
+def _holds_secret(loaded: "LoadedPipeline") -> bool:
+    """Whether the pipeline file, which such a job contains, holds a secret."""
     from ddprun.config.secrets import REDACTED
 
     text = loaded.path.read_text("utf-8")
-    return REDACTED in loaded.resolved() or loaded.secrets.redact(text) != text
+    return REDACTED in loaded.resolved_yaml() or loaded.secrets.redact(text) != text
 
 
-def _set_by(joint: str, cluster: type["Cluster"]) -> str:
-    """How the job gets an environment variable, as the end of a sentence."""
-    return f"{joint} have it set by {cluster.variables}" if cluster.variables else ""
+def _variables_hint(joint: str, cluster: type["Cluster"]) -> str:
+    """The end of a sentence that says how to give the job an environment variable."""
+    return f"{joint} have it set by {cluster.variables_source}" if cluster.variables_source else ""
 
 
-def _options(loaded: "Loaded", to: str, cluster: type["Cluster"]) -> Any:
+def _options(loaded: "LoadedPipeline", to: str, cluster: type["Cluster"]) -> Any:
     """What the pipeline says under the backend's key; the defaults if it has no such key."""
     from pydantic import ValidationError
 

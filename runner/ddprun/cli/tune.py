@@ -14,11 +14,11 @@ from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
-    from ddprun.config import Loaded
+    from ddprun.config import LoadedPipeline
     from ddprun.predict.links import Links
     from ddprun.tune.choose import Floors
-    from ddprun.tune.hosts import Hosts
-    from ddprun.tune.search import Outcome, Request
+    from ddprun.tune.hosts import SearchHosts
+    from ddprun.tune.search import Request, SearchOutcome
 
 
 @click.command()
@@ -114,13 +114,21 @@ def tune(
     from ddprun.tune.search import Request
 
     try:
-        held = parse_floors(floors)
+        parsed_floors = parse_floors(floors)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
     hosts = nnodes or loaded.pipeline.launch.host_range[1]
-    _check_world(hosts, rdzv_endpoint, links, held)
+    _check_host_count(hosts, rdzv_endpoint, links, parsed_floors)
     request = Request(
-        loaded, nnodes, nproc_per_node, links, measured, _varied(loaded, vary), held, minutes, runs
+        loaded,
+        nnodes,
+        nproc_per_node,
+        links,
+        measured,
+        _parse_vary_options(loaded, vary),
+        parsed_floors,
+        minutes,
+        runs,
     )
     if rdzv_endpoint is None:
         return _search(request, output, form, None)
@@ -132,14 +140,14 @@ def tune(
 
 def _on_all_hosts(request: "Request", output: Path, form: str, flags: dict[str, str]) -> int:
     """Search with the other hosts, which run the same command; gives the exit code."""
-    from ddprun.host.device import default_ranks
-    from ddprun.tune.hosts import Hosts, HostsError, Told
+    from ddprun.host.device import default_rank_count
+    from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
 
     ranks = request.ranks_per_host or request.loaded.pipeline.launch.nproc_per_node
-    flags["nproc_per_node"] = str(ranks or default_ranks(request.loaded))
+    flags["nproc_per_node"] = str(ranks or default_rank_count(request.loaded))
     hosts, code = None, 1
     try:
-        hosts = Hosts(flags)
+        hosts = SearchHosts(flags)
         code = _search(request, output, form, hosts)
     except HostsError as error:
         click.echo(f"ddprun tune: {error}", err=True)
@@ -147,13 +155,13 @@ def _on_all_hosts(request: "Request", output: Path, form: str, flags: dict[str, 
         code = 130
     finally:
         if hosts is not None:
-            if hosts.first:
-                hosts.tell(Told(end=code))
-            hosts.part()
+            if hosts.is_first:
+                hosts.send_to_others(RoundMessage(end=code))
+            hosts.wait_for_all_to_leave()
     return code
 
 
-def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") -> int:
+def _search(request: "Request", output: Path, form: str, hosts: "SearchHosts | None") -> int:
     """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
     from ddprun.config import PipelineError
@@ -161,7 +169,7 @@ def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") 
     from ddprun.predict.costs import RecordsError
     from ddprun.predict.measure import NothingToMeasureError
     from ddprun.report.runs import NoRunError
-    from ddprun.tune import text as saying
+    from ddprun.tune import text as outcome_text
     from ddprun.tune.hosts import HostsError
     from ddprun.tune.search import Search, TuneError
 
@@ -169,11 +177,11 @@ def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") 
     progress, search = printing.ProgressLine("ddprun tune"), None
     try:
         search = Search(request, progress.say, progress, hosts)
-        if hosts is not None and not hosts.first:
+        if hosts is not None and not hosts.is_first:
             return search.follow()
         outcome = search.run()
-        written = _write(outcome, loaded, output) if outcome.winner is not None else None
-        search.finish()
+        written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
+        search.mark_finished()
     except KeyboardInterrupt:
         progress.close()
         kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
@@ -192,37 +200,39 @@ def _search(request: "Request", output: Path, form: str, hosts: "Hosts | None") 
         return 1
     progress.close()
     if form == "json":
-        found = saying.as_object(outcome, written)
+        found = outcome_text.as_object(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        click.echo(secrets.redact(saying.text(outcome, written)))
+        click.echo(secrets.redact(outcome_text.render_text(outcome, written)))
     return 0
 
 
-def _varied(loaded: "Loaded", vary: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of `--vary`, each of which must be one that the file may have."""
+def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[str, list[Any]]:
+    """Parse `--vary`; each value must be valid in the pipeline file."""
     from ddprun.config import load
-    from ddprun.config.overrides import alternatives
-    from ddprun.config.resolved import flow
-    from ddprun.tune.candidates import KEYS
+    from ddprun.config.overrides import parse_alternatives
+    from ddprun.config.resolved import flow_yaml
+    from ddprun.tune.candidates import TUNABLE_KEYS
 
     found: dict[str, list[Any]] = {}
-    for key, values in alternatives(vary, "--vary"):
-        if key not in KEYS or key in found:
+    for key, values in parse_alternatives(vary, "--vary"):
+        if key not in TUNABLE_KEYS or key in found:
             problem = "is given twice" if key in found else "cannot be tuned"
-            raise click.BadParameter(f'"{key}" {problem}; keys: {", ".join(KEYS)}', param_hint="--vary")
+            raise click.BadParameter(
+                f'"{key}" {problem}; keys: {", ".join(TUNABLE_KEYS)}', param_hint="--vary"
+            )
         for value in values:
-            load(loaded.path, (*loaded.overrides, f"{key}={flow(value)}"))
+            load(loaded.path, (*loaded.overrides, f"{key}={flow_yaml(value)}"))
         found[key] = values
     return found
 
 
-def _check_world(hosts: int, endpoint: str | None, links: "Links | None", floors: "Floors") -> None:
-    """Look whether what is asked for can be told for so many hosts."""
+def _check_host_count(hosts: int, endpoint: str | None, links: "Links | None", floors: "Floors") -> None:
+    """Check that --link, --rdzv-endpoint and --floor make sense for this number of hosts."""
     from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
 
-    if hosts == 1 and links is not None and links.across.limited:
+    if hosts == 1 and links is not None and links.across.takes_time:
         text = "it is a link between hosts, and there is one: name more with --nnodes, or write within=RATE"
         raise click.BadParameter(text, param_hint="--link or --latency")
     if hosts == 1 and endpoint is not None:
@@ -232,7 +242,7 @@ def _check_world(hosts: int, endpoint: str | None, links: "Links | None", floors
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
 
 
-def _check_output(output: Path, loaded: "Loaded") -> None:
+def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
     """Look whether the winner can be written there, before anything is measured."""
     problem = ""
     if output.suffix not in (".yaml", ".yml"):
@@ -251,15 +261,15 @@ def _check_output(output: Path, loaded: "Loaded") -> None:
         )
 
 
-def _write(outcome: "Outcome", loaded: "Loaded", output: Path) -> str:
+def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Path) -> str:
     """Write the winner; gives where."""
     from ddprun.config import load
     from ddprun.tune import write
-    from ddprun.tune.text import changes_of, heading
+    from ddprun.tune.text import heading, winner_changes
 
     command = f"ddprun tune {shlex.quote(str(loaded.path))}"
-    text = write.tuned_text(loaded, changes_of(outcome), heading(outcome, command))
-    write.save(text, output, like=loaded.path)
+    text = write.tuned_text(loaded, winner_changes(outcome), heading(outcome, command))
+    write.save(text, output, permissions_from=loaded.path)
     if left_out := write.secret_overrides(loaded):
         keys = ", ".join(left_out)
         click.echo(

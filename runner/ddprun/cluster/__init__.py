@@ -15,37 +15,37 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from ddprun import options
-from ddprun.options import matching
+from ddprun.options import pattern_constraint
 from ddprun.plugins import CLUSTERS, Plugin
-from ddprun_hooks.config.trust import VARIABLE
+from ddprun_hooks.config.trust import TRUST_VARIABLE
 
 if TYPE_CHECKING:
-    from ddprun.config import Loaded
+    from ddprun.config import LoadedPipeline
 
 _NAME_LENGTH = 40
 """Characters of a job's name, to which backends append some."""
 
-_PORT = 29400
+_RENDEZVOUS_PORT = 29400
 """Of the rendezvous of a job's containers, on a network of its own: torchelastic's own default."""
 
-RUNS = "/workspace/runs"
-"""The folder of ddprun's image for what runs leave."""
+CONTAINER_RUNS_FOLDER = "/workspace/runs"
+"""Path in ddprun's image below which runs write their folders."""
 
-USER = 1000
-"""The image's user."""
+CONTAINER_USER_ID = 1000
+"""User and group of the image."""
 
-Image = Annotated[
+ImageName = Annotated[
     str,
     Field(max_length=300),
-    matching(
+    pattern_constraint(
         r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$", 'letters, digits and "_.:/@-" only, a letter or a digit first'
     ),
 ]
-Folder = Annotated[
-    str, Field(max_length=1000), matching(r"^/[^:\x00-\x1f]+$", 'a path from "/" on, without ":"')
+AbsoluteFolder = Annotated[
+    str, Field(max_length=1000), pattern_constraint(r"^/[^:\x00-\x1f]+$", 'a path from "/" on, without ":"')
 ]
 
-Show = Callable[[str], None]
+ShowOutput = Callable[[str], None]
 """Takes a piece of a job's output."""
 
 
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
     state: str
     """As its cluster calls it."""
 
-    good: bool
+    succeeded: bool
 
 
 class Flag(NamedTuple):
@@ -73,7 +73,7 @@ class Flag(NamedTuple):
 class Submission:
     """What `ddprun submit` hands over."""
 
-    loaded: "Loaded"
+    loaded: "LoadedPipeline"
     """The checked pipeline."""
 
     overrides: Sequence[str] = ()
@@ -92,8 +92,8 @@ class Submission:
             plain = f"run-{plain}".strip("-")
         return f"{plain[:_NAME_LENGTH].strip('-')}-{secrets.token_hex(4)}"
 
-    def hosts(self, asked: int | None = None) -> int:
-        """How many hosts the job has: as `asked` by the backend's own key, or the most of `launch.nnodes`."""
+    def host_count(self, asked: int | None = None) -> int:
+        """Number of hosts: as `asked` by the backend's own key, or the most that `launch.nnodes` allows."""
         return asked or self.loaded.pipeline.launch.host_range[1]
 
     def arguments(
@@ -126,8 +126,8 @@ class Submission:
 
     def container_arguments(self, job: str, file: str, hosts: int, first: str) -> list[str]:
         """Ddprun's arguments in each container of a job; `first` is the name of the first one's host."""
-        run_dir = f"{RUNS}/{self.loaded.pipeline.name}/{job}"
-        return self.arguments(file, run_dir, hosts=hosts, endpoint=f"{first}:{_PORT}", job=job)
+        run_dir = f"{CONTAINER_RUNS_FOLDER}/{self.loaded.pipeline.name}/{job}"
+        return self.arguments(file, run_dir, hosts=hosts, endpoint=f"{first}:{_RENDEZVOUS_PORT}", job=job)
 
 
 class Cluster(Plugin):
@@ -140,14 +140,14 @@ class Cluster(Plugin):
         """Options in another tool's format, which are searched for secrets in arguments (`--token=…`); of
         each the keys that are called like secrets and only name one."""
 
-    shows_file: ClassVar[bool] = True
-    """The job holds the text of the pipeline's file, so a file with a secret in it is refused."""
+    job_contains_pipeline: ClassVar[bool] = True
+    """Whether the job contains the pipeline file's text; a file with a secret in it is then refused."""
 
-    takes_modules: ClassVar[int] = 0
-    """So many bytes of `Submission.modules` at most the job can have beside the pipeline's file; 0: none."""
+    max_modules_bytes: ClassVar[int] = 0
+    """Most bytes of `Submission.modules` that a job can take along; 0: it takes none."""
 
-    variables: ClassVar[str] = ""
-    """Where the job has its environment variables from, for messages; empty: from where it is submitted."""
+    variables_source: ClassVar[str] = ""
+    """Where the job's environment variables are set, for messages; empty: in the shell that submits it."""
 
     flags: ClassVar[Mapping[str, Flag]] = {}
     """Flags of `ddprun submit` for this backend alone, without `--`."""
@@ -168,7 +168,7 @@ class Cluster(Plugin):
         """
         raise NotImplementedError
 
-    def follow(self, job: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show the output of the job with this id as it comes, until the job is over.
 
         Raises:
@@ -176,11 +176,11 @@ class Cluster(Plugin):
         """
         raise NotImplementedError
 
-    def lacks(self, variables: Iterable[str]) -> list[str]:
-        """Which of these environment variables the job will not have, as far as is known."""
+    def missing_variables(self, variables: Iterable[str]) -> list[str]:
+        """Which of these environment variables will certainly not be set in the job."""
         return []
 
 
-def limits() -> dict[str, str]:
-    """Environment variables that limit what a run may do, as they are here: they hold for the job, too."""
-    return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+def trust_variables() -> dict[str, str]:
+    """The environment variable that restricts what a run may import, if it is set here, for the job."""
+    return {TRUST_VARIABLE: os.environ[TRUST_VARIABLE]} if TRUST_VARIABLE in os.environ else {}

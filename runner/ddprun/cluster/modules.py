@@ -29,7 +29,7 @@ def modules_beside(pipeline: Any, folder: Path) -> dict[str, dict[str, Path]]:
         if name in found or name in sys.stdlib_module_names:
             continue
         files = _files(folder, name)
-        if files and not _is_elsewhere(name, folder):
+        if files and not _is_importable_elsewhere(name, folder):
             found[name] = files
             wanted += [root for file in files.values() if file.suffix == ".py" for root in _imports(file)]
     return found
@@ -73,7 +73,7 @@ def _files(folder: Path, name: str) -> dict[str, Path]:
     return found if any(path.endswith(".py") for path in found) else {}
 
 
-def _is_elsewhere(name: str, folder: Path) -> bool:
+def _is_importable_elsewhere(name: str, folder: Path) -> bool:
     """Whether Python finds a module without this folder, as where the package is installed."""
     before = sys.path[:]
     sys.path[:] = [path for path in before if Path(path or ".").resolve() != folder]

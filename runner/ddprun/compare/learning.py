@@ -11,64 +11,67 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun.report.digest import Digest
+from ddprun.report.digest import RunDigest
 from ddprun.report.runs import Run
-from ddprun.units import count
+from ddprun.units import format_count
 
-_LAST_SHARE = 0.1  # of the samples: the training loss is the mean over these
+_LOSS_WINDOW_SHARE = 0.1  # of the samples: the training loss is the mean over these
 _ENOUGH_SEEDS = 5  # for a first interval: with two, Student's t is 12.7
-_MOST_SEEDS = 100
+_MAX_SEEDS = 100
 # 97.5 % quantiles of Student's t for 1, 2, … 30 degrees of freedom; that of 30 is a little wide for more.
 # fmt: off
-_T = (
+_STUDENT_T_QUANTILES = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )
 # fmt: on
 SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
-AS_WELL, UNKNOWN, NOT_FINITE = "learns as well as can be told", "one seed cannot tell", "is not finite"
+NO_CLEAR_DIFFERENCE, ONE_SEED_CANNOT_TELL = "learns as well as can be told", "one seed cannot tell"
+NOT_FINITE = "is not finite"
 
-Row = Mapping[str, Any]  # as `compare.rows` makes it
+Row = Mapping[str, Any]  # as `compare.comparison_rows` makes it
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SeedDifferences:
     """A variant's values less those of the first, one for each seed."""
 
     values: Sequence[float]
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
+        """The mean over seeds."""
         return statistics.fmean(self.values)
 
     @property
-    def reach(self) -> float | None:
+    def half_interval(self) -> float | None:
         """Half the length of the 95 % interval of the mean; None for one seed."""
-        return self._reach(len(self.values)) if len(self.values) > 1 else None
+        return self._half_interval(len(self.values)) if len(self.values) > 1 else None
 
     @property
     def seeds_needed(self) -> int | None:
         """How many seeds would tell a difference of this size at this scatter; None if too many."""
-        numbers = range(len(self.values) + 1, _MOST_SEEDS + 1)
-        return next((n for n in numbers if self._reach(n) < abs(self.mean)), None) if self.reach else None
+        if not self.half_interval:
+            return None
+        numbers = range(len(self.values) + 1, _MAX_SEEDS + 1)
+        return next((number for number in numbers if self._half_interval(number) < abs(self.mean)), None)
 
-    def _reach(self, seeds: int) -> float:
-        quantile = _T[min(seeds - 1, len(_T)) - 1]
+    def _half_interval(self, seeds: int) -> float:
+        quantile = _STUDENT_T_QUANTILES[min(seeds - 1, len(_STUDENT_T_QUANTILES)) - 1]
         return quantile * statistics.stdev(self.values) / math.sqrt(seeds)
 
     def verdict(self) -> str:
         """In words, of a quantity that is better if it is lower."""
         if not any(self.values):
             return SAME
-        if self.reach is None:
-            return UNKNOWN
-        if abs(self.mean) <= self.reach:
-            return AS_WELL
+        if self.half_interval is None:
+            return ONE_SEED_CANNOT_TELL
+        if abs(self.mean) <= self.half_interval:
+            return NO_CLEAR_DIFFERENCE
         return WORSE if self.mean > 0 else BETTER
 
 
-def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
+def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, Any]]:
     """How well each variant learns, as numbers and in words.
 
     `variants`: for each its runs by seed, none if one of them failed. The first variant is what others are
@@ -76,7 +79,7 @@ def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
     """
     summaries = [run.run.summary or {} for runs in variants for run in runs]
     samples = min((int(summary.get("samples", 0)) for summary in summaries), default=0)
-    values = [_values(runs, samples) for runs in variants]
+    values = [_metric_values(runs, samples) for runs in variants]
     names = list(dict.fromkeys(name for known in values for name in known))
     alike = len({summary.get("samples") for summary in summaries}) == 1
     # Held-out data that was evaluated after other numbers of samples is no match.
@@ -85,14 +88,14 @@ def judge(variants: Sequence[Sequence[Digest]]) -> list[dict[str, Any]]:
         {
             "seeds": len(runs),
             "loss_after_samples": samples if runs else None,
-            **_numbers(values[0], known, names),
-            **_verdict(runs, {} if index == 0 else _differences(values[0], known), decisive),
+            **_metric_columns(values[0], known, names),
+            **_learning_verdict(runs, {} if index == 0 else _differences(values[0], known), decisive),
         }
         for index, (runs, known) in enumerate(zip(variants, values, strict=True))
     ]
 
 
-def _values(runs: Sequence[Digest], samples: int) -> dict[str, list[float]]:
+def _metric_values(runs: Sequence[RunDigest], samples: int) -> dict[str, list[float]]:
     """Training loss and the metrics of the last evaluation: for each its value under every seed."""
     found: list[dict[str, float]] = []
     for one in runs:
@@ -104,31 +107,31 @@ def _values(runs: Sequence[Digest], samples: int) -> dict[str, list[float]]:
     return {name: [one[name] for one in found] for name in shared}
 
 
-def _numbers(
+def _metric_columns(
     first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]], names: Sequence[str]
 ) -> dict[str, float | None]:
     row: dict[str, float | None] = {}
     differences = {} if known is first else _differences(first, known)
     for name in names:
         row[name] = statistics.fmean(known[name]) if name in known else None
-        mean, reach = (one.mean, one.reach) if (one := differences.get(name)) else (None, None)
+        mean, half = (one.mean, one.half_interval) if (one := differences.get(name)) else (None, None)
         row[f"{name}_difference"] = mean
-        row[f"{name}_difference_low"] = None if mean is None or reach is None else mean - reach
-        row[f"{name}_difference_high"] = None if mean is None or reach is None else mean + reach
+        row[f"{name}_difference_low"] = None if mean is None or half is None else mean - half
+        row[f"{name}_difference_high"] = None if mean is None or half is None else mean + half
     return row
 
 
 def _differences(
     first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]]
-) -> dict[str, Difference]:
+) -> dict[str, SeedDifferences]:
     pairs = {name: zip(first[name], known[name], strict=True) for name in first if name in known}
-    return {name: Difference([after - before for before, after in pair]) for name, pair in pairs.items()}
+    return {name: SeedDifferences([after - before for before, after in pair]) for name, pair in pairs.items()}
 
 
-def _verdict(
-    runs: Sequence[Digest], differences: Mapping[str, Difference], decisive: Sequence[str]
+def _learning_verdict(
+    runs: Sequence[RunDigest], differences: Mapping[str, SeedDifferences], decisive: Sequence[str]
 ) -> dict[str, Any]:
-    """By the first decisive quantity that tells a difference, or else by the first one."""
+    """The verdict on the first decisive quantity that shows a difference, or else on the first one."""
     if any((one.run.summary or {}).get("nonfinite") for one in runs):
         return {"learning": NOT_FINITE, "decided_by": "loss", "seeds_needed": None}
     found = {name: differences[name] for name in decisive if name in differences}
@@ -137,7 +140,7 @@ def _verdict(
     telling = [name for name, one in found.items() if one.verdict() in (WORSE, BETTER)]
     name = telling[0] if telling else next(iter(found))
     verdict = found[name].verdict()
-    needed = found[name].seeds_needed if verdict == AS_WELL else None
+    needed = found[name].seeds_needed if verdict == NO_CLEAR_DIFFERENCE else None
     return {"learning": verdict, "decided_by": name, "seeds_needed": needed}
 
 
@@ -147,35 +150,35 @@ def loss_after(run: Run, samples: int) -> float | None:
     Each mean over ranks counts for all samples since the one before, so that all runs are compared over the
     same samples, however often their ranks exchange losses.
     """
-    return _mean_of(_losses(run), samples * (1 - _LAST_SHARE), samples)
+    return _mean_loss_between(_loss_history(run), samples * (1 - _LOSS_WINDOW_SHARE), samples)
 
 
-def samples_until(run: Run, loss: float, samples: int) -> int | None:
-    """After how many samples the loss, as a mean over a tenth of `samples`, is no higher than this; None: not
-    within so many. Samples are those of all ranks.
+def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
+    """After how many samples, of all ranks, the mean loss over a tenth of `samples` is for the first time at
+    most `loss`; None: not within `samples`.
     """
-    known, tenth = _losses(run), samples * _LAST_SHARE
+    known, tenth = _loss_history(run), samples * _LOSS_WINDOW_SHARE
     for total, _, _ in known:
         if tenth <= total <= samples:
-            mean = _mean_of(known, total - tenth, total)
+            mean = _mean_loss_between(known, total - tenth, total)
             if mean is not None and mean <= loss:
                 return total
     return None
 
 
-def _mean_of(known: Sequence[tuple[int, float, int]], above: float, most: int) -> float | None:
+def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, most: int) -> float | None:
     """The mean loss of the samples beyond `above`, up to `most`."""
     counted = [(loss, own) for total, loss, own in known if above < total <= most]
     weights = sum(own for _, own in counted)
     return sum(loss * own for loss, own in counted) / weights if weights else None
 
 
-def _losses(run: Run) -> list[tuple[int, float, int]]:
+def _loss_history(run: Run) -> list[tuple[int, float, int]]:
     """For each mean loss of all ranks: how many samples they had seen, the loss, and of how many it is."""
     seen: dict[int, int] = {}
     losses: dict[int, float] = {}
     for rank in run.ranks:
-        for line in run.steps(rank):
+        for line in run.step_records(rank):
             seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
             if line["mean_loss"] is not None:
                 losses[line["step"]] = line["mean_loss"]
@@ -195,13 +198,11 @@ def _losses(run: Run) -> list[tuple[int, float, int]]:
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
     """Heads, the cells of each row, and a caption: how well each variant learns."""
     names = [key.removesuffix("_difference") for key in rows[0] if key.endswith("_difference")]
-    heads = ["", "seeds", *(head for name in names for head in (_named(name), "against the first"))]
+    heads = ["", "seeds", *(head for name in names for head in (_metric_label(name), "against the first"))]
     cells = [[row["variant"], str(row["seeds"] or "-"), *_cells(row, names)] for row in rows]
     samples = next((row["loss_after_samples"] for row in rows if row["seeds"]), 0)
-    caption = (
-        f"Learning: means over seeds, with 95 % intervals. Training loss: over the last {_LAST_SHARE:.0%} of "
-        f"{samples:,} samples."
-    )
+    window = f"over the last {_LOSS_WINDOW_SHARE:.0%} of {samples:,} samples"
+    caption = f"Learning: means over seeds, with 95 % intervals. Training loss: {window}."
     return heads, cells, caption
 
 
@@ -215,7 +216,7 @@ def _cells(row: Row, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _named(quantity: str) -> str:
+def _metric_label(quantity: str) -> str:
     """A key of a row as a reader knows it."""
     name = quantity.removeprefix("held_out_")
     return name if name == quantity else f"held-out {name}"
@@ -225,7 +226,7 @@ def conclusion(row: Row) -> str:
     """Speed and learning in a few words."""
     if not row["learning"]:
         return str(row["verdict"])
-    if row["learning"] == UNKNOWN:
+    if row["learning"] == ONE_SEED_CANNOT_TELL:
         return f"{row['verdict']}; one seed cannot tell how well it learns"
     learning = "its loss is not finite" if row["learning"] == NOT_FINITE else row["learning"]
     return f"{row['verdict']}, and {learning}"
@@ -255,35 +256,31 @@ def _sentence(row: Row) -> str:
         return f"{name} {speed}" + (", and its loss is not finite." if learning else ".")
     key = row["decided_by"]
     difference, low, high = (row[f"{key}_difference{end}"] for end in ("", "_low", "_high"))
-    size = f"its {_named(key)} is {abs(difference):.3g} {'higher' if difference > 0 else 'lower'}"
-    if learning == UNKNOWN:
+    size = f"its {_metric_label(key)} is {abs(difference):.3g} {'higher' if difference > 0 else 'lower'}"
+    if learning == ONE_SEED_CANNOT_TELL:
         return f"{name} {speed}; {size} under this one seed, which does not tell how well it learns."
-    size += f" ({low:+.3g} to {high:+.3g}, {count(row['seeds'], 'seed')})"
-    if learning != AS_WELL:
+    size += f" ({low:+.3g} to {high:+.3g}, {format_count(row['seeds'], 'seed')})"
+    if learning != NO_CLEAR_DIFFERENCE:
         return f"{name} {speed}, and {learning}: {size}."
     needed = row["seeds_needed"]
-    more = f"about {needed}" if needed else f"more than {_MOST_SEEDS}"
+    more = f"about {needed}" if needed else f"more than {_MAX_SEEDS}"
     return f"{name} {speed}, and {learning}: {size}; {more} seeds would tell a difference of that size."
 
 
-def choose(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
+def choose_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
     """The row to choose: the fastest that does not learn worse; None if that is not known.
 
     `allowed`: whether a row is one to choose; what sends nothing is not.
     """
     if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None
-    known = [
-        row
-        for row, one in zip(rows, allowed, strict=True)
-        if one and row["learning"] not in (WORSE, NOT_FINITE)
-    ]
-    faster = [row for row in known if row["verdict"] == "faster"]
+    left = [row for row, is_allowed in zip(rows, allowed, strict=True) if is_allowed]
+    left = [row for row in left if row["learning"] not in (WORSE, NOT_FINITE)]
+    faster = [row for row in left if row["verdict"] == "faster"]
     if faster:
         return max(faster, key=lambda row: row["times_first"])
-    better = [
-        row for row in known if row["learning"] == BETTER and row["verdict"] == "no difference beyond noise"
-    ]
+    as_fast = [row for row in left if row["verdict"] == "no difference beyond noise"]
+    better = [row for row in as_fast if row["learning"] == BETTER]
     return min(better, key=lambda row: row[f"{row['decided_by']}_difference"]) if better else rows[0]
 
 
@@ -291,17 +288,15 @@ def _choice(first: Row, others: Sequence[Row]) -> str:
     chosen = next((row for row in (first, *others) if row["chosen"]), None)
     if chosen is None:
         return f"{first['variant']} failed, or its loss is not finite: there is nothing to compare with."
-    if chosen["learning"] == UNKNOWN:
+    if chosen["learning"] == ONE_SEED_CANNOT_TELL:
         return (
             f"{chosen['variant']} is the fastest; before you choose it, compare again with "
             f"`--seeds {_ENOUGH_SEEDS}`, to see whether it learns as well."
         )
     if chosen is not first:
-        why = (
-            "it is the fastest that does not learn worse"
-            if chosen["verdict"] == "faster"
-            else "it learns better"
-        )
+        why = "it learns better"
+        if chosen["verdict"] == "faster":
+            why = "it is the fastest that does not learn worse"
         return f"Choose {chosen['variant']}: {why}."
     if any(row["verdict"] == "faster" for row in others):
         return f"Stay with {first['variant']}: what is faster learns worse, or sends nothing."

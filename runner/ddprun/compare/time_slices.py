@@ -18,26 +18,26 @@ _POLL_S = 0.2
 
 
 @dataclass(slots=True)
-class _Member:
-    """One run."""
+class _ScheduledRun:
+    """One run, as the scheduler sees it."""
 
     alive: Callable[[], bool]  # whether its process still runs
     ranks: int | None = None  # how many it has; None until one has connected
     connected: set[asyncio.StreamWriter] = field(default_factory=set)
     paused: set[asyncio.StreamWriter] = field(default_factory=set)
 
-    def ready(self) -> bool:
+    def waits_for_turn(self) -> bool:
         """Whether all its ranks wait for their turn."""
         return self.ranks is not None and len(self.paused) == len(self.connected) == self.ranks
 
 
 class TimeSliceScheduler:
-    """Lets one run work at a time, for a turn of `every` steps; an asynchronous context manager."""
+    """Lets one run work at a time, for a turn of `turn_steps`; an asynchronous context manager."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, turn_steps: int) -> None:
+        self._turn_steps = turn_steps
         self._secret = secrets.token_hex(8)
-        self._members: dict[int, _Member] = {}
+        self._runs: dict[int, _ScheduledRun] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Event()
 
@@ -53,40 +53,41 @@ class TimeSliceScheduler:
         while self._writers:
             await asyncio.sleep(0)
 
-    def variable(self, run: int) -> str:
-        """The value of the runs' environment variable."""
+    def environment_value(self, run: int) -> str:
+        """The value of the environment variable that tells a run how to reach this scheduler."""
         port = self._server.sockets[0].getsockname()[1]
-        return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._every})
+        return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._turn_steps})
 
-    def expect(self, run: int, alive: Callable[[], bool]) -> None:
-        """Take up a run that has been started; `alive` says whether its process still runs."""
-        self._members[run] = _Member(alive)
+    def add_run(self, run: int, alive: Callable[[], bool]) -> None:
+        """Add a run that has been started; `alive` says whether its process still runs."""
+        self._runs[run] = _ScheduledRun(alive)
 
     async def wait_for_all(self) -> None:
         """Wait until every run has connected and waits for a turn, or has ended."""
-        for member in self._members.values():
-            await self._ready(member)
+        for scheduled in self._runs.values():
+            await self._wait_until_paused(scheduled)
 
-    async def give(self, run: int) -> None:
+    async def give_turn(self, run: int) -> None:
         """Let a run work for one turn, or to its end."""
-        member = self._members[run]
-        if member.ready():
-            for writer in member.paused:
+        scheduled = self._runs[run]
+        if scheduled.waits_for_turn():
+            for writer in scheduled.paused:
                 writer.write(b"g")
-            member.paused.clear()
-            await self._ready(member)
+            scheduled.paused.clear()
+            await self._wait_until_paused(scheduled)
 
     def any_alive(self) -> bool:
         """Whether any run has not ended."""
-        return any(member.alive() for member in self._members.values())
+        return any(scheduled.alive() for scheduled in self._runs.values())
 
-    def left(self) -> Sequence[int]:
+    def waiting_runs(self) -> Sequence[int]:
         """The runs that wait for a turn and have not ended."""
-        return [run for run, member in self._members.items() if member.ready() and member.alive()]
+        waiting = [run for run, scheduled in self._runs.items() if scheduled.waits_for_turn()]
+        return [run for run in waiting if self._runs[run].alive()]
 
-    async def _ready(self, member: _Member) -> None:
+    async def _wait_until_paused(self, scheduled: _ScheduledRun) -> None:
         """Wait until a run waits for its turn or has ended."""
-        while member.alive() and not member.ready():
+        while scheduled.alive() and not scheduled.waits_for_turn():
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
@@ -95,28 +96,28 @@ class TimeSliceScheduler:
         """Listen to a rank: it says who it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
         try:
-            if (member := await self._identified(reader)) is None:
+            if (scheduled := await self._authenticate(reader)) is None:
                 return
-            member.connected.add(writer)
+            scheduled.connected.add(writer)
             with suppress(OSError):
                 while await reader.read(1) == b"p":
-                    member.paused.add(writer)
+                    scheduled.paused.add(writer)
                     self._changed.set()
-            member.paused.discard(writer)
-            member.connected.discard(writer)
+            scheduled.paused.discard(writer)
+            scheduled.connected.discard(writer)
             self._changed.set()
         finally:
             self._writers.discard(writer)
             writer.close()
 
-    async def _identified(self, reader: asyncio.StreamReader) -> _Member | None:
+    async def _authenticate(self, reader: asyncio.StreamReader) -> _ScheduledRun | None:
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
             known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
-            member, ranks = self._members[hello["run"]], int(hello["ranks"])
+            scheduled, ranks = self._runs[hello["run"]], int(hello["ranks"])
             if not known:
                 return None
         except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        member.ranks = ranks
-        return member
+        scheduled.ranks = ranks
+        return scheduled

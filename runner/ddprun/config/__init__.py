@@ -1,11 +1,11 @@
 """What a pipeline file may say. Nothing here imports torch, nor anything that a pipeline names.
 
-`load(path, overrides)` gives a `Loaded` with the checked `Pipeline`, or raises a `PipelineError`.
+`load(path, overrides)` gives a `LoadedPipeline` with the checked `Pipeline`, or raises a `PipelineError`.
 """
 
 from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Fault, PipelineError
-from ddprun.config.load import Loaded, load
+from ddprun.config.load import LoadedPipeline, load
 from ddprun.config.schema import (
     BEST_FILE,
     Audit,
@@ -15,50 +15,50 @@ from ddprun.config.schema import (
     DataPair,
     Ddp,
     EarlyStop,
-    Evaluate,
-    Forward,
+    EvaluateStage,
+    ForwardStage,
     KeepBest,
     Launch,
     Loader,
     Pipeline,
-    Save,
+    SaveStage,
     Stage,
     StepStage,
+    StepStageSettings,
     Timings,
-    Train,
-    TrainSettings,
+    TrainStage,
     metric_names,
 )
 from ddprun.config.signatures import length_option, tensor_options
-from ddprun.sync.plan import Buffers
+from ddprun.sync.plan import BufferSettings
 
 __all__ = [
     "BEST_FILE",
     "Audit",
     "AverageStage",
     "BroadcastStage",
-    "Buffers",
+    "BufferSettings",
     "Choice",
     "Compile",
     "DataPair",
     "Ddp",
     "EarlyStop",
-    "Evaluate",
+    "EvaluateStage",
     "Fault",
-    "Forward",
+    "ForwardStage",
     "KeepBest",
     "Launch",
-    "Loaded",
+    "LoadedPipeline",
     "Loader",
     "Pipeline",
     "PipelineError",
     "RunSchedule",
-    "Save",
+    "SaveStage",
     "Stage",
     "StepStage",
+    "StepStageSettings",
     "Timings",
-    "Train",
-    "TrainSettings",
+    "TrainStage",
     "length_option",
     "load",
     "metric_names",

@@ -6,15 +6,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS
+from ddprun.config.choices import CHOICE_KINDS
 from ddprun.config.schema import STAGES
 from ddprun.options import NoOptions
 from ddprun.plugins import CLUSTERS
 
 Entry = dict[str, Any]
 
-GROUPS = {
-    **{name: f"{name}s" for name in KINDS},
+KIND_HEADINGS = {
+    **{name: f"{name}s" for name in CHOICE_KINDS},
     "data": "data",
     "sync": "sync",
     "loss": "losses",
@@ -27,7 +27,7 @@ GROUPS = {
 """Kinds that can be asked for, and their headings."""
 
 
-def catalog(kind: str) -> list[Entry]:
+def entries_of_kind(kind: str) -> list[Entry]:
     """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
     and description.
 
@@ -37,44 +37,46 @@ def catalog(kind: str) -> list[Entry]:
     if kind == "stage":
         return [_model_entry("stage", name, model) for name, model in STAGES.items()]
     if kind == "cluster":
-        entries = [_model_entry(kind, name, CLUSTERS.options(name)) for name in CLUSTERS.built_in()]
+        entries = [_model_entry(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
         return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
-    found = KINDS[kind]
-    entries = [_model_entry(kind, name, model) for name, model in found.built_in.items()]
-    if found.torch:
-        entries += [_of_torch(kind, found.torch, name) for name in signatures.names(found.torch)]
+    found = CHOICE_KINDS[kind]
+    entries = [_model_entry(kind, name, model) for name, model in found.built_in_options.items()]
+    if found.torch_kind:
+        entries += [
+            _of_torch(kind, found.torch_kind, name) for name in signatures.class_names(found.torch_kind)
+        ]
     installed = found.plugins.options_of_installed() if found.plugins else {}
     return entries + [_of_installed(kind, *added) for added in installed.items()]
 
 
-def names(kind: str) -> list[str]:
+def names_of_kind(kind: str) -> list[str]:
     """The names of a kind's entries, as a file would write them."""
     if kind == "stage":
         return [*STAGES]
     if kind == "cluster":
         return [*CLUSTERS.names()]
-    found = KINDS[kind]
-    of_torch = signatures.names(found.torch) if found.torch else ()
+    found = CHOICE_KINDS[kind]
+    of_torch = signatures.class_names(found.torch_kind) if found.torch_kind else ()
     shown = [signatures.functional_name(name) if kind == "loss" else name for name in of_torch]
-    return [*found.built_in, *shown, *(found.plugins.installed() if found.plugins else ())]
+    return [*found.built_in_options, *shown, *(found.plugins.installed() if found.plugins else ())]
 
 
 def entries_named(name: str) -> list[Entry]:
     """The entries of every kind that a file may call so; torch's names in any spelling."""
     found = []
-    for kind in GROUPS:
-        torch = KINDS[kind].torch if kind in KINDS else None
-        of_torch = signatures.find(torch, name) if torch else None
+    for kind in KIND_HEADINGS:
+        torch_kind = CHOICE_KINDS[kind].torch_kind if kind in CHOICE_KINDS else None
+        of_torch = signatures.find_class(torch_kind, name) if torch_kind else None
         if of_torch is not None and kind == "loss":
             of_torch = signatures.functional_name(of_torch)
-        if name in names(kind) or of_torch is not None:
-            found += [entry for entry in catalog(kind) if entry["name"] in (name, of_torch)]
+        if name in names_of_kind(kind) or of_torch is not None:
+            found += [entry for entry in entries_of_kind(kind) if entry["name"] in (name, of_torch)]
     return found
 
 
 def _model_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
-    texts = docs.fields(model)
+    texts = docs.field_descriptions(model)
     options = [
         {
             "name": key,
@@ -95,10 +97,10 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
     return entry if model else entry | {"description": "Added by an installed package."}
 
 
-def _of_torch(kind: str, torch: signatures.TorchKind, name: str) -> Entry:
-    found = signatures.signature(torch, name)
-    shown = signatures.functional_name(name) if torch == "loss" else name
-    length = signatures.length_option(name) if torch == "schedule" else None
+def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
+    found = signatures.signature(torch_kind, name)
+    shown = signatures.functional_name(name) if torch_kind == "loss" else name
+    length = signatures.length_option(name) if torch_kind == "schedule" else None
     options = [
         {
             "name": item.name,

@@ -7,12 +7,12 @@ from pydantic import ValidationError
 
 from ddprun.config.choices import RunSchedule
 from ddprun.config.faults import Fault, PipelineError
-from ddprun.config.load import Loaded
-from ddprun.config.resolved import flow, plain
-from ddprun.config.schema import OVERRIDABLE, Pipeline, StepStage, pipeline_model
-from ddprun.config.tree import show
+from ddprun.config.load import LoadedPipeline
+from ddprun.config.resolved import flow_yaml, to_plain_data
+from ddprun.config.schema import OVERRIDABLE_KEYS, Pipeline, StepStage, pipeline_class
+from ddprun.config.tree import format_path
 
-_FIXED = {
+_UNCHANGEABLE_KEYS = {
     "seed": "it decides the order of samples",
     "model": "the weights are those of the model",
     "data": "the position in the data would be another",
@@ -27,64 +27,71 @@ _FIXED = {
     "loader.sampler": "samples would be seen twice, others not at all",
     "loader.sharded": "samples would be seen twice, others not at all",
 }
-"""What cannot change, and why."""
+"""Keys that a resumed run cannot change, and why."""
 
-_STATE = ("sync", "mutate", "update", "data")
-"""What decides the state of a stage that has begun."""
+_STAGE_STATE_KEYS = ("sync", "mutate", "update", "data")
+"""Settings that a stage cannot change once it has begun."""
 
 
-def changes(loaded: Loaded, before: dict[str, Any], *, next_stage: int, begun: int | None) -> list[str]:
+def check_changes(
+    loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], *, next_stage: int, begun_stage: int | None
+) -> list[str]:
     """Compare a pipeline with that of a checkpoint, key by key.
 
     Args:
         loaded: the pipeline of the resumed run.
-        before: that of the checkpoint (`Loaded.plain`).
-        next_stage: the stage that comes next, or runs.
-        begun: the last stage that takes steps that has begun.
+        checkpoint_pipeline: the pipeline of the checkpoint (`LoadedPipeline.as_dict`).
+        next_stage: index of the stage that runs next.
+        begun_stage: index of the last stage with steps that has begun; None if none has.
 
     Returns:
-        What has changed and can, a line each.
+        A line for each change that is allowed.
 
     Raises:
-        PipelineError: what has changed and cannot, with both values.
+        PipelineError: changes that are not allowed, with both values.
     """
     try:
-        old = pipeline_model().model_validate(before)
+        old = pipeline_class().model_validate(checkpoint_pipeline)
     except ValidationError as error:
         text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
         raise loaded.error("", text) from None
-    if faults := [*_fixed(loaded, old), *_stages(loaded, old, next_stage, begun)]:
+    if faults := [
+        *_unchangeable_key_faults(loaded, old),
+        *_stage_faults(loaded, old, next_stage, begun_stage),
+    ]:
         raise PipelineError(faults)
     return [
-        f"{show(path)}: {flow(was)} in the checkpoint, {flow(now)} now"
-        for path, was, now in _differences(before, loaded.plain(), ())
+        f"{format_path(path)}: {flow_yaml(was)} in the checkpoint, {flow_yaml(now)} now"
+        for path, was, now in _differences(checkpoint_pipeline, loaded.as_dict(), ())
     ]
 
 
-def schedule_changed(loaded: Loaded, before: dict[str, Any], stage: int) -> bool:
-    """Whether learning rates of a stage are others than they were: its optimizer's settings, its schedule, or
-    the length of the stage; of a schedule over the run, that of any stage.
+def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], stage: int) -> bool:
+    """Whether the learning rates of a stage differ from the checkpoint's.
+
+    They do because of the optimizer's options, the schedule or the stage's length; with a schedule over the
+    run, because of the length of any stage.
     """
     sides = []
-    for pipeline in (pipeline_model().model_validate(before), loaded.pipeline):
+    for pipeline in (pipeline_class().model_validate(checkpoint_pipeline), loaded.pipeline):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
-        settings = taken.effective(pipeline)
+        settings = taken.effective_settings(pipeline)
         spanned = pipeline.step_stages() if isinstance(settings.schedule, RunSchedule) else [taken]
         lengths = [(stage.steps, stage.epochs) for stage in spanned]
-        groups = plain(pipeline.groups)
-        sides.append((groups, plain(settings.optimizer), plain(settings.schedule), lengths))
+        groups = to_plain_data(pipeline.groups)
+        sides.append((groups, to_plain_data(settings.optimizer), to_plain_data(settings.schedule), lengths))
     return bool(sides[0] != sides[1])
 
 
-def _fixed(loaded: Loaded, old: Pipeline) -> Iterator[Fault]:
-    was: Any = plain(old) | _fixed_parts(old)
-    now: Any = loaded.plain() | _fixed_parts(loaded.pipeline)
-    for path, why in _FIXED.items():
+def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[Fault]:
+    was: Any = to_plain_data(old) | _fixed_parts(old)
+    now: Any = loaded.as_dict() | _fixed_parts(loaded.pipeline)
+    for path, why in _UNCHANGEABLE_KEYS.items():
         section, _, key = path.rpartition(".")
         before, here = (side[section][key] if section else side[key] for side in (was, now))
         if before != here:
-            yield _refused(loaded, path, before, here, why)
+            yield _change_fault(loaded, path, before, here, why)
 
 
 def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
@@ -95,29 +102,31 @@ def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _stages(loaded: Loaded, old: Pipeline, next_stage: int, begun: int | None) -> Iterator[Fault]:
-    """Stages that are done, or have begun, are what they were; a stage's end may move."""
+def _stage_faults(
+    loaded: LoadedPipeline, old: Pipeline, next_stage: int, begun_stage: int | None
+) -> Iterator[Fault]:
+    """Faults of changed stages that are done or have begun; only the length of one that runs may change."""
     new = loaded.pipeline
-    touched = max(next_stage, -1 if begun is None else begun + 1)
+    touched = max(next_stage, -1 if begun_stage is None else begun_stage + 1)
     kinds = [[stage.name for stage in side.stages[:touched]] for side in (old, new)]
     if kinds[0] != kinds[1]:
-        yield _refused(loaded, "stages", kinds[0], kinds[1], "these stages are done, or have begun")
+        yield _change_fault(loaded, "stages", kinds[0], kinds[1], "these stages are done, or have begun")
         return
-    if begun is not None and begun == next_stage:
-        stages = old.stages[begun], new.stages[begun]
+    if begun_stage is not None and begun_stage == next_stage:
+        stages = old.stages[begun_stage], new.stages[begun_stage]
         assert isinstance(stages[0], StepStage)
         assert isinstance(stages[1], StepStage)
-        before, now = stages[0].effective(old), stages[1].effective(new)
-        for key in _STATE:
-            was, is_now = plain(getattr(before, key)), plain(getattr(now, key))
+        before, now = stages[0].effective_settings(old), stages[1].effective_settings(new)
+        for key in _STAGE_STATE_KEYS:
+            was, is_now = to_plain_data(getattr(before, key)), to_plain_data(getattr(now, key))
             if was != is_now:
-                own = key in OVERRIDABLE and key not in stages[1].model_fields_set
+                own = key in OVERRIDABLE_KEYS and key not in stages[1].model_fields_set
                 path = key if own else f"{stages[1].path}.{key}"
-                yield _refused(loaded, path, was, is_now, "the stage has begun with it")
+                yield _change_fault(loaded, path, was, is_now, "the stage has begun with it")
 
 
-def _refused(loaded: Loaded, path: str, was: Any, now: Any, why: str) -> Fault:
-    text = f"{flow(now)} here, and {flow(was)} in the checkpoint: {why}"
+def _change_fault(loaded: LoadedPipeline, path: str, was: Any, now: Any, why: str) -> Fault:
+    text = f"{flow_yaml(now)} here, and {flow_yaml(was)} in the checkpoint: {why}"
     return loaded.fault(path, text, "leave it as it was, or start a new run")
 
 

@@ -15,15 +15,21 @@ from ddprun.config import signatures, sources
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.signatures import TorchKind
-from ddprun.options import KeyPath, Validated, combine, expected, problem, unknown
-from ddprun.plugins import HOOKS, SYNC, TRACKERS, Plugins, options_of
+from ddprun.options import CustomValidator, KeyPath, combine, expected, problem, unknown_name
+from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry, plugin_options_model
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
-from ddprun_hooks.config.trust import IN_FOLDER, METHOD, NO_METHOD, takes_method, trust
+from ddprun_hooks.config.trust import (
+    FOLDER_PREFIX,
+    IS_METHOD_TEXT,
+    METHOD_ALTERNATIVES_TEXT,
+    read_trust_policy,
+    takes_method,
+)
 from ddprun_hooks.errors import DottedNameError
 
-FOLDER: ContextVar[Path | None] = ContextVar("FOLDER", default=None)
-"""Of the pipeline file that is being read; None while there is none."""
+PIPELINE_FOLDER: ContextVar[Path | None] = ContextVar("PIPELINE_FOLDER", default=None)
+"""Folder of the pipeline file that is being read; None outside of `load`."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +37,20 @@ class Choice:
     """One thing that the file chooses, with its options checked as far as that goes without importing it."""
 
     kind: str
-    """One of `KINDS`."""
+    """One of `CHOICE_KINDS`."""
 
     name: str
     """The built-in's name, torch's spelling of its class, the installed hook's name, or the dotted name."""
 
     options: Mapping[str, Any]
-    """Those with `settings` have every default filled in, others are as the file gives them. Lists are lists,
-    except that torch's tuples are tuples."""
+    """Options as plain data. If there are `settings`, all defaults are filled in; else they are as the file
+    gives them. Lists are lists, but for torch's tuples."""
 
     source: Literal["built-in", "torch", "dotted", "installed"]
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
     """The options as their model: of a built-in, and of a plug-in that `check` may import; else None."""
 
-    def plain(self) -> Any:
+    def to_plain_data(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}`."""
         return {self.name: dict(self.options)} if self.options else self.name
 
@@ -53,7 +59,7 @@ class Choice:
 class RunSchedule(Choice):
     """A schedule of the whole run, not of each stage: `{name: {options}, over: run}`."""
 
-    def plain(self) -> Any:
+    def to_plain_data(self) -> Any:
         """As a file would hold it."""
         return {self.name: dict(self.options), "over": "run"}
 
@@ -68,40 +74,51 @@ class ChoiceKind:
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
     """Of the built-in ones, unless they are plug-ins."""
 
-    torch: TorchKind | None = None
-    dotted: str = ""
-    """What a dotted name must stand for; empty if none is taken."""
+    torch_kind: TorchKind | None = None
+    dotted_description: str = ""
+    """What an object named by a dotted name must be, for messages; empty if the kind takes no dotted name."""
 
-    plugins: Plugins | None = None
-    """What is found by a folder of modules and a group of entry points."""
+    plugins: PluginRegistry | None = None
+    """Plug-ins of this kind, built in and installed."""
 
     @property
-    def built_in(self) -> Mapping[str, type[BaseModel]]:
+    def built_in_options(self) -> Mapping[str, type[BaseModel]]:
         """The options of everything that is built in."""
         if self.plugins is None:
             return self.options
-        return {**self.options, **{name: self.plugins.options(name) for name in self.plugins.built_in()}}
+        return {
+            **self.options,
+            **{name: self.plugins.options_model(name) for name in self.plugins.built_in()},
+        }
 
     def names(self) -> list[str]:
         """Every name without a dot that is known."""
-        found = list(self.built_in)
-        if self.torch == "loss":
-            found += [signatures.functional_name(name) for name in signatures.names("loss")]
-        elif self.torch:
-            found += signatures.names(self.torch)
+        found = list(self.built_in_options)
+        if self.torch_kind == "loss":
+            found += [signatures.functional_name(name) for name in signatures.class_names("loss")]
+        elif self.torch_kind:
+            found += signatures.class_names(self.torch_kind)
         return found + list(self.plugins.installed() if self.plugins else ())
 
-    def allowed(self) -> list[str]:
+    def allowed_names(self) -> list[str]:
         """What a message lists."""
         names, dotted = self.names(), "a dotted name such as package.module.name"
-        return [*names, *([f"or {dotted}" if names else dotted] if self.dotted else [])]
+        return [*names, *([f"or {dotted}" if names else dotted] if self.dotted_description else [])]
 
 
-KINDS: dict[str, ChoiceKind] = {
+CHOICE_KINDS: dict[str, ChoiceKind] = {
     kind.name: kind
     for kind in (
-        ChoiceKind("model", built_in.MODELS, dotted="an nn.Module class or a function that returns a module"),
-        ChoiceKind("data", built_in.DATA, dotted="a Dataset class or a function that returns a dataset"),
+        ChoiceKind(
+            "model",
+            built_in.MODELS,
+            dotted_description="an nn.Module class or a function that returns a module",
+        ),
+        ChoiceKind(
+            "data",
+            built_in.DATA,
+            dotted_description="a Dataset class or a function that returns a dataset",
+        ),
         ChoiceKind(
             "loss",
             built_in.LOSSES,
@@ -110,35 +127,38 @@ KINDS: dict[str, ChoiceKind] = {
         ),
         ChoiceKind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
         ChoiceKind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
-        ChoiceKind("sync", plugins=SYNC),
-        ChoiceKind("hook", HOOK_OPTIONS, dotted="a hook class or function", plugins=HOOKS),
+        ChoiceKind("sync", plugins=SYNC_POLICIES),
+        ChoiceKind("hook", HOOK_OPTIONS, dotted_description="a hook class or function", plugins=HOOKS),
         ChoiceKind(
-            "mutate", built_in.MUTATIONS, dotted="a function of (model) that changes its weights in place"
+            "mutate",
+            built_in.MUTATIONS,
+            dotted_description="a function of (model) that changes its weights in place",
         ),
         ChoiceKind(
             "update",
             built_in.UPDATES,
-            dotted="a function of (model, closure) that changes the model's weights in place or sets their "
-            "grad, where closure() is the loss of the weights as they are",
+            dotted_description="a function of (model, closure) that changes the model's weights in place or "
+            "sets their grad, where closure() is the loss of the weights as they are",
         ),
         ChoiceKind(
             "metric",
             built_in.METRICS,
-            dotted="a function of (output, target), or with loss: model of (output, batch), that returns a "
-            "number; or a class with update(output, target) and compute()",
+            dotted_description="a function of (output, target), or with loss: model of (output, batch), that "
+            "returns a number; or a class with update(output, target) and compute()",
         ),
         ChoiceKind(
-            "collate", dotted="a function of (samples) that returns a batch, or a class of such objects"
+            "collate",
+            dotted_description="a function of (samples) that returns a batch, or a class of such objects",
         ),
         ChoiceKind(
             "sampler",
-            dotted="a Sampler class, or a class or function that gives the indices of an epoch; it is called "
-            "with the data set, as `dataset` or as its first argument",
+            dotted_description="a Sampler class, or a class or function that gives the indices of an epoch; "
+            "it is called with the data set, as `dataset` or as its first argument",
         ),
         ChoiceKind(
             "weight",
             built_in.WEIGHTS,
-            dotted="a function of (batch) that returns how much its mean loss counts: a number",
+            dotted_description="a function of (batch) that returns how much its mean loss counts: a number",
         ),
         ChoiceKind("tracker", plugins=TRACKERS),
     )
@@ -155,11 +175,11 @@ class ObjectRef:
     options: Mapping[str, Any] | None
     """The keyword arguments with which it is made; None: it is passed on as it is."""
 
-    step: str
+    key: str
     """The key of the mapping that asks for it."""
 
 
-def object_ref(value: Any) -> ObjectRef | None:
+def parse_object_ref(value: Any) -> ObjectRef | None:
     """Read `{package.module.name: {options}}` or `{ref: package.module.name}`; None: it is a plain value."""
     if not isinstance(value, Mapping) or len(value) != 1:
         return None
@@ -176,146 +196,149 @@ def _is_dotted(name: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
 
-def _refused_inside(value: Any, at: KeyPath) -> Iterator[ValidationError]:
+def _untrusted_objects(value: Any, at: KeyPath) -> Iterator[ValidationError]:
     """Objects in the options of a dotted name that `DDPRUN_TRUSTED` does not allow."""
-    if wanted := object_ref(value):
-        at = (*at, wanted.step)
-        refuse = functools.partial(problem, at=at, on_key=wanted.options is not None)
+    if wanted := parse_object_ref(value):
+        at = (*at, wanted.key)
+        make_error = functools.partial(problem, at=at, on_key=wanted.options is not None)
         try:
-            _admit("", wanted.name, f'"{wanted.name}"', refuse)
+            _require_trusted("", wanted.name, f'"{wanted.name}"', make_error)
         except ValidationError as error:
             yield error
         value = wanted.options
     if isinstance(value, Mapping | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _refused_inside(item, (*at, key))
+            yield from _untrusted_objects(item, (*at, key))
 
 
-def choose(kind_name: str, value: Any) -> Choice:
+def parse_choice(kind_name: str, value: Any) -> Choice:
     """Read `name` or `{name: options}`.
 
     Raises:
         pydantic.ValidationError: what is wrong, for `errors` to word.
     """
-    kind = KINDS[kind_name]
+    kind = CHOICE_KINDS[kind_name]
     if isinstance(value, Choice):
         return value
     if isinstance(value, dict) and len(value) > 1:
         raise _two_choices(kind, list(value))
-    name, options = parse_spec(value, kind.allowed)
-    refuse = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
-    return _resolve(kind, name, options, refuse)
+    name, options = parse_spec(value, kind.allowed_names)
+    make_error = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
+    return _resolve(kind, name, options, make_error)
 
 
-def choose_schedule(value: Any) -> Choice:
-    """Read a schedule as `choose` does, with `over: run` beside its name, or without."""
+def parse_schedule(value: Any) -> Choice:
+    """Read a schedule as `parse_choice` does, with `over: run` beside its name, or without."""
     if not isinstance(value, dict) or "over" not in value:
-        return choose("schedule", value)
+        return parse_choice("schedule", value)
     named = {key: item for key, item in value.items() if key != "over"}
     if not named:
         raise expected("a schedule beside over", "write {CosineAnnealingLR: {}, over: run}")
     if value["over"] not in ("stage", "run"):
-        raise unknown("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
-    choice = choose("schedule", named)
+        raise unknown_name("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
+    choice = parse_choice("schedule", named)
     if value["over"] == "stage":
         return choice
     return RunSchedule(choice.kind, choice.name, choice.options, choice.source, choice.settings)
 
 
-def one_of(kind: str) -> Validated:
+def choice_validator(kind: str) -> CustomValidator:
     """For `Annotated[Choice, …]`: a choice of this kind."""
-    return Validated(functools.partial(choose, kind), kind, KINDS[kind].allowed)
+    return CustomValidator(functools.partial(parse_choice, kind), kind, CHOICE_KINDS[kind].allowed_names)
 
 
-_Refuse = Callable[..., ValidationError]
+_MakeError = Callable[..., ValidationError]
 """`problem` at the place of a choice's name."""
 
 
-def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], refuse: _Refuse) -> Choice:
+def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _MakeError) -> Choice:
     if "." in name:
-        if not kind.dotted:
-            raise refuse(f'"{name}" is not a built-in {kind.name}', allowed_values(kind.names()))
+        if not kind.dotted_description:
+            raise make_error(f'"{name}" is not a built-in {kind.name}', allowed_values(kind.names()))
         if not _is_dotted(name):
-            raise refuse(f'"{name}" is not a dotted name', "write package.module.name")
-        _admit(kind.name, name, f'"{name}"', refuse)
-        if errors := list(_refused_inside(options, (name,))):
+            raise make_error(f'"{name}" is not a dotted name', "write package.module.name")
+        _require_trusted(kind.name, name, f'"{name}"', make_error)
+        if errors := list(_untrusted_objects(options, (name,))):
             raise combine(errors)
         return Choice(kind.name, name, options, "dotted")
-    if model := kind.built_in.get(name):
-        settings = validate(model, options, name, owner=name, context=CONTEXT)
+    if model := kind.built_in_options.get(name):
+        settings = validate(model, options, name, owner=name, context=VALIDATION_CONTEXT)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "built-in", settings)
-    if kind.torch and (found := signatures.find(kind.torch, name)):
-        if reason := signatures.refusal(kind.torch, found):
-            raise refuse(f"{found} is not offered: {reason}")
-        checked = validate(signatures.options_model(kind.torch, found), options, name, owner=name)
+    if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
+        if reason := signatures.refusal(kind.torch_kind, found):
+            raise make_error(f"{found} is not offered: {reason}")
+        checked = validate(signatures.options_model(kind.torch_kind, found), options, name, owner=name)
         return Choice(kind.name, found, {key: getattr(checked, key) for key in options}, "torch")
     if kind.plugins and name in kind.plugins.installed():
-        if not kind.plugins.base:
-            _admit_installed(kind.plugins, name, refuse)
+        if not kind.plugins.base_class_name:
+            _require_trusted_plugin(kind.plugins, name, make_error)
             return Choice(kind.name, name, options, "installed")
-        model = options_of(installed_class(kind.plugins, name, refuse))
+        model = plugin_options_model(load_installed_plugin(kind.plugins, name, make_error))
         settings = validate(model, options, name, owner=name)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "installed", settings)
-    if kind.torch and signatures.torch_folder() is None:
+    if kind.torch_kind and signatures.torch_folder() is None:
         text = f'unknown {kind.name} "{name}": torch is not installed, so its names are unknown'
-        raise refuse(text, "install torch")
+        raise make_error(text, "install torch")
     near = suggest(name, kind.names()) or (
-        suggest(name, signatures.names(kind.torch)) if kind.torch else None
+        suggest(name, signatures.class_names(kind.torch_kind)) if kind.torch_kind else None
     )
-    raise refuse(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed()), near)
+    raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed_names()), near)
 
 
-def _admit(kind: str, name: str, shown: str, refuse: _Refuse) -> None:
-    """Refuse what `DDPRUN_TRUSTED` does not allow, by its name and by what source code says of it.
+def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -> None:
+    """Raise an error unless `DDPRUN_TRUSTED` allows the name.
 
-    A run judges what the name leads to.
+    It is judged by the name and by what source code shows of it, without importing. A run judges the imported
+    object, too.
     """
-    limit, folder = trust(), FOLDER.get()
-    if not limit.limited:
+    trust, folder = read_trust_policy(), PIPELINE_FOLDER.get()
+    if not trust.restricts_imports:
         return
     refused = f"{shown} may not be imported"
-    if reason := limit.name_refusal(name, kind):
-        raise refuse(f"{refused}: {reason}", limit.allowed())
+    if reason := trust.name_refusal(name, kind):
+        raise make_error(f"{refused}: {reason}", trust.allowed_message())
     root = name.partition(".")[0]
-    if sources.only_in_folder(root, limit, folder):
-        raise refuse(
+    if sources.only_in_folder(root, trust, folder):
+        raise make_error(
             f'{refused}: "{root}" is not installed, and the pipeline\'s folder is not searched for it',
-            f"{limit.allowed()}, and {IN_FOLDER}{root} would name the one in the folder",
+            f"{trust.allowed_message()}, and {FOLDER_PREFIX}{root} would name the one in the folder",
         )
-    found = sources.origins(name, limit, folder)
-    reasons = [limit.refusal(origin.name, kind) for origin in found]
+    found = sources.origins(name, trust, folder)
+    reasons = [trust.refusal(origin.name, kind) for origin in found]
     if found and all(reasons):
-        raise refuse(f"{shown} is {found[0].name}: {reasons[0]}", limit.allowed())
-    if found and all(origin.method for origin in found) and not takes_method(kind):
-        raise refuse(f"{shown} {METHOD}", NO_METHOD)
+        raise make_error(f"{shown} is {found[0].name}: {reasons[0]}", trust.allowed_message())
+    if found and all(origin.is_method for origin in found) and not takes_method(kind):
+        raise make_error(f"{shown} {IS_METHOD_TEXT}", METHOD_ALTERNATIVES_TEXT)
 
 
-def _admit_installed(plugins: Plugins, name: str, refuse: _Refuse) -> None:
+def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> None:
     """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
     for target in plugins.targets(name):
-        _admit(plugins.kind, target, f'the installed {plugins.kind} "{name}" ({target})', refuse)
+        _require_trusted(
+            plugins.kind, target, f'the installed {plugins.kind} "{name}" ({target})', make_error
+        )
 
 
-def installed_class(plugins: Plugins, name: str, refuse: _Refuse) -> type[Any]:
+def load_installed_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[Any]:
     """Import an installed plug-in, once `DDPRUN_TRUSTED` has allowed it.
 
     Raises:
         pydantic.ValidationError: it is not trusted, or cannot be imported.
     """
-    _admit_installed(plugins, name, refuse)
+    _require_trusted_plugin(plugins, name, make_error)
     try:
         return plugins.load(name)
     except DottedNameError as error:
-        raise refuse(str(error)) from None
+        raise make_error(str(error)) from None
 
 
 def _read_hook(value: Any) -> tuple[str, Mapping[str, Any]]:
-    hook = choose("hook", value)
+    hook = parse_choice("hook", value)
     return hook.name, hook.options
 
 
-CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
-"""What the options of hooks ask for: how a hook of a stack inside one is read."""
+VALIDATION_CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
+"""Validation context for the options of hooks: how to read a hook of a stack inside a hook's options."""
 
 
 def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
@@ -329,8 +352,8 @@ def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
 
 
 def _option_names(kind: ChoiceKind, name: str) -> set[str]:
-    if model := kind.built_in.get(name):
+    if model := kind.built_in_options.get(name):
         return set(model.model_fields)
-    if kind.torch and (found := signatures.find(kind.torch, name)):
-        return {parameter.name for parameter in signatures.signature(kind.torch, found).parameters}
+    if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
+        return {parameter.name for parameter in signatures.signature(kind.torch_kind, found).parameters}
     return set()

@@ -21,7 +21,7 @@ def summary(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
-def fields(model: type[BaseModel]) -> dict[str, str]:
+def field_descriptions(model: type[BaseModel]) -> dict[str, str]:
     """The docstring of each documented field, inherited ones included, each as one line."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
@@ -68,7 +68,7 @@ _DEFINITIONS = {
 
 
 def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """A JSON Schema of one option in words: `a whole number, at least 1`."""
+    """Describe the JSON Schema of an option in words: `a whole number, at least 1`."""
     if "$ref" in schema:
         keys = definitions.get(schema["$ref"].rpartition("/")[2], {}).get("properties", ())
         return f"{{{', '.join(keys)}}}" if keys else "anything"

@@ -11,58 +11,61 @@ from pydantic_core import ErrorDetails
 
 from ddprun.config.faults import Fault, allowed_values, suggest
 from ddprun.config.scalars import bool_hint, number_hint
-from ddprun.config.tree import Node, find, show
-from ddprun.options import FORMS, KeyPath, Validated, combine, problem
+from ddprun.config.tree import Node, find_nearest, format_path
+from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
 from ddprun_hooks.config.messages import (
-    BOUNDS,
-    OWN,
-    WANTED,
-    Sentence,
-    described,
-    repeat,
+    BOUND_ERROR_TYPES,
+    EXPECTED_BY_ERROR_TYPE,
+    OWN_ERROR_TYPE,
+    MessageParts,
+    describe_value,
+    error_from_items,
+    message_parts,
     unknown_option,
-    worded,
 )
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_REASONS: dict[KeyPath, str] = {
+_BOUND_REASONS: dict[KeyPath, str] = {
     ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
 }
-"""Of a bound, why it is one."""
+"""Why a key has its lower or upper bound, for messages."""
 
-_FORMS_OF_MAPPINGS: dict[str | int, str] = {
+_MAPPING_HINTS: dict[str | int, str] = {
     "evaluate": "write {every: …, metrics: […]}",
     "keep_best": "write {metric: …}",
     "stop": "write {metric: …, patience: …}",
 }
 """What to write for keys of a stage that are taken for lists or names."""
 
-WORDED = frozenset(
+WORDED_ERROR_TYPES = frozenset(
     {
-        *(OWN, *WANTED, *BOUNDS),
+        *(OWN_ERROR_TYPE, *EXPECTED_BY_ERROR_TYPE, *BOUND_ERROR_TYPES),
         *("too_short", "too_long", "literal_error", "missing"),
         *("string_pattern_mismatch", "string_too_short", "string_too_long"),
     }
 )
-"""Every type of error that has a sentence of its own; a test holds this against what the schema can raise."""
+"""Types of pydantic errors that have a message of their own.
+
+A test compares them with all that the schema can raise.
+"""
 
 
 def validate(
     model: type[Model], value: Any, *path: str, owner: str = "", context: dict[str, Any] | None = None
 ) -> Model:
-    """Validate a part of the file, `path` below the value that is being validated.
+    """Validate a section of the file that lies at `path` below the value that is being validated.
 
-    Of the options of a choice, `owner` is its name: messages call unknown keys options of it. `context` is
-    what validators of the model ask for.
+    `owner` is the name of the choice whose options these are; messages about unknown keys name it. `context`
+    is passed to the model's validators.
     """
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
-        raise with_known_keys(error, model, path, owner) from None
+        raise with_key_hints(error, model, path, owner) from None
 
 
-def with_known_keys(
+def with_key_hints(
     error: ValidationError, model: type[BaseModel], path: tuple[str, ...] = (), owner: str = ""
 ) -> ValidationError:
     """The same errors below `path`; those about unknown and missing keys say what belongs there."""
@@ -81,7 +84,7 @@ def with_known_keys(
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):
             wrong = problem("is required", allowed_values(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
-    return repeat(items, path)
+    return error_from_items(items, path)
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
@@ -95,8 +98,8 @@ def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
 def _allowed(model: type[BaseModel], key: str) -> list[str]:
     """What may be chosen at a key."""
     field = model.model_fields.get(key)
-    marks = [mark for mark in field.metadata if isinstance(mark, Validated)] if field else []
-    return [name for mark in marks if mark.allowed for name in mark.allowed()]
+    marks = [mark for mark in field.metadata if isinstance(mark, CustomValidator)] if field else []
+    return [name for mark in marks if mark.allowed_names for name in mark.allowed_names()]
 
 
 def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationError:
@@ -108,13 +111,13 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
         inside = (f"{name}.{key}" for name, section in sections if section and key in section.model_fields)
         near = next(inside, None) or near
     name, colon, value = key.partition(":")
-    hint = getattr(model, "elsewhere", {}).get(key)
+    hint = getattr(model, "misplaced_key_hints", {}).get(key)
     if colon and name in known:
         text, hint = f'unknown key "{key}"', f'put a space after the colon: "{name}: {value}"'
     return problem(text, hint or allowed, None if hint else near, on_key=True)
 
 
-def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
+def validation_faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
     """Every error of a validation as a fault of the file; mere consequences of another are left out.
 
     `redact` is given each value before it is cut to the length that a message shows.
@@ -124,24 +127,24 @@ def faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> 
         path: KeyPath = item["loc"]
         of_key = path[-1:] == ("[key]",)  # of the last key before it, where keys are the user's own
         path = path[:-1] if of_key else path
-        found = find(root, path)
-        exact, holds = not found.missing, found.node.value
+        found = find_nearest(root, path)
+        exact, holds = not found.missing_path, found.node.value
         # Pydantic finds a list too short if its items are faulty; those have faults of their own already.
         enough = isinstance(holds, list) and exact and len(holds) >= item.get("ctx", {}).get("min_length", 0)
-        if found.broken or (item["type"] == "too_short" and enough):
+        if found.has_fault or (item["type"] == "too_short" and enough):
             continue
         node = found.node if exact and not of_key else None
         value = path[-1] if of_key else found.node.data() if exact else item["input"]
         at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
         at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
-        place = found.key if at_key else found.node.place
-        made.append(place.fault(show(path), *_sentence(item, path, node, value, redact)))
+        place = found.key_place if at_key else found.node.place
+        made.append(place.fault(format_path(path), *_sentence(item, path, node, value, redact)))
     return made
 
 
 def _sentence(
     item: Any, path: KeyPath, node: Node | None, value: Any, redact: Callable[[str], str]
-) -> Sentence:
+) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     got = _described(node, value, redact)
@@ -157,16 +160,16 @@ def _sentence(
         case "missing":
             return "is required", None, None
         case "string_pattern_mismatch":
-            return f"cannot be {word}", FORMS.get(context["pattern"], context["pattern"]), None
+            return f"cannot be {word}", PATTERN_DESCRIPTIONS.get(context["pattern"], context["pattern"]), None
         case "string_too_short":
             return "must not be empty", None, None
         case "string_too_long":
             return f"is longer than {context['max_length']} characters", None, None
-    text, allowed, near = worded(item, got)
-    if wanted := WANTED.get(kind) or context.get("wanted"):
-        form = _FORMS_OF_MAPPINGS.get(path[-1]) if path and wanted == "a mapping" else None
+    text, allowed, near = message_parts(item, got)
+    if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
+        form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
         allowed = form or _hint(wanted, node, value) or allowed
-    return text, _REASONS.get(path[-2:]) if kind in BOUNDS else allowed, near
+    return text, _BOUND_REASONS.get(path[-2:]) if kind in BOUND_ERROR_TYPES else allowed, near
 
 
 def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
@@ -174,10 +177,10 @@ def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> s
     if value is None and node:
         return node.text or "nothing"
     if isinstance(value, str):
-        return described(redact(value))
+        return describe_value(redact(value))
     if node and node.text:
         return f"{node.text} (a boolean)" if isinstance(value, bool) else node.text
-    return described(value)
+    return describe_value(value)
 
 
 def _hint(wanted: str, node: Node | None, value: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline file, in words that let the reader mend it without a manual."""
+"""Faults of a pipeline file, worded so that the reader can correct the file without a manual."""
 
 import re
 import unicodedata
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ddprun_hooks.config.messages import allowed_values as allowed_values
-from ddprun_hooks.config.messages import sentence
+from ddprun_hooks.config.messages import format_message
 from ddprun_hooks.config.messages import suggest as suggest
 
 Severity = Literal["error", "warning"]
 
-_WINDOW = 110
+_MAX_QUOTED_COLUMNS = 110
 """Columns of a quoted line; a longer line is cut around the fault."""
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
@@ -48,14 +48,14 @@ class Fault:
     """The line itself, without its line break and with secrets replaced."""
 
     caret: int = 0
-    """Column of the fault in `source_line` where secrets were replaced before it; 0 where it is `column`."""
+    """Column of the caret in `source_line` if secrets before it were replaced; 0: it is at `column`."""
 
     severity: Severity = "error"
 
     @property
     def message(self) -> str:
         """`what is wrong; what is allowed (did you mean "…"?)`, on one line."""
-        return _escaped(sentence(self.problem, self.allowed, self.suggestion))
+        return _escaped(format_message(self.problem, self.allowed, self.suggestion))
 
     @property
     def headline(self) -> str:
@@ -65,33 +65,33 @@ class Fault:
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
-    def redacted(self, text: Callable[[str], str], line: Callable[[str], str]) -> "Fault":
+    def redacted(self, redact_text: Callable[[str], str], redact_line: Callable[[str], str]) -> "Fault":
         """The fault with its words and its quoted line passed through these functions."""
-        quoted = line(self.source_line)
+        quoted = redact_line(self.source_line)
         caret = 0
         if quoted != self.source_line:
             before, rest = self.source_line[: self.column - 1], self.source_line[self.column - 1 :]
             caret = self.column if quoted.startswith(before) else len(quoted) - len(rest) + 1
             caret = min(max(caret, 1), len(quoted) + 1)
         given = {key: getattr(self, key) for key in ("file", "path", "problem", "allowed", "suggestion")}
-        words: dict[str, Any] = {key: text(value) for key, value in given.items() if value}
+        words: dict[str, Any] = {key: redact_text(value) for key, value in given.items() if value}
         return replace(self, **words, source_line=quoted, caret=caret)
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
         if not self.source_line.strip():
             return self.headline
-        return f"{self.headline}\n{_quote(self.source_line, self.caret or self.column)}"
+        return f"{self.headline}\n{_quote_with_caret(self.source_line, self.caret or self.column)}"
 
 
-def _quote(line: str, column: int) -> str:
+def _quote_with_caret(line: str, column: int) -> str:
     """The line and a caret under `column`, both cut to a window if the line is long."""
     line = _CONTROL.sub("\ufffd", line)
-    start = max(0, column - 1 - _WINDOW // 2) if len(line) > _WINDOW else 0
-    shown = line[start : start + _WINDOW]
+    start = max(0, column - 1 - _MAX_QUOTED_COLUMNS // 2) if len(line) > _MAX_QUOTED_COLUMNS else 0
+    shown = line[start : start + _MAX_QUOTED_COLUMNS]
     before = shown[: column - 1 - start]
     head = "… " if start else ""
-    tail = " …" if start + _WINDOW < len(line) else ""
+    tail = " …" if start + _MAX_QUOTED_COLUMNS < len(line) else ""
     pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
     return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
 

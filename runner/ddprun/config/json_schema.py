@@ -6,16 +6,16 @@ from pydantic import BaseModel
 
 from ddprun import __version__
 from ddprun.config import docs, signatures
-from ddprun.config.choices import KINDS, ChoiceKind
+from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
 from ddprun.config.errors import section_of
 from ddprun.config.schema import (
-    OVERRIDABLE,
+    BUFFER_TIMES,
+    OVERRIDABLE_KEYS,
     STAGES,
-    TIMES,
+    BufferPeriod,
     Compile,
     DataPair,
     Init,
-    Period,
     Pipeline,
     Stage,
     StepStage,
@@ -24,11 +24,11 @@ from ddprun.plugins import CLUSTERS
 
 Schema = dict[str, Any]
 
-HOSTS = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
-_KEY: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
-_PATTERNS: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
-_KEYS: Schema = {"type": "object", "additionalProperties": _KEY}
-DOTTED = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
+HOST_RANGE_PATTERN = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
+_KEY_SCHEMA: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
+_PATTERNS_SCHEMA: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+_KEY_MAPPING_SCHEMA: Schema = {"type": "object", "additionalProperties": _KEY_SCHEMA}
+DOTTED_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
 def json_schema() -> Schema:
@@ -37,29 +37,29 @@ def json_schema() -> Schema:
     """
     definitions: dict[str, Schema] = {}
     schema = _model_schema(Pipeline, definitions)
-    definitions |= {kind.name: _kind_schema(kind, definitions) for kind in KINDS.values()}
-    definitions["any_schedule"] = _with_span(definitions["schedule"])
+    definitions |= {kind.name: _kind_schema(kind, definitions) for kind in CHOICE_KINDS.values()}
+    definitions["any_schedule"] = _schedule_with_over(definitions["schedule"])
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
-    times = _one_of_many({name: _model_schema(model, definitions) for name, model in TIMES.items()})
+    times = _choice_schema({name: _model_schema(model, definitions) for name, model in BUFFER_TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
-        "stage": _one_of_many(stages),
-        "buffers": {"anyOf": [*times["anyOf"], _model_schema(Period, definitions)]},
+        "stage": _choice_schema(stages),
+        "buffers": {"anyOf": [*times["anyOf"], _model_schema(BufferPeriod, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
-        "key": _KEY,
+        "key": _KEY_SCHEMA,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
-        "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS]},
+        "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS_SCHEMA]},
         "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {
             "type": "object",
-            "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS]}},
+            "properties": {"match": {"anyOf": [{"type": "string"}, _PATTERNS_SCHEMA]}},
             "required": ["match"],
             "minProperties": 2,
         },
-        "parts": {"anyOf": [_KEY, {"type": "array", "items": _KEY}, _KEYS]},
-        "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOSTS}]},
+        "parts": {"anyOf": [_KEY_SCHEMA, {"type": "array", "items": _KEY_SCHEMA}, _KEY_MAPPING_SCHEMA]},
+        "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOST_RANGE_PATTERN}]},
     }
-    for name, cluster in CLUSTERS.loadable().items():
+    for name, cluster in CLUSTERS.load_available().items():
         definitions[cluster.__name__] = _model_schema(cluster.Options, definitions)
         text = f"What `ddprun submit --to {name}` asks for."
         schema["properties"][name] = {"$ref": f"#/$defs/{cluster.__name__}", "description": text}
@@ -80,26 +80,30 @@ def _model_schema(model: type[BaseModel], definitions: dict[str, Schema]) -> Sch
     for field in model.model_fields.values():
         if section := section_of(field):
             name = section.__name__
-            definitions[name] = _described(_linked(sections[name]), section)
-    return _described(_linked(schema), model)
+            definitions[name] = _described(_with_references(sections[name]), section)
+    return _described(_with_references(schema), model)
 
 
-def _linked(schema: Any) -> Any:
+def _with_references(schema: Any) -> Any:
     """References for the types that our own functions read, and no titles."""
     if isinstance(schema, list):
-        return [_linked(item) for item in schema]
+        return [_with_references(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "definition" in schema and isinstance(schema["definition"], str):
         rest = {key: value for key, value in schema.items() if key not in ("definition", "title")}
         return {"$ref": f"#/$defs/{schema['definition']}", **rest}
-    return {key: _linked(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
+    return {
+        key: _with_references(value)
+        for key, value in schema.items()
+        if key != "title" or isinstance(value, dict)
+    }
 
 
 def _described(schema: Schema, model: type[BaseModel]) -> Schema:
     if summary := docs.summary(model):
         schema["description"] = summary
-    for name, text in docs.fields(model).items():
+    for name, text in docs.field_descriptions(model).items():
         if name in schema.get("properties", {}):
             schema["properties"][name]["description"] = text
     return schema
@@ -108,31 +112,31 @@ def _described(schema: Schema, model: type[BaseModel]) -> Schema:
 def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
     schema = _model_schema(stage, definitions)
     if issubclass(stage, StepStage):
-        for key in OVERRIDABLE:  # what a stage does not name holds from above: no default of its own
+        for key in OVERRIDABLE_KEYS:  # what a stage does not name holds from above: no default of its own
             schema["properties"].get(key, {}).pop("default", None)
         schema["oneOf"] = [
             {"required": [key], "properties": {key: {"type": "integer"}}} for key in ("steps", "epochs")
         ]
-        schema["required"] = []  # for `_one_of_many`: the bare name is not enough
+        schema["required"] = []  # for `_choice_schema`: the bare name is not enough
     return schema
 
 
 def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     options: dict[str, Schema] = {
-        name: _model_schema(model, definitions) for name, model in kind.built_in.items()
+        name: _model_schema(model, definitions) for name, model in kind.built_in_options.items()
     }
-    if kind.torch:
-        for name in signatures.names(kind.torch):
-            schema = _model_schema(signatures.options_model(kind.torch, name), definitions)
+    if kind.torch_kind:
+        for name in signatures.class_names(kind.torch_kind):
+            schema = _model_schema(signatures.options_model(kind.torch_kind, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)
-            schema["description"] = signatures.signature(kind.torch, name).summary
+            schema["description"] = signatures.signature(kind.torch_kind, name).summary
             definitions[f"{kind.name}.{name}"] = schema
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:
                 reference["required"] = schema["required"]
             spellings = [name, name.lower()]
-            if kind.torch == "loss":
+            if kind.torch_kind == "loss":
                 spellings.append(signatures.functional_name(name))
             options |= dict.fromkeys(spellings, reference)
     installed = kind.plugins.options_of_installed() if kind.plugins else {}
@@ -140,10 +144,10 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
         options[name] = (
             {"type": "object"} if options_model is None else _model_schema(options_model, definitions)
         )
-    return _one_of_many(options, dotted=bool(kind.dotted))
+    return _choice_schema(options, dotted=bool(kind.dotted_description))
 
 
-def _with_span(schedule: Schema) -> Schema:
+def _schedule_with_over(schedule: Schema) -> Schema:
     """A schedule, or one with `over` beside its name."""
     *_, mapping = schedule["anyOf"]
     over = {"enum": ["stage", "run"], "description": "Whether each stage has one of its own."}
@@ -151,7 +155,7 @@ def _with_span(schedule: Schema) -> Schema:
     return {"anyOf": [{"$ref": "#/$defs/schedule"}, {**spanning, "minProperties": 2, "maxProperties": 2}]}
 
 
-def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:
+def _choice_schema(options: dict[str, Schema], dotted: bool = False) -> Schema:
     """`name` or `name: {options}`; a name whose options are required needs them."""
     bare = [name for name, schema in options.items() if "required" not in schema]
     mapping: Schema = {
@@ -168,8 +172,8 @@ def _one_of_many(options: dict[str, Schema], dotted: bool = False) -> Schema:
         if schema.get("required") == []:
             del schema["required"]
     if dotted:
-        mapping["patternProperties"] = {DOTTED: {"type": ["object", "null"]}}
+        mapping["patternProperties"] = {DOTTED_NAME_PATTERN: {"type": ["object", "null"]}}
     alternatives: list[Schema] = [{"enum": bare}] if bare else []
     if dotted:
-        alternatives.append({"type": "string", "pattern": DOTTED})
+        alternatives.append({"type": "string", "pattern": DOTTED_NAME_PATTERN})
     return {"anyOf": [*alternatives, mapping]}

@@ -14,17 +14,23 @@ from pydantic import ValidationError
 from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
-from ddprun.config.choices import FOLDER, Choice
-from ddprun.config.cross_checks import cross_checks
+from ddprun.config.choices import PIPELINE_FOLDER, Choice
+from ddprun.config.cross_checks import find_conflicts
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
 from ddprun.config.reader import read_file
-from ddprun.config.schema import Pipeline, pipeline_model
-from ddprun.config.secrets import Secrets, fault_of, filled, references, texts
-from ddprun.config.tree import KeyPath, Node, Place, Source, find, parse_path, show
-from ddprun_hooks.config.trust import VARIABLE, TrustSettingError, trust
+from ddprun.config.schema import Pipeline, pipeline_class
+from ddprun.config.secrets import (
+    Secrets,
+    fill_references,
+    pipeline_strings,
+    reference_problem,
+    referenced_variables,
+)
+from ddprun.config.tree import KeyPath, Node, Place, Source, find_nearest, format_path, parse_path
+from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
-HERE = "{here}"
+FOLDER_PLACEHOLDER = "{here}"
 """In a string: the pipeline's folder."""
 
 _PLACEHOLDERS: dict[str, Any] = {
@@ -37,7 +43,7 @@ _PLACEHOLDERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPipeline:
     """A pipeline that can run, and where each of its values came from."""
 
     path: Path
@@ -65,9 +71,9 @@ class Loaded:
         none of them, it is a fault of the whole file.
         """
         path = _segments(key)
-        found = find(self.root, path)
-        fault = found.node.place.fault(show(path), problem, allowed, suggestion)
-        if path and found.missing == path:
+        found = find_nearest(self.root, path)
+        fault = found.node.place.fault(format_path(path), problem, allowed, suggestion)
+        if path and found.missing_path == path:
             fault = replace(fault, line=0, column=0, source_line="")
         return _redacted([fault], self.secrets)[0]
 
@@ -79,43 +85,53 @@ class Loaded:
 
     def has(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
-        found = find(self.root, _segments(key_path))
-        return found.node is not self.root and not found.missing
+        found = find_nearest(self.root, _segments(key_path))
+        return found.node is not self.root and not found.missing_path
 
-    def filled(self, key_path: str, value: Any) -> Any:
-        """A choice, a string or other plain data at a key path, each `${env:NAME}` in it replaced, and each
-        `{here}` by the pipeline's folder.
+    def fill_placeholders(self, key_path: str, value: Any) -> Any:
+        """A choice, string or other plain data at a key path, with its placeholders replaced.
+
+        Each `${env:NAME}` becomes the variable's value, each `{here}` the pipeline's folder.
 
         Raises:
             PipelineError: variables that are not set.
         """
         faults: list[Fault] = []
-        made = self._filled(_segments(key_path), value, faults)
+        made = self._fill_placeholders(_segments(key_path), value, faults)
         if faults:
             raise PipelineError(faults)
         return made
 
-    def _filled(self, path: KeyPath, value: Any, faults: list[Fault]) -> Any:
+    def _fill_placeholders(self, path: KeyPath, value: Any, faults: list[Fault]) -> Any:
         match value:
             case Choice():
-                return replace(value, options=self._filled((*path, value.name), value.options, faults))
+                return replace(
+                    value, options=self._fill_placeholders((*path, value.name), value.options, faults)
+                )
             case Mapping():
-                return {key: self._filled((*path, key), item, faults) for key, item in value.items()}
+                return {
+                    key: self._fill_placeholders((*path, key), item, faults) for key, item in value.items()
+                }
             case list() | tuple():
                 return type(value)(
-                    self._filled((*path, index), item, faults) for index, item in enumerate(value)
+                    self._fill_placeholders((*path, index), item, faults) for index, item in enumerate(value)
                 )
             case str():
-                missing = [name for name in dict.fromkeys(references(value)) if name not in os.environ]
+                missing = [
+                    name for name in dict.fromkeys(referenced_variables(value)) if name not in os.environ
+                ]
                 for name in missing:
                     text = f"the environment variable {name} is not set"
                     faults.append(self.fault(path, text, "set it before the run"))
-                return value if missing else filled(value.replace(HERE, str(self.folder)), os.environ)
+                if missing:
+                    return value
+                return fill_references(value.replace(FOLDER_PLACEHOLDER, str(self.folder)), os.environ)
         return value
 
-    def variables(self) -> tuple[str, ...]:
+    def referenced_variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
-        names = (name for found in texts(self.root.data()) for name in references(found.text))
+        strings = pipeline_strings(self.root.data())
+        names = (name for found in strings for name in referenced_variables(found.text))
         return tuple(dict.fromkeys(names))
 
     def check_environment(self) -> None:
@@ -125,21 +141,21 @@ class Loaded:
             PipelineError: those that are not, all at once.
         """
         faults: list[Fault] = []
-        self._filled((), self.root.data(), faults)
+        self._fill_placeholders((), self.root.data(), faults)
         if faults:
             raise PipelineError(_sorted(faults))
 
-    def resolved(self) -> str:
+    def resolved_yaml(self) -> str:
         """The whole pipeline as YAML, defaults filled in, each value's origin in a comment.
 
         It loads to the same pipeline again, except that relative paths are relative to another folder if it
         is written to one.
         """
-        return resolving.resolved(self.pipeline, self.root, self.secrets)
+        return resolving.resolved_yaml(self.pipeline, self.root, self.secrets)
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The whole pipeline as mappings, lists and scalars, defaults filled in, secrets left out."""
-        whole: dict[str, Any] = self.secrets.hidden(resolving.plain(self.pipeline))
+        whole: dict[str, Any] = self.secrets.redact_pipeline(resolving.to_plain_data(self.pipeline))
         return whole
 
     def digest(self) -> str:
@@ -150,7 +166,7 @@ class Loaded:
         return resolving.digest(self.pipeline)
 
 
-def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
+def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> LoadedPipeline:
     """Read a pipeline file and apply overrides, each `key.path=value`, in order.
 
     Neither torch nor user code is imported. `folder` is where names and files in the pipeline are searched
@@ -160,43 +176,43 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         PipelineError: with every fault that was found.
     """
     try:
-        trust()
+        read_trust_policy()
     except TrustSettingError as error:
         problem, _, allowed = str(error).partition("; ")
-        problem = problem.removeprefix(f"{VARIABLE}: ")
-        raise PipelineError([Fault(file=VARIABLE, problem=problem, allowed=allowed)]) from None
-    tree = read_file(path)
-    faults = list(tree.faults)
-    if tree.root is None:
-        empty = Node(Place(Source.of(str(path), 0, ""), 1, 1), {})
+        problem = problem.removeprefix(f"{TRUST_VARIABLE}: ")
+        raise PipelineError([Fault(file=TRUST_VARIABLE, problem=problem, allowed=allowed)]) from None
+    result = read_file(path)
+    faults = list(result.faults)
+    if result.root is None:
+        empty = Node(Place(Source.from_text(str(path), 0, ""), 1, 1), {})
         faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
-        raise PipelineError(_redacted(_sorted(faults), Secrets.of()))
-    root, refused = overriding.apply(tree.root, overrides)
+        raise PipelineError(_redacted(_sorted(faults), Secrets.collect()))
+    root, refused = overriding.apply(result.root, overrides)
     faults += refused
-    found = list(texts(root.data()))
-    secrets = Secrets.of([*texts(tree.root.data()), *found])
+    found = list(pipeline_strings(root.data()))
+    secrets = Secrets.collect([*pipeline_strings(result.root.data()), *found])
     for item in found:
-        if (wrong := fault_of(item.text, of_key=item.is_key)) is not None:
-            nearest = find(root, item.path)
-            place = nearest.key if item.is_key else nearest.node.place
-            faults.append(place.fault(show(item.path), *wrong))
+        if (wrong := reference_problem(item.text, of_key=item.is_key)) is not None:
+            nearest = find_nearest(root, item.path)
+            place = nearest.key_place if item.is_key else nearest.node.place
+            faults.append(place.fault(format_path(item.path), *wrong))
     folder = path.resolve().parent if folder is None else folder
-    before = FOLDER.set(folder)
+    before = PIPELINE_FOLDER.set(folder)
     try:
-        pipeline, more = _check(root, path, secrets)
+        pipeline, more = _validate_tree(root, path, secrets)
     finally:
-        FOLDER.reset(before)
+        PIPELINE_FOLDER.reset(before)
     faults = _redacted(_sorted([*faults, *more]), secrets)
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
-    return Loaded(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
+    return LoadedPipeline(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
 
 
 def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:
     """The faults as they may be shown. Many quote one line, and it may be long."""
-    text, line = functools.cache(secrets.redact), functools.cache(secrets.redact_line)
+    redact_text, redact_line = functools.cache(secrets.redact), functools.cache(secrets.redact_line)
     return [
-        fault.redacted(text, functools.partial(line, override=fault.file.startswith("--set ")))
+        fault.redacted(redact_text, functools.partial(redact_line, override=fault.file.startswith("--set ")))
         for fault in faults
     ]
 
@@ -207,39 +223,47 @@ def _segments(key_path: str | KeyPath) -> KeyPath:
     return key_path
 
 
-def _check(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
-    """The pipeline if the tree is one, and the faults; rules across keys go as far as keys are whole."""
+def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
+    """Validate the tree; gives the pipeline, if the tree is valid, and all faults.
+
+    Cross checks skip faulty keys.
+    """
     assert isinstance(root.value, dict)
-    faulty = {key for key, entry in root.value.items() if _broken(entry.node)}
+    faulty = {key for key, entry in root.value.items() if _has_fault_below(entry.node)}
     data = {"name": _name_of(path), **root.data()}
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
     try:
-        pipeline = pipeline_model().model_validate(data)
+        pipeline = pipeline_class().model_validate(data)
     except ValidationError as error:
-        error = errors.with_known_keys(error, pipeline_model())
-        faults = errors.faults(error, root, secrets.redact)
+        error = errors.with_key_hints(error, pipeline_class())
+        faults = errors.validation_faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
-    partial = pipeline
-    if partial is None:
-        whole = {key: value for key, value in data.items() if key not in faulty}
-        whole |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
+    checkable = pipeline
+    if checkable is None:
+        without_faulty = {key: value for key, value in data.items() if key not in faulty}
+        without_faulty |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
         with suppress(ValidationError):
-            partial = pipeline_model().model_validate(whole)
-    for check in cross_checks(partial, frozenset(faulty)) if partial else ():
-        found = find(root, check.path)
-        place = found.node.place if found.missing or isinstance(found.node.value, (str, list)) else found.key
-        faults.append(place.fault(show(check.path), check.problem, check.allowed, severity=check.severity))
+            checkable = pipeline_class().model_validate(without_faulty)
+    for conflict in find_conflicts(checkable, frozenset(faulty)) if checkable else ():
+        found = find_nearest(root, conflict.path)
+        place = (
+            found.node.place
+            if found.missing_path or isinstance(found.node.value, (str, list))
+            else found.key_place
+        )
+        path_text = format_path(conflict.path)
+        faults.append(place.fault(path_text, conflict.problem, conflict.allowed, severity=conflict.severity))
     return pipeline, faults
 
 
-def _broken(node: Node) -> bool:
+def _has_fault_below(node: Node) -> bool:
     """Whether a fault has been reported for the node or for one below it."""
-    if node.broken:
+    if node.has_fault:
         return True
     if isinstance(node.value, dict):
-        return any(_broken(entry.node) for entry in node.value.values())
-    return isinstance(node.value, list) and any(_broken(child) for child in node.value)
+        return any(_has_fault_below(entry.node) for entry in node.value.values())
+    return isinstance(node.value, list) and any(_has_fault_below(child) for child in node.value)
 
 
 def _name_of(path: Path) -> str:

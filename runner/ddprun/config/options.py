@@ -18,16 +18,16 @@ from pydantic import (
     model_validator,
 )
 
-from ddprun.config.secrets import REFERENCE
+from ddprun.config.secrets import ENV_REFERENCE
 from ddprun.options import (
+    CustomValidator,
+    FractionFloat,
     NonNegativeInt,
     NoOptions,
     Options,
     PositiveFloat,
     PositiveInt,
-    Share,
-    Sizes,
-    Validated,
+    PositiveInts,
     expected,
     problem,
 )
@@ -39,7 +39,7 @@ class Mlp(Options):
     inputs: PositiveInt
     """Values per sample; samples of any shape are flattened."""
 
-    hidden: Sizes = ()
+    hidden: PositiveInts = ()
     """Width of each hidden layer; none makes it a linear model."""
 
     outputs: PositiveInt
@@ -56,10 +56,10 @@ class Mlp(Options):
 class Cnn(Options):
     """3x3 convolutions, each with BatchNorm and ReLU, then an average over the image and a linear layer."""
 
-    channels: Annotated[Sizes, Field(min_length=1)] = (16, 32)
+    channels: Annotated[PositiveInts, Field(min_length=1)] = (16, 32)
     """Channels after each convolution."""
 
-    inputs: Annotated[Sizes, Field(min_length=3, max_length=3)] = (1, 8, 8)
+    inputs: Annotated[PositiveInts, Field(min_length=3, max_length=3)] = (1, 8, 8)
     """Channels, height and width of a sample."""
 
     outputs: PositiveInt = 10
@@ -115,7 +115,7 @@ def _weight_and_bias(layers: Iterable[str]) -> list[str]:
 class Digits(Options):
     """1,797 handwritten digits of 8x8 pixels from the UCI repository, values 0 to 1, ten classes."""
 
-    held_out: Share | None = 0.2
+    held_out: FractionFloat | None = 0.2
     """Share of samples kept for `evaluate`; null keeps none."""
 
     split_seed: NonNegativeInt = 0
@@ -126,8 +126,8 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _known_placeholder(pattern: str) -> str:
-    for found in re.findall(r"\{[^{}]*\}", REFERENCE.sub("", pattern)):
+def _check_placeholders(pattern: str) -> str:
+    for found in re.findall(r"\{[^{}]*\}", ENV_REFERENCE.sub("", pattern)):
         if found not in ("{stdlib}", "{here}"):
             raise problem(
                 f"unknown placeholder {found}",
@@ -136,10 +136,10 @@ def _known_placeholder(pattern: str) -> str:
     return pattern
 
 
-FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_known_placeholder)]
+FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_placeholders)]
 
 
-class Text(Options):
+class TextData(Options):
     """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
 
     files: Annotated[
@@ -160,7 +160,7 @@ class Text(Options):
     context: PositiveInt = 128
     """Bytes per sample."""
 
-    held_out: Share | None = 0.1
+    held_out: FractionFloat | None = 0.1
     """Share of the bytes kept for `evaluate`; null keeps none."""
 
 
@@ -170,7 +170,7 @@ class Synthetic(Options):
     samples: PositiveInt = 4096
     """Samples to train on."""
 
-    shape: Annotated[Sizes, Field(min_length=1)] = (64,)
+    shape: Annotated[PositiveInts, Field(min_length=1)] = (64,)
     """Shape of one sample."""
 
     dtype: Literal["float32", "float64", "int64"] = "float32"
@@ -214,25 +214,25 @@ class Perplexity(NoOptions):
     """Exponential of the mean cross-entropy per target."""
 
 
-def read_key(value: Any) -> Any:
-    """Read a `Key`."""
+def parse_batch_key(value: Any) -> Any:
+    """Read a `BatchKey`."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise expected("the key of a mapping, or the place of an item", got=value)
     return value
 
 
-Key = Annotated[Any, Validated(read_key, "key")]
+BatchKey = Annotated[Any, CustomValidator(parse_batch_key, "key")]
 """Of a part of a batch: the key of a mapping or the attribute of an object, or a place in a tuple or list."""
 
 
-class Samples(NoOptions):
+class WeightBySamples(NoOptions):
     """Each sample counts as much as any other."""
 
 
-class Targets(Options):
+class WeightByTargets(Options):
     """Each target that counts is as much as any other, such as the tokens of padded text."""
 
-    of: Key | None = None
+    of: BatchKey | None = None
     """The part of a batch with the targets; null is what the loss compares with."""
 
     ignore_index: int | None = None
@@ -243,9 +243,9 @@ class Targets(Options):
 
 
 MODELS: dict[str, type[BaseModel]] = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
-DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": Text, "synthetic": Synthetic}
+DATA: dict[str, type[BaseModel]] = {"digits": Digits, "text": TextData, "synthetic": Synthetic}
 LOSSES: dict[str, type[BaseModel]] = {"model": ModelsOwnLoss}
 MUTATIONS: dict[str, type[BaseModel]] = {"noise": Noise}
 UPDATES: dict[str, type[BaseModel]] = {"evolution_strategies": EvolutionStrategies}
-WEIGHTS: dict[str, type[BaseModel]] = {"samples": Samples, "targets": Targets}
+WEIGHTS: dict[str, type[BaseModel]] = {"samples": WeightBySamples, "targets": WeightByTargets}
 METRICS: dict[str, type[BaseModel]] = {"accuracy": Accuracy, "perplexity": Perplexity}

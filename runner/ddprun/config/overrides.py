@@ -5,29 +5,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddprun.config.faults import Fault, PipelineError
-from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, read_text
+from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, parse_yaml
 from ddprun.config.tree import (
     Entry,
     KeyPath,
     Node,
     Place,
     Source,
-    find,
-    is_choice,
+    find_nearest,
+    format_path,
+    is_choice_path,
+    is_data_pair_key,
+    normalize_name,
     parse_path,
-    part_of_pair,
-    show,
-    spelling,
 )
 
-_PATH = re.compile(r'(?:[^="]|"[^"]*")*')
+_KEY_PATTERN = re.compile(r'(?:[^="]|"[^"]*")*')
 
-_Step = tuple[str | int, Place]
+_PathSegment = tuple[str | int, Place]
 """One segment of an override's path, and its place."""
 
 
-def _refused(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
-    return PipelineError([place.fault(show(path), problem, allowed)])
+def _override_error(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
+    return PipelineError([place.fault(format_path(path), problem, allowed)])
 
 
 def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
@@ -35,8 +35,8 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
     faults: list[Fault] = []
     for number, text in enumerate(overrides, start=1):
         try:
-            _, steps, value = _read(text, Source.of(f"--set {number}", number, text))
-            root = _set(root, (), _joined(root, steps), value)
+            _, segments, value = _parse_override(text, Source.from_text(f"--set {number}", number, text))
+            root = _set(root, (), _join_dotted_names(root, segments), value)
         except PipelineError as refused:
             faults += refused.faults
     return root, faults
@@ -44,21 +44,21 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
 
 def key_of(text: str) -> str:
     """The key of an override, as it is written."""
-    match = _PATH.match(text)
+    match = _KEY_PATTERN.match(text)
     return match[0] if match else ""
 
 
-def path_in(root: Node, text: str) -> KeyPath:
+def override_path(root: Node, text: str) -> KeyPath:
     """Where an override's value is in a tree that it was applied to.
 
     Raises:
         PipelineError: it is no override.
     """
-    _, steps, _ = _read(text, Source.of("--set", 1, text))
-    return tuple(segment for segment, _ in _joined(root, steps))
+    _, segments, _ = _parse_override(text, Source.from_text("--set", 1, text))
+    return tuple(segment for segment, _ in _join_dotted_names(root, segments))
 
 
-def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
+def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
     """Read options `name`, each `KEY=[A, B, C]`: the key as it is written, and the values.
 
     Raises:
@@ -68,11 +68,11 @@ def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]
     faults: list[Fault] = []
     for number, text in enumerate(texts, start=1):
         try:
-            key, steps, value = _read(text, Source.of(f"{name} {number}", number, text))
+            key, segments, value = _parse_override(text, Source.from_text(f"{name} {number}", number, text))
             if not isinstance(value.value, list) or not value.value:
-                path = tuple(segment for segment, _ in steps)
+                path = tuple(segment for segment, _ in segments)
                 hint = "write KEY=[A, B], as in hooks=[[], [fp16]]"
-                raise _refused(value.place, path, "is not a list of values", hint)
+                raise _override_error(value.place, path, "is not a list of values", hint)
             found.append((key, value.data()))
         except PipelineError as refused:
             faults += refused.faults
@@ -81,70 +81,72 @@ def alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]
     return found
 
 
-def _read(text: str, source: Source) -> tuple[str, list[_Step], Node]:
+def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment], Node]:
     """The key as it is written, its path, and the value of an override."""
     start = Place(source, 1, 1)
     key = key_of(text)
     end = len(key) + 1
     if text[end - 1 : end] != "=":
         hint = "write key.path=value, as in optimizer.sgd.lr=0.2"
-        raise _refused(start, (), "the override has no =", hint)
+        raise _override_error(start, (), "the override has no =", hint)
     if len(text) > MAX_BYTES:
-        raise _refused(start, (), f"the override is longer than {MAX_BYTES // 1024} KiB")
+        raise _override_error(start, (), f"the override is longer than {MAX_BYTES // 1024} KiB")
     try:
-        steps = [(segment, Place(source, 1, offset + 1)) for segment, offset in parse_path(key)]
+        segments = [(segment, Place(source, 1, offset + 1)) for segment, offset in parse_path(key)]
     except ValueError as error:
         message, offset = error.args
         problem, _, allowed = message.partition("; ")
-        raise _refused(Place(source, 1, offset + 1), (), problem, allowed) from None
-    if len(steps) > MAX_DEPTH:
-        raise _refused(start, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
-    tree = read_text(text[end:], source, 1, end + 1, tuple(segment for segment, _ in steps))
-    if tree.faults:
-        raise PipelineError(tree.faults)
-    return key, steps, tree.root or Node(Place(source, 1, end + 1), None)
+        raise _override_error(Place(source, 1, offset + 1), (), problem, allowed) from None
+    if len(segments) > MAX_DEPTH:
+        raise _override_error(
+            start, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels"
+        )
+    result = parse_yaml(text[end:], source, 1, end + 1, tuple(segment for segment, _ in segments))
+    if result.faults:
+        raise PipelineError(result.faults)
+    return key, segments, result.root or Node(Place(source, 1, end + 1), None)
 
 
-def _joined(root: Node, steps: list[_Step]) -> list[_Step]:
-    """The steps with the parts of a dotted name that the file holds put together again."""
-    joined: list[_Step] = []
+def _join_dotted_names(root: Node, segments: list[_PathSegment]) -> list[_PathSegment]:
+    """Join the segments that together are one dotted name in the file."""
+    joined: list[_PathSegment] = []
     node: Node | None = root
-    while steps:
+    while segments:
         value = node.value if node else None
         names = value if isinstance(value, dict) else (value,)
-        taken, (segment, place) = 1, steps[0]
-        for count in range(len(steps), 1, -1):
-            name = ".".join(str(part) for part, _ in steps[:count])
+        taken, (segment, place) = 1, segments[0]
+        for count in range(len(segments), 1, -1):
+            name = ".".join(str(part) for part, _ in segments[:count])
             if name in names:
                 taken, segment = count, name
                 break
         joined.append((segment, place))
-        steps = steps[taken:]
-        found = find(node, (segment,)) if node else None
-        node = found.node if found and not found.missing else None
+        segments = segments[taken:]
+        found = find_nearest(node, (segment,)) if node else None
+        node = found.node if found and not found.missing_path else None
     return joined
 
 
-def _set(node: Node | None, path: KeyPath, steps: list[_Step], value: Node) -> Node:
+def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: Node) -> Node:
     """A node with the value set below it; `path` leads to the node."""
-    if not steps:
+    if not segments:
         return value
-    (key, place), *rest = steps
+    (key, place), *rest = segments
     if isinstance(key, int):
         items = _items(node, path, place, key)
         items[key] = _set(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
     mapping = _mapping(node, path, place, key)
-    if is_choice(path) and len(mapping) == 1 and key not in mapping and not part_of_pair(path, key):
+    if is_choice_path(path) and len(mapping) == 1 and key not in mapping and not is_data_pair_key(path, key):
         (chosen,) = mapping
-        if spelling(chosen) != spelling(key):
+        if normalize_name(chosen) != normalize_name(key):
             problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
-            hint = f"set {show(path)} itself, as in '{show(path)}={{{key}: {{…}}}}'"
-            raise _refused(place, (*path, key), problem, hint)
+            hint = f"set {format_path(path)} itself, as in '{format_path(path)}={{{key}: {{…}}}}'"
+            raise _override_error(place, (*path, key), problem, hint)
         key = chosen
     entry = mapping.get(key)
     child = _set(entry.node if entry else None, (*path, key), rest, value)
-    key_place = entry.key if entry and rest else place
+    key_place = entry.key_place if entry and rest else place
     return Node(node.place if node else place, {**mapping, key: Entry(key_place, child)})
 
 
@@ -152,11 +154,11 @@ def _items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[N
     """A copy of the list in which an item is to be set."""
     if node is None or not isinstance(node.value, list):
         problem = "is not a list in the file" if node else "is not in the file"
-        raise _refused(place, path, problem, f"set {show(path)} itself")
+        raise _override_error(place, path, problem, f"set {format_path(path)} itself")
     count = len(node.value)
     if index >= count:
         allowed = f"allowed: 0 to {count - 1}" if count else "the list is empty; set the whole list"
-        raise _refused(place, (*path, index), f"there is no item {index}", allowed)
+        raise _override_error(place, (*path, index), f"there is no item {index}", allowed)
     return list(node.value)
 
 
@@ -167,7 +169,11 @@ def _mapping(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[s
     if isinstance(node.value, dict):
         return node.value
     if isinstance(node.value, list):
-        raise _refused(place, path, "is a list in the file", f"name an item, as in {show(path)}[0].{key}")
-    if is_choice(path) and isinstance(node.value, str):
-        return {} if part_of_pair(path, key) else {node.value: Entry(node.place, Node(node.place, None))}
-    raise _refused(place, path, f"is {node.text} in the file, which holds no keys", "set the key itself")
+        raise _override_error(
+            place, path, "is a list in the file", f"name an item, as in {format_path(path)}[0].{key}"
+        )
+    if is_choice_path(path) and isinstance(node.value, str):
+        return {} if is_data_pair_key(path, key) else {node.value: Entry(node.place, Node(node.place, None))}
+    raise _override_error(
+        place, path, f"is {node.text} in the file, which holds no keys", "set the key itself"
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-_SHOWN = 6
+_MAX_SHOWN_NAMES = 6
 """Names in a message, at most."""
 
 
@@ -16,10 +16,10 @@ def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[i
     """Each pattern that fits no name: its index, the problem, and what there is."""
     for index, pattern in enumerate(patterns):
         if not any(fnmatchcase(name, pattern) for name in names):
-            yield index, f'no parameter is called "{pattern}"', f"there are {listed(names)}"
+            yield index, f'no parameter is called "{pattern}"', f"there are {abbreviated_list(names)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def abbreviated_list(names: Sequence[str]) -> str:
     """Some names, for a message."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import yaml
 
 from ddprun.config.faults import Fault, suggest
-from ddprun.config.scalars import resolve
-from ddprun.config.tree import Entry, KeyPath, Node, Place, Source, show
-from ddprun_hooks.config.messages import described
+from ddprun.config.scalars import parse_scalar
+from ddprun.config.tree import Entry, KeyPath, Node, Place, Source, format_path
+from ddprun_hooks.config.messages import describe_value
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
@@ -29,7 +29,7 @@ _DAMAGED = "\ufffd"
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-_REWORDED = (
+_SYNTAX_ERROR_WORDS = (
     (r"found character '\\t' that cannot start any token", "a tab is not allowed here", "indent with spaces"),
     (
         r"found character '(.)' that cannot start any token",
@@ -66,51 +66,51 @@ _REWORDED = (
 
 
 @dataclass
-class Tree:
-    """What reading a text gave: the root if there is one, and the faults so far."""
+class ReadResult:
+    """Result of reading a text: the root node, if there is one, and the faults found so far."""
 
     root: Node | None
     faults: list[Fault]
 
 
-def read_file(path: Path) -> Tree:
+def read_file(path: Path) -> ReadResult:
     """Read a pipeline file. A file that cannot be read is a fault like any other."""
     name = str(path)
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        return Tree(None, [_cannot_be_read(path, error)])
+        return ReadResult(None, [_unreadable_file_fault(path, error)])
     except ValueError:
-        return Tree(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
+        return ReadResult(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
         fault = Fault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
-        return Tree(None, [fault])
+        return ReadResult(None, [fault])
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        source = Source.of(name, 0, raw.decode("utf-8-sig", errors="replace"))
-        before = Source.of(name, 0, raw[: error.start].decode("utf-8-sig", errors="replace")).lines
+        source = Source.from_text(name, 0, raw.decode("utf-8-sig", errors="replace"))
+        before = Source.from_text(name, 0, raw[: error.start].decode("utf-8-sig", errors="replace")).lines
         place = Place(source, len(before), len(before[-1]) + 1)
         problem = f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
-        return Tree(None, [place.fault("", problem, "save the file as UTF-8")])
-    tree = read_text(text, Source.of(name, 0, text))
-    root = tree.root
-    if (root is None and not tree.faults) or (root is not None and root.value is None):
+        return ReadResult(None, [place.fault("", problem, "save the file as UTF-8")])
+    result = parse_yaml(text, Source.from_text(name, 0, text))
+    root = result.root
+    if (root is None and not result.faults) or (root is not None and root.value is None):
         hint = "`ddprun init` writes one to start from"
-        tree.faults.append(Fault(file=name, problem="the file is empty", allowed=hint))
+        result.faults.append(Fault(file=name, problem="the file is empty", allowed=hint))
     elif root is not None and not isinstance(root.value, dict):
         got = "a list" if isinstance(root.value, list) else "a single value"
         colon = "put a space after the colon" if root.text and ":" in root.text else None
         problem = f"expected `key: value` lines at the top, got {got}"
-        tree.faults.append(root.place.fault("", problem, colon))
+        result.faults.append(root.place.fault("", problem, colon))
     if root is not None and not isinstance(root.value, dict):
-        tree.root = None
-    return tree
+        result.root = None
+    return result
 
 
-def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> Tree:
+def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> ReadResult:
     """Read one YAML value of any kind, which starts at a line and column of the source that faults quote;
     `path` leads to it in the pipeline.
     """
@@ -118,21 +118,21 @@ def read_text(text: str, source: Source, line: int = 1, column: int = 1, path: K
     events = yaml.SafeLoader(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
     builder = _Builder(events, source, line, column, damaged=bool(found))
     for match in found[:_MAX_CONTROL_FAULTS]:
-        before = Source.of("", 0, text[: match.start()]).lines
+        before = Source.from_text("", 0, text[: match.start()]).lines
         place = builder.place(len(before) - 1, len(before[-1]))
         problem = f"the invisible character U+{ord(match.group()):04X} is not allowed in a pipeline"
-        builder.fault(place, (), problem, "remove it")
+        builder.add_fault(place, (), problem, "remove it")
     root: Node | None = None
     try:
-        root = builder.document(path)
+        root = builder.build_document(path)
     except _FatalError:
         pass
     except (ValueError, OverflowError):  # the scanner calls chr() on "\UFFFFFFFF"
         problem = "not valid YAML: an escape sequence for a character that does not exist"
-        builder.fault(builder.place(builder.events.line, builder.events.column), (), problem)
+        builder.add_fault(builder.place(builder.events.line, builder.events.column), (), problem)
     except yaml.MarkedYAMLError as error:
-        builder.faults.append(_syntax(builder, error))
-    return Tree(root, builder.faults)
+        builder.faults.append(_syntax_fault(builder, error))
+    return ReadResult(root, builder.faults)
 
 
 class _FatalError(Exception):
@@ -164,10 +164,10 @@ class _Builder:
         """Place of a line and column of PyYAML's, which count from 0 at the start of the text."""
         return Place(self.source, self.line + line, column + (self.column if line == 0 else 1))
 
-    def fault(self, place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> None:
-        self.faults.append(place.fault(show(path), problem, allowed))
+    def add_fault(self, place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> None:
+        self.faults.append(place.fault(format_path(path), problem, allowed))
 
-    def document(self, path: KeyPath) -> Node | None:
+    def build_document(self, path: KeyPath) -> Node | None:
         """The root; None if the text holds no value. `path` leads to the root."""
         root: Node | None = None
         while self.events.check_event():
@@ -176,44 +176,46 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
                     hint = "a pipeline file holds one document; remove the ---"
-                    self.fault(place, path, "a second document starts here", hint)
+                    self.add_fault(place, path, "a second document starts here", hint)
                     break
                 if event.tags or event.version not in (None, (1, 2)):
-                    self.fault(place, path, "a pipeline is read as YAML 1.2", "remove the % directives")
+                    self.add_fault(place, path, "a pipeline is read as YAML 1.2", "remove the % directives")
             elif isinstance(event, yaml.NodeEvent):
-                root = self.node(event, path, 0)
+                root = self.build_node(event, path, 0)
         return root
 
-    def node(self, event: Any, path: KeyPath, depth: int) -> Node:
+    def build_node(self, event: Any, path: KeyPath, depth: int) -> Node:
         """The value that starts with an event; `depth` lists and mappings are around it."""
         place = self.place(event.start_mark.line, event.start_mark.column)
         if isinstance(event, yaml.AliasEvent):
-            return self.alias(str(event.anchor), place, path, depth)
+            return self.resolve_alias(str(event.anchor), place, path, depth)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.fault(place, path, f'the tag "{tag}" is not allowed', "a pipeline has no tags; remove it")
-        self.count(place, path, 1)
+            self.add_fault(
+                place, path, f'the tag "{tag}" is not allowed', "a pipeline has no tags; remove it"
+            )
+        self.count_nodes(place, path, 1)
         if isinstance(event, yaml.ScalarEvent):
-            node = self.scalar(event, place, path)
+            node = self.build_scalar(event, place, path)
         elif depth == MAX_DEPTH:
-            self.too_deep(place)
+            self.fail_too_deep(place)
         else:
             if event.anchor is not None:
                 self.anchors[event.anchor] = None
             is_list = isinstance(event, yaml.SequenceStartEvent)
             node = Node(place, [] if is_list else {})
-            self.fill(node, path, depth + 1)
-        node.broken = node.broken or event.tag is not None
+            self.fill_collection(node, path, depth + 1)
+        node.has_fault = node.has_fault or event.tag is not None
         if event.anchor is not None:
             self.anchors[event.anchor] = node
         return node
 
-    def fill(self, node: Node, path: KeyPath, depth: int) -> None:
+    def fill_collection(self, node: Node, path: KeyPath, depth: int) -> None:
         """Read what a list or a mapping holds, up to its end."""
 
         def child(event: Any, *step: str | int) -> Node:
-            read = self.node(event, (*path, *step), depth)
-            node.size += read.size
+            read = self.build_node(event, (*path, *step), depth)
+            node.node_count += read.node_count
             node.height = max(node.height, read.height + 1)
             return read
 
@@ -222,77 +224,77 @@ class _Builder:
                 node.value.append(child(event, len(node.value)))
             elif isinstance(node.value, dict):
                 key_node = child(event)
-                key = self.key(key_node, node.value, path)
+                key = self.checked_key(key_node, node.value, path)
                 value = child(self.events.get_event(), *(() if key is None else (key,)))
                 if key is not None:
                     node.value[key] = Entry(key_node.place, value)
 
-    def scalar(self, event: Any, place: Place, path: KeyPath) -> Node:
+    def build_scalar(self, event: Any, place: Place, path: KeyPath) -> Node:
         text: str = event.value
         quoted = event.style is not None
         if _SURROGATE.search(text):
             problem = "this escape is half a character (a surrogate)"
-            self.fault(place, path, problem, "write the character itself")
-            return Node(place, None, text, quoted, broken=True)
+            self.add_fault(place, path, problem, "write the character itself")
+            return Node(place, None, text, quoted, has_fault=True)
         damaged = self.damaged and _DAMAGED in text
         try:
-            return Node(place, text if quoted else resolve(text), text, quoted, broken=damaged)
+            return Node(place, text if quoted else parse_scalar(text), text, quoted, has_fault=damaged)
         except OverflowError as error:
             shown = text if len(text) <= 24 else f"{text[:20]}…"
             problem, _, allowed = str(error).partition("; ")
-            self.fault(place, path, f"{shown} {problem}", allowed)
-            return Node(place, None, text, broken=True)
+            self.add_fault(place, path, f"{shown} {problem}", allowed)
+            return Node(place, None, text, has_fault=True)
 
-    def alias(self, anchor: str, place: Place, path: KeyPath, depth: int) -> Node:
+    def resolve_alias(self, anchor: str, place: Place, path: KeyPath, depth: int) -> Node:
         node = self.anchors.get(anchor)
         if node is None:
             inside = f'the alias "*{anchor}" is inside the value that it refers to'
             unknown = f'no anchor "&{anchor}" comes before this alias'
-            self.fault(place, path, inside if anchor in self.anchors else unknown, "write the value out")
-            return Node(place, None, broken=True)
-        self.count(place, path, node.size)
+            self.add_fault(place, path, inside if anchor in self.anchors else unknown, "write the value out")
+            return Node(place, None, has_fault=True)
+        self.count_nodes(place, path, node.node_count)
         if depth + node.height > MAX_DEPTH:
-            self.too_deep(place)
+            self.fail_too_deep(place)
         return node
 
-    def count(self, place: Place, path: KeyPath, nodes: int) -> None:
+    def count_nodes(self, place: Place, path: KeyPath, nodes: int) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             problem = f"the file holds more than {MAX_NODES:,} values"
-            self.fault(place, path, problem, "an alias counts as all the values of its anchor")
+            self.add_fault(place, path, problem, "an alias counts as all the values of its anchor")
             raise _FatalError
 
-    def too_deep(self, place: Place) -> NoReturn:
-        self.fault(place, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
+    def fail_too_deep(self, place: Place) -> NoReturn:
+        self.add_fault(place, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels")
         raise _FatalError
 
-    def key(self, node: Node, siblings: dict[str, Entry], path: KeyPath) -> str | None:
+    def checked_key(self, node: Node, siblings: dict[str, Entry], path: KeyPath) -> str | None:
         """The key of a mapping at a path, or None with a fault recorded."""
-        if node.broken:
+        if node.has_fault:
             return None
         key = node.value
         if not isinstance(key, str):
-            got = described(key) if isinstance(key, (list, dict)) else node.text or "nothing"
+            got = describe_value(key) if isinstance(key, (list, dict)) else node.text or "nothing"
             hint = f'quote it: "{node.text}"' if node.text else "write `key: value`"
-            self.fault(node.place, path, f"a key must be a string, got {got}", hint)
+            self.add_fault(node.place, path, f"a key must be a string, got {got}", hint)
         elif key == "<<" and not node.quoted:
             problem = 'the merge key "<<" is not part of YAML 1.2'
-            self.fault(node.place, path, problem, "write the keys out")
+            self.add_fault(node.place, path, problem, "write the keys out")
         elif key in siblings:
-            hint = f"it is already in line {siblings[key].key.line}; remove one"
-            self.fault(node.place, (*path, key), f'duplicate key "{key}"', hint)
+            hint = f"it is already in line {siblings[key].key_place.line}; remove one"
+            self.add_fault(node.place, (*path, key), f'duplicate key "{key}"', hint)
         else:
             return key
         return None
 
 
-def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
+def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     """A syntax error in the reader's words instead of the scanner's."""
     mark = error.problem_mark or error.context_mark
     place = builder.place(mark.line, mark.column) if mark else builder.place(0, 0)
     problem = error.problem or error.context or "this is not YAML"
     allowed: str | None = None
-    for pattern, words, hint in _REWORDED:
+    for pattern, words, hint in _SYNTAX_ERROR_WORDS:
         if match := re.fullmatch(pattern, problem):
             problem, allowed = match.expand(words), hint
             break
@@ -303,7 +305,7 @@ def _syntax(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 
-def _cannot_be_read(path: Path, error: OSError) -> Fault:
+def _unreadable_file_fault(path: Path, error: OSError) -> Fault:
     name = str(path)
     if isinstance(error, FileNotFoundError):
         folder = path.parent

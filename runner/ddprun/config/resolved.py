@@ -7,29 +7,31 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config.choices import Choice
-from ddprun.config.scalars import write
-from ddprun.config.schema import OVERRIDABLE, Group, Pipeline, Stage, StepStage
+from ddprun.config.scalars import format_scalar
+from ddprun.config.schema import OVERRIDABLE_KEYS, ParameterGroup, Pipeline, Stage, StepStage
 from ddprun.config.secrets import Secrets
-from ddprun.config.tree import KeyPath, Node, find, is_choice
-from ddprun.sync.plan import Buffers
+from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
+from ddprun.sync.plan import BufferSettings
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """The value as a file would hold it: mappings, lists and scalars, names in their canonical spelling."""
-    if isinstance(value, (Choice, Buffers, Group)):
-        return plain(value.plain())
+    if isinstance(value, (Choice, BufferSettings, ParameterGroup)):
+        return to_plain_data(value.to_plain_data())
     if isinstance(value, Stage):
         keys = _keys(value)
-        return {value.name: {key: plain(getattr(value, key)) for key in keys}} if keys else value.name
+        return {value.name: {key: to_plain_data(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
         found = {key: getattr(value, key) for key in type(value).model_fields}
         # The key of an installed cluster backend is left out where the file does not have it.
         hidden = {key for key, field in type(value).model_fields.items() if field.exclude}
-        return {key: plain(item) for key, item in found.items() if item is not None or key not in hidden}
+        return {
+            key: to_plain_data(item) for key, item in found.items() if item is not None or key not in hidden
+        }
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain_data(item) for item in value]
     return value
 
 
@@ -41,7 +43,7 @@ def _keys(stage: Stage) -> list[str]:
     return [
         key
         for key in keys
-        if (key in stage.model_fields_set if key in OVERRIDABLE else getattr(stage, key) is not None)
+        if (key in stage.model_fields_set if key in OVERRIDABLE_KEYS else getattr(stage, key) is not None)
     ]
 
 
@@ -51,16 +53,16 @@ def digest(pipeline: Pipeline) -> str:
     Secrets do not count, so that nobody can guess at them by their hash. The environment has no say: it may
     differ between ranks.
     """
-    text = json.dumps(Secrets({}).hidden(plain(pipeline)), sort_keys=True, ensure_ascii=True)
+    text = json.dumps(Secrets({}).redact_pipeline(to_plain_data(pipeline)), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def resolved(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
+def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
     """The whole pipeline as YAML, which loads to the same pipeline unless it holds a secret as it is.
 
     Values' origins are looked up in `root`.
     """
-    return "\n".join(_lines(secrets.hidden(plain(pipeline)), (), root)) + "\n"
+    return "\n".join(_lines(secrets.redact_pipeline(to_plain_data(pipeline)), (), root)) + "\n"
 
 
 def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list[str]:
@@ -68,36 +70,39 @@ def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list
     in_list = isinstance(value, list)
     lines: list[str] = []
     for key, item in enumerate(value) if isinstance(value, list) else value.items():
-        head, at = "-" if in_list else f"{write(key)}:", (*path, key)
+        head, at = "-" if in_list else f"{format_scalar(key)}:", (*path, key)
         holds_nested = isinstance(item, list) and any(isinstance(inner, (dict, list)) for inner in item)
         if not item or not (isinstance(item, dict) or holds_nested or (in_list and isinstance(item, list))):
-            lines.append(f"{head} {flow(item)}{_origin(at, root)}")
+            lines.append(f"{head} {flow_yaml(item)}{_origin(at, root)}")
             continue
         nested = [f"  {line}" for line in _lines(item, at, root)]
         if in_list and isinstance(item, dict):
             nested[0] = f"- {nested[0].lstrip()}"
         else:
-            chosen = isinstance(item, dict) and is_choice(path)
+            chosen = isinstance(item, dict) and is_choice_path(path)
             lines.append(head + (_origin(at, root) if chosen else ""))
         lines += nested
     return lines
 
 
-def flow(value: Any) -> str:
+def flow_yaml(value: Any) -> str:
     """Plain data as YAML on one line."""
     if isinstance(value, list):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(flow_yaml, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{write(key)}: {flow(item)}" for key, item in value.items()) + "}"
-    return write(value)
+        items = (f"{format_scalar(key)}: {flow_yaml(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    return format_scalar(value)
 
 
 def _origin(path: KeyPath, root: Node) -> str:
     """Comment that says where a value comes from."""
-    found = find(root, path)
-    exact = not found.missing
-    bare_name = len(found.missing) == 1 and is_choice(path[:-1]) and isinstance(found.node.value, str)
+    found = find_nearest(root, path)
+    exact = not found.missing_path
+    bare_name = (
+        len(found.missing_path) == 1 and is_choice_path(path[:-1]) and isinstance(found.node.value, str)
+    )
     if not exact and not bare_name:
         return "  # default"
-    place = found.key if exact and isinstance(found.node.value, dict) else found.node.place
+    place = found.key_place if exact and isinstance(found.node.value, dict) else found.node.place
     return f"  # line {place.line}" if place.source.order == 0 else f"  # {place.source.name}"

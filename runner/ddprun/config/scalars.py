@@ -10,7 +10,7 @@ _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {
     spelling: word == "true" for word in ("true", "false") for spelling in (word, word.title(), word.upper())
 }
-_WHOLE = (
+_INTEGER_PATTERNS = (
     (re.compile(r"[-+]?(?:0|[1-9][0-9]*)"), 10),
     (re.compile(r"0x[0-9a-fA-F]+"), 16),
     (re.compile(r"0o[0-7]+"), 8),
@@ -27,7 +27,7 @@ INT_MAX = 2**63 - 1
 """The largest whole number a pipeline may hold: what fits into 64 bits with a sign."""
 
 
-def resolve(text: str) -> Scalar:
+def parse_scalar(text: str) -> Scalar:
     """Value of a plain (unquoted) scalar under the YAML 1.2 core schema.
 
     One exception: a whole number with a leading zero (`010`) stays a string, because YAML 1.1 reads 8 and
@@ -40,7 +40,7 @@ def resolve(text: str) -> Scalar:
         return None
     if text in _BOOL:
         return _BOOL[text]
-    for pattern, base in _WHOLE:
+    for pattern, base in _INTEGER_PATTERNS:
         if pattern.fullmatch(text):
             whole = int(text, base) if len(text) < 32 else INT_MAX + 1
             if abs(whole) > INT_MAX:
@@ -64,7 +64,7 @@ def number_hint(text: str, *, quoted: bool) -> str | None:
     """Why a string that looks like a number is none, and what to write; None if it does not look like one."""
     if quoted:
         try:
-            value = resolve(text)
+            value = parse_scalar(text)
         except OverflowError:
             return None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -92,7 +92,7 @@ def bool_hint(text: str, *, quoted: bool) -> str | None:
     return f"{lower} is a string in YAML 1.2: write {meant}" if meant else None
 
 
-def write(value: Scalar) -> str:
+def format_scalar(value: Scalar) -> str:
     """The value as YAML that reads back as exactly this value, under YAML 1.1 readers too where possible."""
     if value is None:
         return "null"
@@ -108,7 +108,7 @@ def write(value: Scalar) -> str:
     if (
         _PLAIN.fullmatch(value)
         and not value.startswith("...")
-        and resolve(value) == value
+        and parse_scalar(value) == value
         and bool_hint(value, quoted=False) is None
     ):
         return value

@@ -20,62 +20,75 @@ from pydantic import (
     model_validator,
 )
 
-from ddprun.config.choices import KINDS, Choice, choose, choose_schedule, installed_class, one_of
+from ddprun.config.choices import (
+    CHOICE_KINDS,
+    Choice,
+    choice_validator,
+    load_installed_plugin,
+    parse_choice,
+    parse_schedule,
+)
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, suggest
-from ddprun.config.options import read_key
+from ddprun.config.options import parse_batch_key
 from ddprun.options import (
+    CustomValidator,
+    FractionFloat,
     NonNegativeInt,
     NoOptions,
     Options,
     PositiveFloat,
     PositiveInt,
-    Share,
-    Sizes,
-    Validated,
+    PositiveInts,
     combine,
     expected,
-    matching,
+    pattern_constraint,
     problem,
-    unknown,
+    unknown_name,
 )
-from ddprun.plugins import CLUSTERS, options_of
-from ddprun.sync.plan import Buffers, Gradients, Reduce, StageFacts, SyncPlan, SyncPolicy
+from ddprun.plugins import CLUSTERS, plugin_options_model
+from ddprun.sync.plan import BufferReduction, BufferSettings, GradientScope, StageFacts, SyncPlan, SyncPolicy
 
-_HOSTS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
-_STEM = matching(r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", 'letters, digits, ".", "_" and "-" only, not "." first')
-_SAVED = matching(
+_HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+_NAME_CONSTRAINT = pattern_constraint(
+    r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", 'letters, digits, ".", "_" and "-" only, not "." first'
+)
+_SAFETENSORS_CONSTRAINT = pattern_constraint(
     r"^[^\x00-\x1f\x7f]*\.safetensors$",
     'a file name that ends in ".safetensors", without control characters',
 )
 _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
 
-ModelChoice = Annotated[Choice, one_of("model")]
-LossChoice = Annotated[Choice, one_of("loss")]
-OptimizerChoice = Annotated[Choice, one_of("optimizer")]
+ModelChoice = Annotated[Choice, choice_validator("model")]
+LossChoice = Annotated[Choice, choice_validator("loss")]
+OptimizerChoice = Annotated[Choice, choice_validator("optimizer")]
 
 
-def _own_schedule(value: Any) -> Choice:
+def _parse_stage_schedule(value: Any) -> Choice:
     """A schedule of one stage."""
     if isinstance(value, dict) and "over" in value:
         text = "the schedule of a stage is over that stage"
         raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
-    return choose("schedule", value)
+    return parse_choice("schedule", value)
 
 
-ScheduleChoice = Annotated[Choice, Validated(_own_schedule, "schedule", KINDS["schedule"].allowed)]
-AnySchedule = Annotated[Choice, Validated(choose_schedule, "any_schedule", KINDS["schedule"].allowed)]
-SyncChoice = Annotated[Choice, one_of("sync")]
-MutateChoice = Annotated[Choice, one_of("mutate")]
-UpdateChoice = Annotated[Choice, one_of("update")]
-HookStack = Annotated[tuple[Annotated[Choice, one_of("hook")], ...], Field(strict=False)]
-Metrics = Annotated[tuple[Annotated[Choice, one_of("metric")], ...], Field(strict=False)]
-Trackers = Annotated[tuple[Annotated[Choice, one_of("tracker")], ...], Field(strict=False)]
+ScheduleChoice = Annotated[
+    Choice, CustomValidator(_parse_stage_schedule, "schedule", CHOICE_KINDS["schedule"].allowed_names)
+]
+AnySchedule = Annotated[
+    Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].allowed_names)
+]
+SyncChoice = Annotated[Choice, choice_validator("sync")]
+MutateChoice = Annotated[Choice, choice_validator("mutate")]
+UpdateChoice = Annotated[Choice, choice_validator("update")]
+HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
+Metrics = Annotated[tuple[Annotated[Choice, choice_validator("metric")], ...], Field(strict=False)]
+Trackers = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
 
 
-def _whole(value: Any) -> Choice:
+def _parse_whole_data(value: Any) -> Choice:
     """Data that is used whole: nothing of it is held out, and asking for that is a fault."""
-    choice = choose("data", value)
+    choice = parse_choice("data", value)
     if choice.settings is None or "held_out" not in choice.options or isinstance(value, Choice):
         return choice
     given = value[choice.name] if isinstance(value, dict) else None
@@ -87,7 +100,7 @@ def _whole(value: Any) -> Choice:
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
 
 
-WholeData = Annotated[Choice, Validated(_whole, "data")]
+WholeData = Annotated[Choice, CustomValidator(_parse_whole_data, "data")]
 
 
 class DataPair(Options):
@@ -100,12 +113,12 @@ class DataPair(Options):
     """What evaluate stages read."""
 
 
-def _read_data(value: Any) -> Choice | DataPair:
+def _parse_data(value: Any) -> Choice | DataPair:
     if isinstance(value, DataPair):
         return value
     if isinstance(value, dict) and ("train" in value or "evaluate" in value):
         return validate(DataPair, value)
-    return choose("data", value)
+    return parse_choice("data", value)
 
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
@@ -115,7 +128,7 @@ Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(stri
 class Init(Options):
     """The weights with which the model starts."""
 
-    file: Annotated[str, _SAVED]
+    file: Annotated[str, _SAFETENSORS_CONSTRAINT]
     """A file of safetensors, relative to the pipeline's folder."""
 
     missing: Patterns = ()
@@ -125,7 +138,7 @@ class Init(Options):
     """Weights that the file may hold and the model has not."""
 
 
-def _read_init(value: Any) -> Init:
+def _parse_init(value: Any) -> Init:
     if isinstance(value, Init):
         return value
     if not isinstance(value, str | dict):
@@ -134,7 +147,7 @@ def _read_init(value: Any) -> Init:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with options of their own."""
 
     match: tuple[str, ...]
@@ -143,7 +156,7 @@ class Group:
     options: dict[str, Any]
     """The optimizer's, as far as they are other ones than those of all parameters."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_data(self) -> dict[str, Any]:
         """As a file would hold it."""
         return {"match": list(self.match), **self.options}
 
@@ -152,8 +165,8 @@ class _Match(Options):
     match: Annotated[Patterns, Field(min_length=1)]
 
 
-def _read_group(value: Any) -> Group:
-    if isinstance(value, Group):
+def _parse_parameter_group(value: Any) -> ParameterGroup:
+    if isinstance(value, ParameterGroup):
         return value
     if not isinstance(value, dict) or "match" not in value:
         raise expected("a group of parameters", "write {match: pattern, option: value}")
@@ -163,10 +176,13 @@ def _read_group(value: Any) -> Group:
         raise problem(
             "a group needs options of its own", "write {match: pattern, weight_decay: 0}", at="match"
         )
-    return Group(validate(_Match, {"match": match}).match, options)
+    return ParameterGroup(validate(_Match, {"match": match}).match, options)
 
 
-Groups = Annotated[tuple[Annotated[Group, Validated(_read_group, "group")], ...], Field(strict=False)]
+ParameterGroups = Annotated[
+    tuple[Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")], ...],
+    Field(strict=False),
+]
 
 
 class Loader(Options):
@@ -187,10 +203,10 @@ class Loader(Options):
     sharded: bool = False
     """The data set gives each rank samples of its own, and is taken as it is."""
 
-    collate: Annotated[Choice, one_of("collate")] | None = None
+    collate: Annotated[Choice, choice_validator("collate")] | None = None
     """Makes a batch of a list of samples; null is torch's `default_collate`."""
 
-    sampler: Annotated[Choice, one_of("sampler")] | None = None
+    sampler: Annotated[Choice, choice_validator("sampler")] | None = None
     """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
 
     @model_validator(mode="before")
@@ -201,55 +217,55 @@ class Loader(Options):
         return {"shuffle": False, **value} if named else value
 
 
-def _read_parts(value: Any) -> Any:
+def _parse_batch_parts(value: Any) -> Any:
     """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
     if isinstance(value, dict):
         if wrong := next((name for name in value if not name.isidentifier()), None):
             raise problem(
                 f'"{wrong}" is no name of an argument', "write argument: key", at=wrong, on_key=True
             )
-        return {name: _read_part(key, name) for name, key in value.items()}
+        return {name: _parse_batch_part(key, name) for name, key in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_read_part(key, index) for index, key in enumerate(value))
-    return read_key(value)
+        return tuple(_parse_batch_part(key, index) for index, key in enumerate(value))
+    return parse_batch_key(value)
 
 
-def _read_part(value: Any, at: str | int) -> Any:
+def _parse_batch_part(value: Any, at: str | int) -> Any:
     try:
-        return read_key(value)
+        return parse_batch_key(value)
     except ValidationError as error:
         raise combine([error], at=(at,)) from None
 
 
-Parts = Annotated[Any, Validated(_read_parts, "parts")]
+BatchParts = Annotated[Any, CustomValidator(_parse_batch_parts, "parts")]
 
 
 class Batch(Options):
     """Which parts of a batch the model and the loss get."""
 
-    inputs: Parts | None = None
+    inputs: BatchParts | None = None
     """The model's arguments: a key, a list of keys, or a mapping of keys by argument; null takes pairs
     (input, target)."""
 
-    target: Parts | None = None
+    target: BatchParts | None = None
     """What the loss compares the output with: a key, or a list or mapping of keys."""
 
 
-_BLOCKS = "write auto, a pattern of names, a class, or a list of these"
+_BLOCKS_HINT = "write auto, a pattern of names, a class, or a list of these"
 
 
-def _read_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
+def _parse_compile_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
     if value is None:
         return None
     if value == "auto":
         return "auto"
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
-        raise expected("blocks to compile", _BLOCKS)
+        raise expected("blocks to compile", _BLOCKS_HINT)
     for index, name in enumerate(names):
         if not isinstance(name, str) or not name:
             text = f"expected a pattern of names or a class, got {name!r:.40}"
-            raise problem(text, _BLOCKS, at=(index,) if names is value else ())
+            raise problem(text, _BLOCKS_HINT, at=(index,) if names is value else ())
     return tuple(names)
 
 
@@ -259,7 +275,9 @@ class Compile(Options):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
 
-    blocks: Annotated[tuple[str, ...] | Literal["auto"] | None, Validated(_read_blocks, "blocks")] = None
+    blocks: Annotated[
+        tuple[str, ...] | Literal["auto"] | None, CustomValidator(_parse_compile_blocks, "blocks")
+    ] = None
     """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
     repeat. null compiles the whole model."""
 
@@ -270,7 +288,7 @@ class Compile(Options):
     """What cannot be compiled is an error, not run as it is."""
 
 
-def _read_compile(value: Any) -> Compile | None:
+def _parse_compile(value: Any) -> Compile | None:
     if value is None or isinstance(value, Compile):
         return value
     if isinstance(value, bool):
@@ -303,7 +321,7 @@ def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:
     return steps
 
 
-FirstAndLast = Annotated[Sizes, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+StepRange = Annotated[PositiveInts, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
 
 
 class Timings(Options):
@@ -321,7 +339,7 @@ class Timings(Options):
     gradients: bool = False
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
 
-    profile: FirstAndLast | None = None
+    profile: StepRange | None = None
     """`[first, last]`: the steps that torch's profiler records, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
@@ -350,9 +368,9 @@ class Checkpoint(Options):
     """How many are kept, the newest; 0 takes none at all."""
 
 
-def _read_nnodes(value: Any) -> int | str:
+def _parse_nnodes(value: Any) -> int | str:
     """A number of hosts, or the smallest and the largest."""
-    if isinstance(value, str) and (found := _HOSTS.fullmatch(value)):
+    if isinstance(value, str) and (found := _HOST_RANGE.fullmatch(value)):
         least, most = map(int, found.groups())
         if 1 <= least <= most:
             return value
@@ -370,7 +388,7 @@ class Launch(Options):
     nproc_per_node: PositiveInt | None = None
     """Ranks per host; null is one for each GPU, or two on a host without."""
 
-    nnodes: Annotated[int | str, Validated(_read_nnodes, "nnodes")] = 1
+    nnodes: Annotated[int | str, CustomValidator(_parse_nnodes, "nnodes")] = 1
     """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -394,77 +412,78 @@ class Launch(Options):
         return int(least), int(most)
 
 
-class Reducing(Options):
+class BufferReductionOptions(Options):
     """How buffers are made equal, for a time that goes by a name."""
 
-    reduce: Reduce = "broadcast"
+    reduce: BufferReduction = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
-class Period(Options):
+class BufferPeriod(Options):
     """Buffers are made equal after every n-th step."""
 
     every: PositiveInt
     """Steps from one time to the next."""
 
-    reduce: Reduce = "broadcast"
+    reduce: BufferReduction = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
-TIMES: dict[str, type[NoOptions] | type[Reducing]] = {
-    "auto": Reducing,
-    "every_forward": Reducing,
-    "before_evaluate": Reducing,
+BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
+    "auto": BufferReductionOptions,
+    "every_forward": BufferReductionOptions,
+    "before_evaluate": BufferReductionOptions,
     "never": NoOptions,
 }
 """Times that go by a name, and what each takes. `{every: N, reduce: …}` is the other form."""
 
 
-def read_buffers(value: Any) -> Buffers:
+def parse_buffers(value: Any) -> BufferSettings:
     """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
-    if isinstance(value, Buffers):
+    if isinstance(value, BufferSettings):
         return value
     name: Any = value
     options: Any = None
-    refuse: Callable[..., ValidationError] = problem
+    make_error: Callable[..., ValidationError] = problem
     if not isinstance(value, str):
         if not isinstance(value, dict) or not value:
             raise expected("a time for buffers", _TIMES_ALLOWED)
-        times = [key for key in value if key in TIMES or key == "every"]
+        times = [key for key in value if key in BUFFER_TIMES or key == "every"]
         if len(times) > 1:
             text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
             raise problem(text, "keep one", at=times[1], on_key=True)
         if times == ["every"]:
-            period = validate(Period, value)
-            return Buffers("every", period.every, period.reduce)
+            period = validate(BufferPeriod, value)
+            return BufferSettings("every", period.every, period.reduce)
         if len(value) > 1 and times:
-            stray = next(key for key in value if key not in TIMES)
+            stray = next(key for key in value if key not in BUFFER_TIMES)
             hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
             raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
         name, options = next(iter(value.items()))
-        refuse = functools.partial(problem, at=name, on_key=True)
+        make_error = functools.partial(problem, at=name, on_key=True)
     if name in ("every", "reduce"):
         hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
-        raise refuse(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
-    if name not in TIMES:
-        near = suggest(name, [*TIMES, "every"])
-        raise refuse(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
-    read = validate(TIMES[name], {} if options is None else options, name, owner=name)
-    return Buffers(name, None, read.reduce if isinstance(read, Reducing) else "broadcast")
+        raise make_error(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
+    if name not in BUFFER_TIMES:
+        near = suggest(name, [*BUFFER_TIMES, "every"])
+        raise make_error(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
+    settings = validate(BUFFER_TIMES[name], {} if options is None else options, name, owner=name)
+    reduction = settings.reduce if isinstance(settings, BufferReductionOptions) else "broadcast"
+    return BufferSettings(name, None, reduction)
 
 
-BuffersField = Annotated[Buffers, Validated(read_buffers, "buffers")]
+BuffersField = Annotated[BufferSettings, CustomValidator(parse_buffers, "buffers")]
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class StepStageSettings:
     """The settings of one train or forward stage: its own, and the pipeline's for what it does not name."""
 
     steps: int | None
     epochs: int | None
     hooks: tuple[Choice, ...]
     sync: Choice
-    buffers: Buffers
+    buffers: BufferSettings
     accumulate: int
     """1 in a forward stage."""
 
@@ -481,24 +500,24 @@ class TrainSettings:
     update: Choice | None
     """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
 
-    backward: bool
+    has_backward: bool
     """The stage has backward passes."""
 
     @cached_property
     def plan(self) -> SyncPlan:
         """What ranks exchange."""
-        changes_weights = self.backward or self.update is not None or self.mutate is not None
+        changes_weights = self.has_backward or self.update is not None or self.mutate is not None
         policy = self.sync.settings
         assert isinstance(policy, SyncPolicy)
-        return policy.plan(StageFacts(self.backward, changes_weights))
+        return policy.plan(StageFacts(self.has_backward, changes_weights))
 
     @property
-    def updates(self) -> bool:
+    def updates_weights(self) -> bool:
         """The stage's steps update the weights, by gradients or by its `update`."""
-        return self.backward or self.update is not None
+        return self.has_backward or self.update is not None
 
     @property
-    def gradients(self) -> Gradients:
+    def gradient_averaging(self) -> GradientScope:
         """Among which ranks backward averages gradients."""
         return self.plan.gradients
 
@@ -564,7 +583,7 @@ class EarlyStop(MonitoredMetric):
 BEST_FILE = "best.safetensors"
 """Where `keep_best` writes, in the run's folder."""
 
-_EVENT_FIELDS = frozenset(
+_RESERVED_METRIC_NAMES = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
 )  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
 
@@ -576,7 +595,7 @@ def metric_names(metrics: Sequence[Choice]) -> list[str]:
     last = [choice.name.rpartition(".")[2] for choice in metrics]
     often = Counter(last)
     return [
-        choice.name if short in _EVENT_FIELDS or often[short] > 1 else short
+        choice.name if short in _RESERVED_METRIC_NAMES or often[short] > 1 else short
         for choice, short in zip(metrics, last, strict=True)
     ]
 
@@ -604,7 +623,7 @@ class StepStage(Stage):
     buffers: BuffersField = Field("auto", validate_default=True)
     """As `buffers` above."""
 
-    optimizer: Annotated[Choice | None, one_of("optimizer")] = None
+    optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
     """Other settings of the optimizer above, whose state stays."""
 
     schedule: ScheduleChoice | None = None
@@ -644,21 +663,21 @@ class StepStage(Stage):
             raise problem(text, "keep one", at="epochs", on_key=True)
         return self
 
-    def effective(self, pipeline: "Pipeline") -> TrainSettings:
+    def effective_settings(self, pipeline: "Pipeline") -> StepStageSettings:
         """The settings of this stage; those that it does not name are the pipeline's."""
-        trains = isinstance(self, Train)
+        trains = isinstance(self, TrainStage)
         settings: dict[str, Any] = {
-            key: getattr(self if key in self.model_fields_set else pipeline, key) for key in OVERRIDABLE
+            key: getattr(self if key in self.model_fields_set else pipeline, key) for key in OVERRIDABLE_KEYS
         }
         if not trains:
             settings["accumulate"] = 1
-        return TrainSettings(
+        return StepStageSettings(
             steps=self.steps,
             epochs=self.epochs,
             mutate=self.mutate,
             data=self.data,
-            update=self.update if isinstance(self, Forward) else None,
-            backward=trains,
+            update=self.update if isinstance(self, ForwardStage) else None,
+            has_backward=trains,
             **settings,
         )
 
@@ -667,27 +686,29 @@ class StepStage(Stage):
         return f"{self.path}.{key}" if key in self.model_fields_set else key
 
 
-class Train(StepStage):
+class TrainStage(StepStage):
     """Train for a number of steps or epochs. The other keys apply to this stage only."""
 
     name: ClassVar[str] = "train"
-    elsewhere = MappingProxyType({"update": "write it in a forward stage"})
+    misplaced_key_hints = MappingProxyType({"update": "write it in a forward stage"})
 
     accumulate: PositiveInt = 1
     """As `accumulate` above."""
 
 
-class Forward(StepStage):
+class ForwardStage(StepStage):
     """Forward passes only, for a number of steps or epochs; `update` trains without gradients."""
 
     name: ClassVar[str] = "forward"
-    elsewhere = MappingProxyType({"accumulate": "remove it: without a backward pass nothing accumulates"})
+    misplaced_key_hints = MappingProxyType(
+        {"accumulate": "remove it: without a backward pass nothing accumulates"}
+    )
 
     update: UpdateChoice | None = None
     """What changes the weights in each step; null changes nothing."""
 
 
-OVERRIDABLE = (
+OVERRIDABLE_KEYS = (
     *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
     *("clip_value", "on_nan"),
 )
@@ -709,7 +730,7 @@ class BroadcastStage(Stage):
     """The rank whose parameters all take."""
 
 
-class Evaluate(Stage):
+class EvaluateStage(Stage):
     """Measure the loss, and the metrics named, on the held-out data."""
 
     name: ClassVar[str] = "evaluate"
@@ -721,12 +742,12 @@ class Evaluate(Stage):
     """What to measure besides the loss."""
 
 
-class Save(Stage):
+class SaveStage(Stage):
     """Write the model's weights to the run's folder."""
 
     name: ClassVar[str] = "save"
 
-    to: Annotated[str, _SAVED] = "model.safetensors"
+    to: Annotated[str, _SAFETENSORS_CONSTRAINT] = "model.safetensors"
     """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
 
     only: Literal["trainable"] | None = None
@@ -734,16 +755,17 @@ class Save(Stage):
 
 
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage for stage in (Train, Forward, AverageStage, BroadcastStage, Evaluate, Save)
+    stage.name: stage
+    for stage in (TrainStage, ForwardStage, AverageStage, BroadcastStage, EvaluateStage, SaveStage)
 }
 
 
-def read_stage(value: Any) -> Stage:
+def parse_stage(value: Any) -> Stage:
     if isinstance(value, Stage):
         return value
     if isinstance(value, str):
         if value not in STAGES:
-            raise unknown("stage", value, STAGES)
+            raise unknown_name("stage", value, STAGES)
         return validate(STAGES[value], {}, owner=value)
     if not isinstance(value, dict) or not value:
         raise expected("a stage", allowed_values(STAGES))
@@ -761,30 +783,30 @@ def read_stage(value: Any) -> Stage:
         raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
     ((name, settings),) = value.items()
     if name not in STAGES:
-        raise unknown("stage", name, STAGES, at=name, on_key=True)
+        raise unknown_name("stage", name, STAGES, at=name, on_key=True)
     return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
 
 
-def _number(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+def _number_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     for index, stage in enumerate(stages):
         stage._index = index
     return stages
 
 
 Stages = Annotated[
-    tuple[Annotated[Stage, Validated(read_stage, "stage")], ...],
+    tuple[Annotated[Stage, CustomValidator(parse_stage, "stage")], ...],
     Field(strict=False, min_length=1),
-    AfterValidator(_number),
+    AfterValidator(_number_stages),
 ]
 
 
 class Pipeline(Options):
     """A whole pipeline file."""
 
-    # `pipeline_model()` adds the keys of cluster backends. It alone validates, so to defer this saves 50 ms.
+    # `pipeline_class()` adds the keys of cluster backends. It alone validates, so to defer this saves 50 ms.
     model_config = ConfigDict(defer_build=True)
 
-    elsewhere = MappingProxyType(
+    misplaced_key_hints = MappingProxyType(
         {
             "mutate": "write it in a train or forward stage",
             "update": "write it in a forward stage",
@@ -793,7 +815,7 @@ class Pipeline(Options):
         }
     )
 
-    name: Annotated[str, Field(max_length=200), _STEM] = "pipeline"
+    name: Annotated[str, Field(max_length=200), _NAME_CONSTRAINT] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
 
     seed: NonNegativeInt = 0
@@ -802,13 +824,15 @@ class Pipeline(Options):
     model: ModelChoice
     """What is trained."""
 
-    init: Annotated[Init, Validated(_read_init, "init")] | None = None
+    init: Annotated[Init, CustomValidator(_parse_init, "init")] | None = None
     """A file of weights with which the model starts; null is as the model makes them."""
 
     freeze: Patterns = ()
     """Parameters that are not trained, by patterns of their names."""
 
-    data: Annotated[Choice | DataPair, Validated(_read_data, "data_or_pair", KINDS["data"].allowed)]
+    data: Annotated[
+        Choice | DataPair, CustomValidator(_parse_data, "data_or_pair", CHOICE_KINDS["data"].allowed_names)
+    ]
     """What it is trained on; a built-in brings its own held-out part."""
 
     loader: Loader = Loader()
@@ -817,7 +841,7 @@ class Pipeline(Options):
     batch: Batch = Batch()
     """Which parts of a batch the model and the loss get."""
 
-    weight_by: Annotated[Choice, one_of("weight")] | None = None
+    weight_by: Annotated[Choice, choice_validator("weight")] | None = None
     """What a batch's mean loss counts in means over batches, micro-steps and ranks; null is samples, and in
     evaluate stages the targets of a cross-entropy."""
 
@@ -827,7 +851,7 @@ class Pipeline(Options):
     optimizer: OptimizerChoice
     """A torch optimizer, or a dotted name."""
 
-    groups: Groups = ()
+    groups: ParameterGroups = ()
     """Parameters, by patterns of their names, with options of the optimizer of their own; the first that
     matches counts."""
 
@@ -844,7 +868,7 @@ class Pipeline(Options):
     clip_value: PositiveFloat | None = None
     """Largest absolute value of a gradient, clipped before the norm is; null does not clip."""
 
-    ema: Share | None = None
+    ema: FractionFloat | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and saved; null has none."""
 
     on_nan: Literal["continue", "stop"] = "stop"
@@ -856,7 +880,7 @@ class Pipeline(Options):
     deterministic: bool = False
     """Use only algorithms that repeat bit for bit; an operation that has none is an error."""
 
-    compile: Annotated[Compile, Validated(_read_compile, "compile")] | None = None
+    compile: Annotated[Compile, CustomValidator(_parse_compile, "compile")] | None = None
     """Compile the model with `torch.compile`: true, or how; null and false run it as it is."""
 
     ddp: Ddp = Ddp()
@@ -893,21 +917,22 @@ class Pipeline(Options):
     track: Trackers = ()
     """Where else curves and metrics go, from rank 0; `ddprun catalog tracker` lists them."""
 
-    def train_stages(self) -> list[Train]:
+    def train_stages(self) -> list[TrainStage]:
         """The stages that train, in order."""
-        return [stage for stage in self.stages if isinstance(stage, Train)]
+        return [stage for stage in self.stages if isinstance(stage, TrainStage)]
 
-    def step_stages(self) -> list[Train | Forward]:
+    def step_stages(self) -> list[TrainStage | ForwardStage]:
         """The stages that take steps, in order."""
-        return [stage for stage in self.stages if isinstance(stage, (Train, Forward))]
+        return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
-    def reconciles_after(self, stage: Stage) -> bool:
-        """Whether a stage that leaves ranks apart ends in an average: unless the next one makes ranks equal
-        itself, or wants them to differ.
+    def averages_after(self, stage: Stage) -> bool:
+        """Whether parameters are averaged at the end of a stage that lets ranks differ.
+
+        They are not if the next stage makes them equal itself, or lets ranks differ as well.
         """
         following = next(iter(self.stages[stage.index + 1 :]), None)
         if isinstance(following, StepStage):
-            return not following.effective(self).plan.keeps_apart
+            return not following.effective_settings(self).plan.keeps_apart
         return not isinstance(following, AverageStage | BroadcastStage)
 
     def train_data(self) -> Choice:
@@ -916,23 +941,24 @@ class Pipeline(Options):
 
 
 @functools.cache
-def pipeline_model() -> type[Pipeline]:
+def pipeline_class() -> type[Pipeline]:
     """`Pipeline` with a key for each cluster backend, by its name.
 
     An installed backend is imported only if its key is in the file. Without it, it has no options.
     """
     fields: dict[str, Any] = {}
     for name in CLUSTERS.built_in():
-        options = CLUSTERS.options(name)
+        options = CLUSTERS.options_model(name)
         fields[name] = (options, options())
     for name in CLUSTERS.installed():
         if name.isidentifier() and name not in Pipeline.model_fields:
-            read = functools.partial(_read_installed, name)
-            fields[name] = (Annotated[Any, Validated(read, {})], Field(default=None, exclude=True))
+            parse = functools.partial(_parse_installed_cluster, name)
+            fields[name] = (Annotated[Any, CustomValidator(parse, {})], Field(default=None, exclude=True))
     return create_model("Pipeline", __base__=Pipeline, __module__=__name__, **fields)
 
 
-def _read_installed(name: str, value: Any) -> Any:
+def _parse_installed_cluster(name: str, value: Any) -> Any:
     """The options of an installed cluster backend."""
-    model = options_of(installed_class(CLUSTERS, name, functools.partial(problem, on_key=True)))
+    cluster = load_installed_plugin(CLUSTERS, name, functools.partial(problem, on_key=True))
+    model = plugin_options_model(cluster)
     return value if isinstance(value, model) else validate(model, value)

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
-from ddprun.config.tree import KeyPath, is_choice
+from ddprun.config.tree import KeyPath, is_choice_path
 from ddprun.plugins import CLUSTERS
 from ddprun_hooks.config.trust import TrustSettingError
 from ddprun_hooks.errors import DottedNameError
@@ -25,21 +25,21 @@ REDACTED = "[redacted]"
 """Written instead of a secret that the file held in plain text; a pipeline with it does not load."""
 
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
-_ASSIGNED = re.compile(
+_ASSIGNED_ARGUMENT = re.compile(
     r"""(?<![\w.-])-{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?=(?P<value>"[^"]{0,200}"|'[^']{0,200}'|.\S{0,200}))""",
     re.DOTALL,
 )
-_FOLLOWED = re.compile(
+_SEPARATE_ARGUMENT = re.compile(
     rf"""(?<![\w.-]){_OPTION.pattern}\s+(?=(?P<value>"[^"]{{0,200}}"|'[^']{{0,200}}'|[^\s-]\S{{0,200}}))"""
 )
 """Arguments with a value, also in the midst of a line for a shell; the value may begin the next one."""
 
-_OF_A_FILE = re.compile(r"(file|path|dir)\Z", re.IGNORECASE)
-_VARIABLE = re.compile(r"\$(\(\w+\)|\{\w+\}|\w+)")
+_PATH_NAME_ENDING = re.compile(r"(file|path|dir)\Z", re.IGNORECASE)
+_SHELL_VARIABLE = re.compile(r"\$(\(\w+\)|\{\w+\}|\w+)")
 """A variable of the pod's: `$(API_TOKEN)`, or in a shell `$API_TOKEN`."""
 
-REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
-_BEGINS = "${env:"
+ENV_REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_ENV_PREFIX = "${env:"
 
 _SECRET_WORDS = frozenset(
     {
@@ -49,18 +49,18 @@ _SECRET_WORDS = frozenset(
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-_WHOLE_WORDS_FROM, _ANYWHERE_FROM = 4, 6
-"""Values of fewer characters than the second are replaced as whole words only, of fewer than the first not at
-all."""
+_MIN_WHOLE_WORD_LENGTH, _MIN_SUBSTRING_LENGTH = 4, 6
+"""Secrets of at least `_MIN_SUBSTRING_LENGTH` characters are replaced anywhere in a text, shorter ones only
+as whole words, those below `_MIN_WHOLE_WORD_LENGTH` never."""
 
-_LINE_FROM = 8
-"""Lines of fewer characters in a value of several are not looked for by themselves."""
+_MIN_LINE_LENGTH = 8
+"""Of a value with several lines, each line of at least so many characters is also searched for by itself."""
 
-_REFERENCED_FROM = 8
-"""A value that the pipeline takes from a variable without a secret's name is looked for from so many
-characters on."""
+_MIN_REFERENCED_LENGTH = 8
+"""The value of a variable that the pipeline refers to is a secret if it has at least so many characters, even
+if the variable's name does not say so."""
 
-_SHORT_WORD = 7
+_MAX_SHORT_WORD_LENGTH = 7
 _ONE_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _VOWEL, _CONSONANTS = re.compile(r"[aeiouy]", re.IGNORECASE), re.compile(r"[^aeiouy]{5}", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?([0-9]{1,9}|[0-9]{0,9}\.[0-9]{1,17}|[0-9]{1,9}\.)([eE][-+]?[0-9]{1,3})?%?")
@@ -75,21 +75,21 @@ _COMMON = frozenset(
 )
 """Values of settings that are longer than a short word, or no word."""
 
-_SCHEME = re.compile(r"\s*(Basic|Bearer|Digest|Token)\s+", re.IGNORECASE)
+_AUTH_SCHEME = re.compile(r"\s*(Basic|Bearer|Digest|Token)\s+", re.IGNORECASE)
 """Before a token in a header."""
 
-_FILE = re.compile(r"\$\{env:\w+\}(/[\w.-]+)*/[\w-]*\.[\w.-]+")
+_FILE_BELOW_VARIABLE = re.compile(r"\$\{env:\w+\}(/[\w.-]+)*/[\w-]*\.[\w.-]+")
 """A path to a file in a folder that a variable holds: `${env:HOME}/key.pem`."""
 
-_LONG_WORD, _FEW_WORDS = 12, 2
+_MAX_WORD_LENGTH, _FEW_WORDS = 12, 2
 
-_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?P<user>[^\s/?#\"'<>]+)@")
+_URL_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)(?P<user>[^\s/?#\"'<>]+)@")
 _QUERY = re.compile(r"(?P<before>[?&](?P<name>[\w.-]+)=)(?P<value>[^&\s\"'<>#]+)")
 _USER_NAME = re.compile(r"(?:\$\{env:\w+\}|[^:])*")
-_LONG_USER = 20
+_MIN_TOKEN_USER_LENGTH = 20
 """A user name of so many characters in a URL is a token: `https://ghp_…@github.com`."""
 
-_LINE = re.compile(
+_KEY_VALUE_LINE = re.compile(
     r"""(?P<before>(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?\s*:\s*)(?P<value>"[^"]*"?|'[^']*'?|"""
     r"""(?:\$\{env:\w+\}|[^\s,\[{}\]#])(?:\$\{env:\w+\}|[^,}\]#])*)"""
 )
@@ -102,31 +102,34 @@ def is_secret_name(name: str) -> bool:
     return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
 
 
-def references(text: str) -> Iterator[str]:
+def referenced_variables(text: str) -> Iterator[str]:
     """The variables that a string names."""
-    return (match[1] for match in REFERENCE.finditer(text))
+    return (match[1] for match in ENV_REFERENCE.finditer(text))
 
 
-def fault_of(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
-    """What is wrong with a string of a pipeline, or a key, and what to write instead; None if nothing is."""
-    if of_key and _BEGINS in text:
+def reference_problem(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
+    """What is wrong with a string or key, such as one that holds `${env:NAME`, and what to write instead.
+
+    None if nothing is wrong.
+    """
+    if of_key and _ENV_PREFIX in text:
         return "${env:NAME} is not filled in for keys", "write the key itself"
     if REDACTED in text:
         for_value = "write ${env:NAME} and set the variable, or give the value by --set"
         hint = "write the key itself, or give it by --set" if of_key else for_value
         return "the secret that was here is not written to files", hint
-    if text.count(_BEGINS) > len(REFERENCE.findall(text)):
+    if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):
         what = '"${env:" is not followed by a variable\'s name and "}"'
         return what, "write ${env:NAME}; a name holds letters, digits and _"
     return None
 
 
-def is_plain(value: str) -> bool:
+def cannot_be_secret(value: str) -> bool:
     """Whether a value cannot be a secret, whatever its name is: true, false, a number, a short word.
 
     Messages are full of these, and a secret that is one could be guessed.
     """
-    short = len(value) <= _SHORT_WORD and _is_word(value)
+    short = len(value) <= _MAX_SHORT_WORD_LENGTH and _is_word(value)
     return short or value.lower() in _COMMON or _NUMBER.fullmatch(value) is not None
 
 
@@ -140,43 +143,43 @@ def masked(value: str) -> str:
 
     `Bearer ${env:API_TOKEN}` stays: the secret is in the variable. It is not in `hunter2-${env:HOME}`.
     """
-    return "".join(REDACTED if is_secret else part for part, is_secret in _parts(value))
+    return "".join(REDACTED if is_secret else part for part, is_secret in _split_secret(value))
 
 
-def _parts(value: str) -> Iterator[tuple[str, bool]]:
+def _split_secret(value: str) -> Iterator[tuple[str, bool]]:
     """The parts of a secret value, and whether each may be the secret; no `${env:NAME}` is."""
-    if _BEGINS not in value or _FILE.fullmatch(value):
-        yield value, _BEGINS not in value
+    if _ENV_PREFIX not in value or _FILE_BELOW_VARIABLE.fullmatch(value):
+        yield value, _ENV_PREFIX not in value
         return
-    named = any(is_secret_name(name) for name in references(value))
+    named = any(is_secret_name(name) for name in referenced_variables(value))
     for part in filter(None, re.split(r"(\$\{env:[A-Za-z_][A-Za-z0-9_]*\})", value)):
-        yield part, not (REFERENCE.fullmatch(part) or _is_harmless(part, beside_secret=named))
+        yield part, not (ENV_REFERENCE.fullmatch(part) or _is_harmless(part, beside_secret=named))
 
 
 def _is_harmless(part: str, *, beside_secret: bool) -> bool:
     words = re.findall(r"\w+", part)
-    if not words or _SCHEME.fullmatch(part):
+    if not words or _AUTH_SCHEME.fullmatch(part):
         return True
     few = len(words) <= _FEW_WORDS
     return beside_secret and all(
-        is_plain(word)
-        or (len(word) <= _LONG_WORD and _is_word(word))
-        or (few and len(word) < _WHOLE_WORDS_FROM)
+        cannot_be_secret(word)
+        or (len(word) <= _MAX_WORD_LENGTH and _is_word(word))
+        or (few and len(word) < _MIN_WHOLE_WORD_LENGTH)
         for word in words
     )
 
 
-def filled(text: str, environment: Mapping[str, str]) -> str:
+def fill_references(text: str, environment: Mapping[str, str]) -> str:
     """The string with each `${env:NAME}` replaced.
 
     Raises:
         KeyError: a variable that is not set; `args[0]` is its name.
     """
-    return REFERENCE.sub(lambda match: environment[match[1]], text)
+    return ENV_REFERENCE.sub(lambda match: environment[match[1]], text)
 
 
 @dataclass(frozen=True)
-class Text:
+class PipelineString:
     """A string of a pipeline, or a key."""
 
     path: KeyPath
@@ -191,84 +194,93 @@ class Secrets:
     """Values that must not be written, each with what is written in its place."""
 
     def __init__(self, known: Mapping[str, str]) -> None:
-        self._instead: dict[str, str] = {}
+        self._replacements: dict[str, str] = {}
         for value, instead in known.items():
-            for form in () if is_plain(value.strip()) else _forms(value):
-                self._instead.setdefault(form, instead)
-        longest_first = sorted(self._instead, key=len, reverse=True)
-        anywhere = [re.escape(form) for form in longest_first if len(form) >= _ANYWHERE_FROM]
-        words = [rf"(?<!\w){re.escape(form)}(?!\w)" for form in longest_first if len(form) < _ANYWHERE_FROM]
-        self._anywhere = re.compile("|".join(anywhere)) if anywhere else None
-        self._all = re.compile("|".join([*anywhere, *words])) if anywhere or words else None
+            for form in () if cannot_be_secret(value.strip()) else _escaped_forms(value):
+                self._replacements.setdefault(form, instead)
+        longest_first = sorted(self._replacements, key=len, reverse=True)
+        anywhere = [re.escape(form) for form in longest_first if len(form) >= _MIN_SUBSTRING_LENGTH]
+        words = [
+            rf"(?<!\w){re.escape(form)}(?!\w)" for form in longest_first if len(form) < _MIN_SUBSTRING_LENGTH
+        ]
+        self._substring_pattern = re.compile("|".join(anywhere)) if anywhere else None
+        self._secret_pattern = re.compile("|".join([*anywhere, *words])) if anywhere or words else None
 
     @classmethod
-    def of(cls, pipeline: Iterable[Text] = (), environment: Mapping[str, str] | None = None) -> "Secrets":
+    def collect(
+        cls, pipeline: Iterable[PipelineString] = (), environment: Mapping[str, str] | None = None
+    ) -> "Secrets":
         """The secrets of the environment, by default that of the process, and of a pipeline."""
         environment = os.environ if environment is None else environment
         known: dict[str, str] = {}
         for name, value in environment.items():
-            known |= dict.fromkeys(_in_urls(value), REDACTED)
+            known |= dict.fromkeys(_secrets_in_urls(value), REDACTED)
             # The path of a key file is not a secret, and it may be part of any message.
             if is_secret_name(name) and not (os.path.isabs(value) and os.path.exists(value)):
                 known[value] = f"${{env:{name}}}"
         for text, secret in ((found.text, found.secret) for found in pipeline if not found.is_key):
-            for name in references(text):
+            for name in referenced_variables(text):
                 value = environment.get(name, "")
-                if is_secret_name(name) or len(value) >= _REFERENCED_FROM:
+                if is_secret_name(name) or len(value) >= _MIN_REFERENCED_LENGTH:
                     known[value] = f"${{env:{name}}}"
-            for value in (text,) if secret else _in_urls(text):
-                known = {**_literals(value, environment), **known}
+            for value in (text,) if secret else _secrets_in_urls(text):
+                known = {**_plain_text_secrets(value, environment), **known}
         known.pop(REDACTED, None)
         return cls(known)
 
     def redact(self, text: str) -> str:
         """A text with every known secret, and every password in a URL, replaced."""
-        return _without_passwords(self._replaced(text, self._all))
+        return _without_passwords(self._replaced(text, self._secret_pattern))
 
     def redact_line(self, line: str, *, override: bool = False) -> str:
-        """The same for a line of a file or for a `--set`, which may be too broken to know its values."""
-        return self.redact((_OVERRIDE if override else _LINE).sub(_without_value, line))
+        """As `redact`, for a line of a file or a `--set` that may be too broken to parse.
+
+        Values of keys with a secret's name are redacted, too.
+        """
+        return self.redact((_OVERRIDE if override else _KEY_VALUE_LINE).sub(_without_value, line))
 
     def redact_all(self, value: Any) -> Any:
         """Plain data with every string in it redacted."""
         return _mapped(value, lambda _, text: self.redact(text), lambda _, key: self.redact(key))
 
-    def hidden(self, data: Any) -> Any:
-        """A pipeline's plain data, as `resolved.plain` gives it, as it may be written. What came by
-        `${env:NAME}` still says so.
+    def redact_pipeline(self, data: Any) -> Any:
+        """A pipeline's data (`resolved.to_plain_data`) without its secrets, as it may be written to files.
+
+        Values that came from `${env:NAME}` are written as `${env:NAME}`.
         """
-        secret = {found.path for found in texts(data) if found.secret}
+        secret = {found.path for found in pipeline_strings(data) if found.secret}
 
         def text_of(path: KeyPath, text: str) -> str:
             if not text or (path in secret and (text := masked(text)) == REDACTED):
                 return text
-            return _without_passwords(self._replaced(text, self._anywhere))
+            return _without_passwords(self._replaced(text, self._substring_pattern))
 
         def key_of(path: KeyPath, key: str) -> str:
             # Keys are not filled in from the environment, so none says `${env:NAME}`.
-            return self._anywhere.sub(REDACTED, key) if self._anywhere and _has_own_keys(path) else key
+            pattern = self._substring_pattern
+            return pattern.sub(REDACTED, key) if pattern and _has_own_keys(path) else key
 
         return _mapped(data, text_of, key_of)
 
     def _replaced(self, text: str, pattern: re.Pattern[str] | None) -> str:
-        return pattern.sub(lambda match: self._instead[match[0]], text) if pattern else text
+        return pattern.sub(lambda match: self._replacements[match[0]], text) if pattern else text
 
 
-def texts(data: Any, path: KeyPath = (), *, secret: bool = False) -> Iterator[Text]:
+def pipeline_strings(data: Any, path: KeyPath = (), *, secret: bool = False) -> Iterator[PipelineString]:
     """Every string and every key of a pipeline's plain data."""
     if isinstance(data, str):
-        yield Text(path, data, secret or _holds_secret(path, data))
+        yield PipelineString(path, data, secret or _holds_secret(path, data))
     elif isinstance(data, list):
         for index, (before, item) in enumerate(zip((None, *data), data, strict=False)):
             at = (*path, index)
             by_option = isinstance(item, str) and _holds_secret(at, item, before)
-            yield from texts(item, at, secret=secret or by_option)
+            yield from pipeline_strings(item, at, secret=secret or by_option)
     elif isinstance(data, dict):
         for key, item in data.items():
             at = (*path, key)
-            yield Text(at, key, is_key=True)
+            yield PipelineString(at, key, is_key=True)
             by_key = _names_secret(path, key, item, data.get("name"))
-            yield from texts(item, at, secret=secret or by_key)
+            yield from pipeline_strings(item, at, secret=secret or by_key)
 
 
 def _names_secret(path: KeyPath, key: str, value: Any, name: Any) -> bool:
@@ -281,7 +293,7 @@ def _names_secret(path: KeyPath, key: str, value: Any, name: Any) -> bool:
         return True
     if key in (_free_form(path) or ()):
         return False
-    return is_secret_name(key) and not (is_choice(path) and not isinstance(value, str | list))
+    return is_secret_name(key) and not (is_choice_path(path) and not isinstance(value, str | list))
 
 
 def _holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
@@ -294,18 +306,18 @@ def _holds_secret(path: KeyPath, text: str, before: Any = None) -> bool:
     if option and not text.startswith("-") and _is_secret_argument(option["name"], text, number=False):
         return True
     return any(
-        _is_secret_argument(match["name"], match["value"], number=pattern is _ASSIGNED)
-        for pattern in (_ASSIGNED, _FOLLOWED)
+        _is_secret_argument(match["name"], match["value"], number=pattern is _ASSIGNED_ARGUMENT)
+        for pattern in (_ASSIGNED_ARGUMENT, _SEPARATE_ARGUMENT)
         for match in pattern.finditer(text)
     )
 
 
 def _is_secret_argument(name: str, value: str, *, number: bool) -> bool:
     """Whether an argument's value, quotes included, is a secret. `number` is not in `sort --key 2`."""
-    if not is_secret_name(name) or _OF_A_FILE.search(name):
+    if not is_secret_name(name) or _PATH_NAME_ENDING.search(name):
         return False
     value = value.strip("\"'")
-    return not _VARIABLE.fullmatch(value) and (number or not _PLAIN_VALUE.fullmatch(value))
+    return not _SHELL_VARIABLE.fullmatch(value) and (number or not _PLAIN_VALUE.fullmatch(value))
 
 
 _Replace = Callable[[KeyPath, str], str]
@@ -345,7 +357,7 @@ def _cluster_options(path: KeyPath) -> type[BaseModel] | None:
     if len(path) < 2 or path[0] not in CLUSTERS.names():
         return None
     try:
-        return CLUSTERS.options(str(path[0]))
+        return CLUSTERS.options_model(str(path[0]))
     except (DottedNameError, TrustSettingError):
         return None  # `check` refuses the key
 
@@ -356,39 +368,39 @@ def _free_form(path: KeyPath) -> frozenset[str] | None:
     return forms.get(str(path[1])) if forms else None
 
 
-def _literals(value: str, environment: Mapping[str, str]) -> dict[str, str]:
+def _plain_text_secrets(value: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The parts of a secret value that the pipeline holds in plain text, and what is written instead."""
-    if _BEGINS not in value:
+    if _ENV_PREFIX not in value:
         return {value: REDACTED}
-    found = {part.strip(): REDACTED for part, is_secret in _parts(value) if is_secret}
-    if found and all(name in environment for name in references(value)):
-        found[filled(value, environment)] = masked(value)
+    found = {part.strip(): REDACTED for part, is_secret in _split_secret(value) if is_secret}
+    if found and all(name in environment for name in referenced_variables(value)):
+        found[fill_references(value, environment)] = masked(value)
     return found
 
 
-def _forms(value: str) -> Iterator[str]:
+def _escaped_forms(value: str) -> Iterator[str]:
     """A value as messages may show it: itself, escaped, in a URL, line by line."""
     lines = [line.strip() for line in value.splitlines()]
-    long_lines = [line for line in lines if len(line) >= _LINE_FROM] if len(lines) > 1 else []
+    long_lines = [line for line in lines if len(line) >= _MIN_LINE_LENGTH] if len(lines) > 1 else []
     for text in (value, value.strip(), *long_lines):
-        if is_plain(text):
+        if cannot_be_secret(text):
             continue
         escaped = repr(text)[1:-1], json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
         for form in (text, *escaped, *(quote(text, safe, errors="replace") for safe in ("/", ""))):
-            if len(form) >= _WHOLE_WORDS_FROM:
+            if len(form) >= _MIN_WHOLE_WORD_LENGTH:
                 yield form
 
 
-def _in_urls(text: str) -> Iterator[str]:
+def _secrets_in_urls(text: str) -> Iterator[str]:
     """Passwords in URLs, and values of secret names in their queries."""
     if "://" not in text:
         return
-    for match in _USER.finditer(text):
+    for match in _URL_USER.finditer(text):
         user, password = _user_and_password(match["user"])
         if password:
             yield password
             yield unquote(password)
-        elif password is None and len(REFERENCE.sub("", user)) >= _LONG_USER:
+        elif password is None and len(ENV_REFERENCE.sub("", user)) >= _MIN_TOKEN_USER_LENGTH:
             yield user
     for match in _QUERY.finditer(text):
         if is_secret_name(match["name"]):
@@ -399,15 +411,15 @@ def _in_urls(text: str) -> Iterator[str]:
 def _without_passwords(text: str) -> str:
     if "://" not in text:
         return text
-    text = _USER.sub(_without_user, text)
+    text = _URL_USER.sub(_without_user, text)
     return _QUERY.sub(_without_value, text)
 
 
 def _without_user(match: re.Match[str]) -> str:
     user, password = _user_and_password(match["user"])
-    if password is None and len(REFERENCE.sub("", user)) < _LONG_USER:
+    if password is None and len(ENV_REFERENCE.sub("", user)) < _MIN_TOKEN_USER_LENGTH:
         return match[0]
-    if _BEGINS not in match["user"]:
+    if _ENV_PREFIX not in match["user"]:
         return f"{match['scheme']}{REDACTED}@"
     shown = masked(user) if password is None else f"{user}:{masked(password)}"
     return f"{match['scheme']}{shown}@"

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ValidationError, create_model
 
 from ddprun.config.docs import type_words
-from ddprun.config.tree import spelling
-from ddprun.options import Options, Validated, combine, expected, problem, unknown
+from ddprun.config.tree import normalize_name
+from ddprun.options import CustomValidator, Options, combine, expected, problem, unknown_name
 
 TorchKind = Literal["optimizer", "schedule", "loss"]
 
@@ -39,7 +39,7 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
         "LinearCrossEntropyLoss": "it holds weights of its own, which no optimizer here would train",
     },
 }
-_IGNORED: dict[TorchKind, frozenset[str]] = {
+_IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "optimizer": frozenset({"self", "params"}),
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
     "loss": frozenset({"self", "size_average", "reduce"}),
@@ -48,12 +48,12 @@ Schema = dict[str, Any]
 """JSON Schema of what a parameter takes, as far as a file can hold it: `type`, `enum`, `items`,
 `prefixItems`, and `anyOf` with these; empty: anything."""
 
-_TYPES = {"float": "number", "int": "integer", "bool": "boolean", "str": "string", "None": "null"}
-_TENSOR: Schema = {"type": "array", "items": {"type": "number"}}
-"""Of a tensor; a list of numbers has an equal one, and not this one."""
+_JSON_TYPES = {"float": "number", "int": "integer", "bool": "boolean", "str": "string", "None": "null"}
+_TENSOR_SCHEMA: Schema = {"type": "array", "items": {"type": "number"}}
+"""Schema of a tensor. It is compared by identity: the schema of a list of numbers is equal."""
 
-_NULL: Schema = {"type": "null"}
-_LENGTHS = ("T_max", "total_iters", "total_steps")
+_NULL_SCHEMA: Schema = {"type": "null"}
+_LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Parameter:
     """As torch's source writes it; empty if there is none."""
 
     @property
-    def tensor(self) -> bool:
-        """A list of numbers becomes a tensor."""
-        return any(form is _TENSOR for form in self.schema.get("anyOf", [self.schema]))
+    def is_tensor(self) -> bool:
+        """Whether a list of numbers in the file becomes a tensor."""
+        return any(form is _TENSOR_SCHEMA for form in self.schema.get("anyOf", [self.schema]))
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ def torch_version() -> str | None:
     return match.group(1) if match else None
 
 
-def names(kind: TorchKind) -> tuple[str, ...]:
+def class_names(kind: TorchKind) -> tuple[str, ...]:
     """Every class that a pipeline may name, in torch's spelling; empty without torch."""
     return tuple(name for name in _classes(kind) if refusal(kind, name) is None)
 
 
-def find(kind: TorchKind, name: str) -> str | None:
+def find_class(kind: TorchKind, name: str) -> str | None:
     """The class that a name means, offered or not, in torch's spelling; None if there is none.
 
     Case and underscores do not matter, nor the ending `loss`: `cross_entropy` is `CrossEntropyLoss`.
     """
-    return _by_spelling(kind).get(spelling(name))
+    return _by_spelling(kind).get(normalize_name(name))
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def refusal(kind: TorchKind, name: str) -> str | None:
 
 @functools.cache
 def signature(kind: TorchKind, name: str) -> Signature:
-    """The options of a class that `find` returned."""
+    """The options of a class that `find_class` returned."""
     tree = _parse(_classes(kind)[name])
     init = _method(tree, name, "__init__")
     return Signature(name, _summary(tree, name), _parameters(init, kind) if init else ())
@@ -135,7 +135,7 @@ def options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
         item.name: (
-            Annotated[Any, Validated(functools.partial(_read, item.schema), item.schema)],
+            Annotated[Any, CustomValidator(functools.partial(_check_value, item.schema), item.schema)],
             ... if item.required else None,
         )
         for item in signature(kind, name).parameters
@@ -143,13 +143,13 @@ def options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     return create_model(name, __base__=Options, **fields)
 
 
-def _read(schema: Schema, value: Any) -> Any:
+def _check_value(schema: Schema, value: Any) -> Any:
     """A value that fits the schema, lists as the Python type that torch expects.
 
     Raises:
         pydantic.ValidationError: it does not fit.
     """
-    given = _TYPES.get("None" if value is None else type(value).__name__, "")
+    given = _JSON_TYPES.get("None" if value is None else type(value).__name__, "")
     words: list[str] = []
     for form in schema.get("anyOf", [schema]):
         kind = form.get("type")
@@ -158,23 +158,23 @@ def _read(schema: Schema, value: Any) -> Any:
                 raise expected("a finite number")
             return value
         if kind == "array" and isinstance(value, list | tuple):
-            return _read_list(form, value)
+            return _check_list(form, value)
         words += form.get("enum", ())
     if isinstance(value, str) and value in words:
         return value
     if isinstance(value, str) and words:
-        raise unknown("value", value, words)
+        raise unknown_name("value", value, words)
     raise expected(type_words(schema))
 
 
-def _read_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
+def _check_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
     fixed = form.get("prefixItems")
     if fixed and len(value) != len(fixed):
         raise problem(f"expected a list of {len(fixed)} values, got a list of {len(value)}")
     read = []
     for index, item in enumerate(value):
         try:
-            read.append(_read(fixed[index] if fixed else form["items"], item))
+            read.append(_check_value(fixed[index] if fixed else form["items"], item))
         except ValidationError as error:
             raise combine([error], at=(index,)) from None
     return tuple(read) if fixed else read
@@ -192,14 +192,14 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
     if name not in _classes("schedule"):
         return None
     for parameter in signature("schedule", name).parameters:
-        if parameter.name in _LENGTHS:
+        if parameter.name in _LENGTH_OPTIONS:
             return None if given.get(parameter.name) is not None else parameter.name
     return None
 
 
 def tensor_options(kind: TorchKind, name: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    return frozenset(item.name for item in signature(kind, name).parameters if item.tensor)
+    return frozenset(item.name for item in signature(kind, name).parameters if item.is_tensor)
 
 
 @functools.cache
@@ -214,8 +214,8 @@ def functional_name(loss: str) -> str:
 
 @functools.cache
 def _by_spelling(kind: TorchKind) -> dict[str, str]:
-    found = {spelling(functional_name(name)): name for name in _classes(kind)} if kind == "loss" else {}
-    return found | {spelling(name): name for name in _classes(kind)}
+    found = {normalize_name(functional_name(name)): name for name in _classes(kind)} if kind == "loss" else {}
+    return found | {normalize_name(name): name for name in _classes(kind)}
 
 
 @functools.cache
@@ -234,7 +234,7 @@ def _classes(kind: TorchKind) -> dict[str, Path]:
             if alias.name[0].isupper() and alias.name != "Optimizer"
         }
     path = folder / ("optim/lr_scheduler.py" if kind == "schedule" else "nn/modules/loss.py")
-    return {name: path for name in _public(_parse(path)) if name != "LRScheduler"}
+    return {name: path for name in _names_in_all(_parse(path)) if name != "LRScheduler"}
 
 
 @functools.cache
@@ -242,7 +242,7 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _public(tree: ast.Module) -> list[str]:
+def _names_in_all(tree: ast.Module) -> list[str]:
     """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -276,41 +276,41 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
         schema = _schema(argument.annotation)
         if argument.arg == "reduction":  # `none` gives a loss per sample: no backward pass can start there
             schema = {"enum": ["mean", "sum"]}
-        if argument.arg in _IGNORED[kind] or schema is None:
+        if argument.arg in _IGNORED_PARAMETERS[kind] or schema is None:
             continue
-        required = default is None and not (kind == "schedule" and argument.arg in _LENGTHS)
+        required = default is None and not (kind == "schedule" and argument.arg in _LENGTH_OPTIONS)
         found.append(Parameter(argument.arg, schema, required, ast.unparse(default) if default else ""))
     return tuple(found)
 
 
 def _schema(annotation: ast.expr | None) -> Schema | None:
-    """What an annotation takes: anything if it is of an unknown form, None if only a function does."""
-    forms = list(_forms(annotation))
-    real = [form for form in forms if form is not None and form != _NULL]
+    """JSON Schema of an annotation: empty (anything) if its form is unknown, None if it takes a function."""
+    forms = list(_union_schemas(annotation))
+    real = [form for form in forms if form is not None and form != _NULL_SCHEMA]
     if not real:
         return None
     if {} in real:
         return {}
     if {"type": "number"} in real:  # a number takes the place of a tensor
-        real = [form for form in real if form is not _TENSOR]
+        real = [form for form in real if form is not _TENSOR_SCHEMA]
     lists = [form for form in real if form.get("type") == "array"]
     unique = [form for index, form in enumerate(real) if form not in real[:index] and form not in lists[1:]]
-    unique += [_NULL] if _NULL in forms else []
+    unique += [_NULL_SCHEMA] if _NULL_SCHEMA in forms else []
     return unique[0] if len(unique) == 1 else {"anyOf": unique}
 
 
-def _forms(annotation: ast.expr | None) -> Iterator[Schema | None]:
+def _union_schemas(annotation: ast.expr | None) -> Iterator[Schema | None]:
     """What each member of a union takes, as `_schema`."""
     name = ast.unparse(annotation) if annotation else ""
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            yield from (*_forms(left), *_forms(right))
+            yield from (*_union_schemas(left), *_union_schemas(right))
         case ast.Subscript(value=ast.Name(id=outer), slice=inner) if outer != "Callable":
             members = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             if outer in ("Union", "Optional"):
-                yield from (form for member in members for form in _forms(member))
+                yield from (form for member in members for form in _union_schemas(member))
                 if outer == "Optional":
-                    yield _NULL
+                    yield _NULL_SCHEMA
             elif outer == "Literal":
                 yield {"enum": [str(ast.literal_eval(member)) for member in members]}
             elif outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
@@ -320,10 +320,10 @@ def _forms(annotation: ast.expr | None) -> Iterator[Schema | None]:
                 yield {"type": "array", "items": _schema(members[0]) or {}}
             else:
                 yield {}
-        case _ if name in _TYPES:
-            yield {"type": _TYPES[name]}
+        case _ if name in _JSON_TYPES:
+            yield {"type": _JSON_TYPES[name]}
         case _ if name == "Tensor":
-            yield _TENSOR
+            yield _TENSOR_SCHEMA
         case _:
             yield None if name.startswith("Callable") else {}
 

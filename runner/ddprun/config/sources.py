@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from ddprun_hooks.config.trust import Trust
+from ddprun_hooks.config.trust import TrustPolicy
 
 _MAX_BYTES = 4_000_000
 _MAX_STEPS = 100
 """Aliases and bases that are followed for one name."""
 
 _WRAPPERS = frozenset({"functools.partial", "functools.lru_cache", "functools.cache"})
-"""What these make of a function is the function, for a judgement."""
+"""Calls that wrap a function: the wrapped function is judged."""
 
 _Scope = ast.Module | ast.ClassDef
-_Bound = tuple[ast.AST, ast.alias | None]
+_Binding = tuple[ast.AST, ast.alias | None]
 """A statement that binds a name, and of an import the part of it."""
 
 
@@ -35,47 +35,47 @@ class Origin:
     name: str
     """The full name, in the module that defines it."""
 
-    method: bool = False
-    """It is called on an object."""
+    is_method: bool = False
+    """It is a method, called on an object."""
 
 
-def origins(name: str, limit: Trust, folder: Path | None) -> tuple[Origin, ...]:
+def origins(name: str, trust: TrustPolicy, folder: Path | None) -> tuple[Origin, ...]:
     """What a name may lead to: several where source code decides when it runs, none where it does not show.
 
     Only trusted packages are looked into; some may be in the pipeline file's folder.
     """
-    return tuple(dict.fromkeys(_Reader(limit, folder).follow(tuple(name.split(".")))))
+    return tuple(dict.fromkeys(_NameResolver(trust, folder).follow(tuple(name.split(".")))))
 
 
-def only_in_folder(root: str, limit: Trust, folder: Path | None) -> bool:
+def only_in_folder(root: str, trust: TrustPolicy, folder: Path | None) -> bool:
     """Whether a package is in the pipeline file's folder and nowhere else, and may not come from there."""
-    if folder is None or root in limit.folder_roots() or _installed(root) is not None:
+    if folder is None or root in trust.folder_packages() or _installed(root) is not None:
         return False
     return PathFinder.find_spec(root, [str(folder)]) is not None
 
 
 @dataclass
-class _Reader:
+class _NameResolver:
     """Follows one name."""
 
-    limit: Trust
+    trust: TrustPolicy
     folder: Path | None
     steps: int = _MAX_STEPS
 
-    def too_far(self) -> bool:
-        """Count a step. Whether there were too many, as with two names that lead to each other."""
+    def step_limit_reached(self) -> bool:
+        """Count one step; gives whether there were too many, as with two names that refer to each other."""
         self.steps -= 1
         return self.steps < 0
 
-    def is_read(self, name: str) -> bool:
+    def reads_source_of(self, name: str) -> bool:
         """Whether what has this full name is looked for in source code."""
-        return name.partition(".")[0] in self.limit.roots() - {"torch"}
+        return name.partition(".")[0] in self.trust.top_level_packages() - {"torch"}
 
     def follow(self, parts: Sequence[str]) -> Iterator[Origin]:
         """What a full name leads to."""
-        if self.too_far():
+        if self.step_limit_reached():
             return
-        spec = self._package(parts[0]) if self.is_read(parts[0]) else None
+        spec = self._package(parts[0]) if self.reads_source_of(parts[0]) else None
         if spec is None:
             yield Origin(".".join(parts))
             return
@@ -91,11 +91,11 @@ class _Reader:
             yield Origin(".".join(parts))
             return
         package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
-        yield from _Module(self, spec.name, package, tree).attribute(parts[taken:])
+        yield from _Module(self, spec.name, package, tree).follow_attribute(parts[taken:])
 
     def _package(self, root: str) -> ModuleSpec | None:
         spec = _installed(root)
-        if spec is None and self.folder is not None and root in self.limit.folder_roots():
+        if spec is None and self.folder is not None and root in self.trust.folder_packages():
             spec = PathFinder.find_spec(root, [str(self.folder)])
         return spec
 
@@ -104,7 +104,7 @@ class _Reader:
 class _Module:
     """One module's source."""
 
-    reader: _Reader
+    resolver: _NameResolver
     """Follows what leads out of it."""
 
     name: str
@@ -113,37 +113,39 @@ class _Module:
 
     tree: ast.Module
 
-    def attribute(self, path: Sequence[str]) -> Iterator[Origin]:
+    def follow_attribute(self, path: Sequence[str]) -> Iterator[Origin]:
         """What an attribute of the module leads to."""
-        if self.reader.too_far():
+        if self.resolver.step_limit_reached():
             return
         bound = list(_bindings(self.tree, path[0]))
         for statement, alias in bound:
-            yield from self._bound(self.name, statement, alias, path)
+            yield from self._follow_binding(self.name, statement, alias, path)
         for statement, _ in () if bound else _bindings(self.tree, "*"):
-            if isinstance(statement, ast.ImportFrom) and self.reader.is_read(self._source(statement)):
-                yield from self.reader.follow((*self._source(statement).split("."), *path))
+            if isinstance(statement, ast.ImportFrom):
+                module = self._imported_module(statement)
+                if self.resolver.reads_source_of(module):
+                    yield from self.resolver.follow((*module.split("."), *path))
 
-    def _bound(
+    def _follow_binding(
         self, where: str, statement: ast.AST, alias: ast.alias | None, path: Sequence[str]
     ) -> Iterator[Origin]:
         """What a statement of the module, or of a class in it, binds; `path` begins with the bound name."""
         full, rest = f"{where}.{path[0]}", path[1:]
         if isinstance(statement, ast.ClassDef):
-            yield from self._member(full, statement, rest) if rest else [Origin(full)]
+            yield from self._follow_class_attribute(full, statement, rest) if rest else [Origin(full)]
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             if not rest:
                 yield Origin(full)
         elif isinstance(statement, ast.Import) and alias is not None:
             # `import a.b` binds a, `import a.b as c` binds a.b.
             target = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield from self.reader.follow((*target.split("."), *rest))
+            yield from self.resolver.follow((*target.split("."), *rest))
         elif isinstance(statement, ast.ImportFrom) and alias is not None:
-            yield from self.reader.follow((*self._source(statement).split("."), alias.name, *rest))
+            yield from self.resolver.follow((*self._imported_module(statement).split("."), alias.name, *rest))
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            yield from self._value(statement.value, rest)
+            yield from self._follow_expression(statement.value, rest)
 
-    def _source(self, statement: ast.ImportFrom) -> str:
+    def _imported_module(self, statement: ast.ImportFrom) -> str:
         """The module from which a statement imports."""
         if not statement.level:
             return statement.module or ""
@@ -151,18 +153,20 @@ class _Module:
         package = levels[: len(levels) - statement.level + 1]
         return ".".join([*package, *([statement.module] if statement.module else [])])
 
-    def _value(self, value: ast.expr, rest: Sequence[str]) -> Iterator[Origin]:
+    def _follow_expression(self, value: ast.expr, rest: Sequence[str]) -> Iterator[Origin]:
         """What an expression of the module leads to."""
         if isinstance(value, ast.Call) and value.args and not rest:
-            made_by = {origin.name for origin in self._value(value.func, ())}
+            made_by = {origin.name for origin in self._follow_expression(value.func, ())}
             if made_by and made_by <= _WRAPPERS:
-                yield from self._value(value.args[0], ())
-        elif path := _dotted(value):
-            yield from self.attribute((*path, *rest))
+                yield from self._follow_expression(value.args[0], ())
+        elif path := _attribute_chain(value):
+            yield from self.follow_attribute((*path, *rest))
             if hasattr(builtins, path[0]) and not any(_bindings(self.tree, path[0])):
                 yield Origin(".".join(("builtins", *path, *rest)))
 
-    def _member(self, where: str, made: ast.ClassDef, path: Sequence[str]) -> Iterator[Origin]:
+    def _follow_class_attribute(
+        self, where: str, made: ast.ClassDef, path: Sequence[str]
+    ) -> Iterator[Origin]:
         """What an attribute of a class leads to: its own, or of a base."""
         own = list(_bindings(made, path[0]))
         for statement, alias in own:
@@ -170,16 +174,16 @@ class _Module:
                 free = {"classmethod", "staticmethod"} & {
                     ast.unparse(mark) for mark in statement.decorator_list
                 }
-                yield Origin(f"{where}.{path[0]}", method=not free)
+                yield Origin(f"{where}.{path[0]}", is_method=not free)
             else:
-                yield from self._bound(where, statement, alias, path)
+                yield from self._follow_binding(where, statement, alias, path)
         if own:
             return
         for base in made.bases:
-            if chain := _dotted(base):
-                found = list(self.attribute((*chain, *path)))
+            if chain := _attribute_chain(base):
+                found = list(self.follow_attribute((*chain, *path)))
                 yield from found
-                if found and all(self.reader.is_read(origin.name) for origin in found):
+                if found and all(self.resolver.reads_source_of(origin.name) for origin in found):
                     return
 
 
@@ -203,7 +207,7 @@ def _parse(origin: str | None) -> ast.Module | None:
         return None
 
 
-def _bindings(scope: _Scope, name: str) -> Iterator[_Bound]:
+def _bindings(scope: _Scope, name: str) -> Iterator[_Binding]:
     """The statements of a module or class that bind a name, also those under `if` and `try`."""
     waiting: list[ast.stmt] = list(scope.body)
     while waiting:
@@ -226,7 +230,7 @@ def _bindings(scope: _Scope, name: str) -> Iterator[_Bound]:
             waiting += handler.body
 
 
-def _dotted(value: ast.expr) -> tuple[str, ...]:
+def _attribute_chain(value: ast.expr) -> tuple[str, ...]:
     """The parts of `a.b.c`; none for any other expression."""
     parts: list[str] = []
     while isinstance(value, ast.Attribute):

@@ -26,7 +26,7 @@ class Source:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, order: int, text: str) -> "Source":
+    def from_text(cls, name: str, order: int, text: str) -> "Source":
         """A source of the given text; lines end as YAML ends them."""
         return cls(name, order, tuple(_BREAK.split(text)))
 
@@ -75,10 +75,10 @@ class Node:
     """A scalar as it is written."""
 
     quoted: bool = False
-    broken: bool = False
+    has_fault: bool = False
     """A fault has been reported for it already: what else is wrong with it is a consequence."""
 
-    size: int = 1
+    node_count: int = 1
     """Nodes in it, itself included, aliases expanded."""
 
     height: int = 1
@@ -97,79 +97,79 @@ class Node:
 class Entry:
     """A value of a mapping, and the place of its key."""
 
-    key: Place
+    key_place: Place
     node: Node
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestNode:
     """The node at a path, or the nearest one above it that the file has."""
 
     node: Node
-    key: Place
+    key_place: Place
     """Place of the node's key; in a list and at the top, the node's own place."""
 
-    missing: KeyPath = ()
+    missing_path: KeyPath = ()
     """The end of the path that the file does not have; empty if the node is the one at the path."""
 
-    broken: bool = False
+    has_fault: bool = False
     """The node, or one above it, has a fault already."""
 
 
-def find(root: Node, path: Sequence[str | int]) -> Nearest:
+def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     """Follow a path as far as the tree goes. A choice's name may be spelled otherwise."""
-    node, key, broken = root, root.place, root.broken
+    node, key_place, has_fault = root, root.place, root.has_fault
     for depth, segment in enumerate(path):
         value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
             entry = value.get(segment)
             named = [name for name in value if name != "over"]  # which stands beside a schedule
-            if entry is None and len(named) == 1 and is_choice(above):
-                entry = None if part_of_pair(above, segment, named[0]) else value[named[0]]
+            if entry is None and len(named) == 1 and is_choice_path(above):
+                entry = None if is_data_pair_key(above, segment, named[0]) else value[named[0]]
             if entry is None:
-                return Nearest(node, key, tuple(path[depth:]), broken)
-            node, key = entry.node, entry.key
+                return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
+            node, key_place = entry.node, entry.key_place
         elif isinstance(value, list) and isinstance(segment, int) and segment < len(value):
             node = value[segment]
-            key = node.place
+            key_place = node.place
         else:
-            return Nearest(node, key, tuple(path[depth:]), broken)
-        broken = broken or node.broken
-    return Nearest(node, key, (), broken)
+            return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
+        has_fault = has_fault or node.has_fault
+    return NearestNode(node, key_place, (), has_fault)
 
 
-def spelling(name: str) -> str:
+def normalize_name(name: str) -> str:
     """One spelling for all that mean the same name: `cross_entropy` and `CrossEntropyLoss` become equal."""
     return name.lower().replace("_", "").removesuffix("loss")
 
 
-_CHOICES = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
-_STAGE_CHOICES = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
-_CHOICE_LISTS = frozenset({"hooks", "within", "across", "metrics", "stages"})
+_CHOICE_KEYS = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
+_STAGE_CHOICE_KEYS = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
+_CHOICE_LIST_KEYS = frozenset({"hooks", "within", "across", "metrics", "stages"})
 
 
-def is_choice(path: Sequence[str | int]) -> bool:
+def is_choice_path(path: Sequence[str | int]) -> bool:
     """Whether `name` or `name: {options}` is written at this path."""
     match tuple(path):
         case (str(key),):
-            return key in _CHOICES
+            return key in _CHOICE_KEYS
         case ("stages", int(), "train" | "forward", str(key)):
-            return key in _STAGE_CHOICES
+            return key in _STAGE_CHOICE_KEYS
         case ("data", "train" | "evaluate") | ("stages", int(), "evaluate", "data"):
             return True
         case ("loader", "collate" | "sampler"):
             return True
         case (*_, str(key), int()):
-            return key in _CHOICE_LISTS
+            return key in _CHOICE_LIST_KEYS
     return False
 
 
-def part_of_pair(path: Sequence[str | int], *keys: str) -> bool:
+def is_data_pair_key(path: Sequence[str | int], *keys: str) -> bool:
     """Whether a key below the path is one of `data: {train: …, evaluate: …}` and no name of a choice."""
     return tuple(path) == ("data",) and not {"train", "evaluate"}.isdisjoint(keys)
 
 
-def show(path: Sequence[str | int]) -> str:
+def format_path(path: Sequence[str | int]) -> str:
     """A path as text: `stages[2].train.steps`; a key that holds dots is in double quotes."""
     text = ""
     for segment in path:
@@ -185,7 +185,7 @@ _SEGMENT = re.compile(r'(?:(?P<dot>^|\.)(?P<key>"(?P<quoted>[^"]+)"|[^.\[\]="]+)
 
 
 def parse_path(text: str) -> list[tuple[str | int, int]]:
-    """Read a path as `show` writes it.
+    """Read a path as `format_path` writes it.
 
     Returns:
         Each segment with its offset in the text.

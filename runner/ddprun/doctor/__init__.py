@@ -53,11 +53,11 @@ class Report:
         """How many findings are of a level."""
         return sum(finding.level == level for finding in self.findings)
 
-    def plain(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """As JSON can carry it."""
         return {"fit": self.fit, "counts": {level: self.count(level) for level in LEVELS}, **asdict(self)}
 
 
-def pair_of(one: str, other: str) -> str:
+def pair_label(one: str, other: str) -> str:
     """How two hosts are called in a finding."""
     return f"{one} - {other}"

@@ -15,14 +15,28 @@ import psutil
 
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
-from ddprun.host.network import VARIABLES, NetworkError, addresses, check_named, is_loopback, owners
+from ddprun.host.network import (
+    INTERFACE_VARIABLES,
+    NetworkError,
+    check_interfaces_exist,
+    interface_by_address,
+    is_loopback,
+    resolve_addresses,
+)
 from ddprun.host.processes import cores
-from ddprun.host.shared_memory import REMEDY, ROOM_FOR_NCCL_BYTES, Room, binary, room, startup_bytes
+from ddprun.host.shared_memory import (
+    REMEDY,
+    ROOM_FOR_NCCL_BYTES,
+    ShmSpace,
+    format_bytes,
+    shm_space,
+    startup_bytes,
+)
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""
 
-_ROOM_BYTES = 256 << 20
+_ENOUGH_SHM_BYTES = 256 << 20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NVIDIA_SMI_S = 20.0
 
@@ -42,19 +56,19 @@ class Gpus:
     topology: str = ""
     """What `nvidia-smi topo -m` prints."""
 
-    broken: str = ""
+    why_unusable: str = ""
     """Why torch sees none although the driver does."""
 
 
 def examine_host(ranks: int | None) -> Report:
     """Examine this host alone, for so many ranks; None: one for each GPU, or two. GPUs take seconds."""
-    gpus, shm = _gpus(), room()
+    gpus, shm = _gpus(), shm_space()
     ranks = ranks or len(gpus.names) or 2
-    name, versions, links, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
+    name, versions, network_interfaces, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
     facts = {
         "name": name,
         "boot": _BOOT.read_text("ascii").strip() if _BOOT.is_file() else "",
-        "interfaces": links,
+        "interfaces": network_interfaces,
         "shm": None if shm is None else {"total_bytes": shm.total, "free_bytes": shm.free},
         "versions": versions,
         "gpus": list(gpus.names),
@@ -65,13 +79,13 @@ def examine_host(ranks: int | None) -> Report:
     if missing := [what for what in ("CUDA", "NCCL") if not versions[what]]:
         listed += f"; this torch has no {' and no '.join(missing)}"
     findings = [
-        *_interfaces(name, links),
-        _own_name(name),
-        _shm(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
+        *_interface_findings(name, network_interfaces),
+        _own_name_finding(name),
+        _shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
         *core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
-        _debug(name),
+        _debug_finding(name),
     ]
     return Report([facts], findings)
 
@@ -80,7 +94,7 @@ def interfaces() -> list[dict[str, Any]]:
     """Network interfaces that are up and have an address, without the loopback."""
     states = psutil.net_if_stats()
     found: dict[str, dict[str, Any]] = {}
-    for address, name in owners().items():
+    for address, name in interface_by_address().items():
         state = states.get(name)
         if is_loopback(address) or state is None or not state.isup:
             continue
@@ -89,13 +103,13 @@ def interfaces() -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: str(entry["name"]))
 
 
-def bad_variables() -> dict[str, str]:
+def bad_interface_variables() -> dict[str, str]:
     """Environment variables that name a missing interface, and what is wrong."""
     found = {}
-    for name in VARIABLES:
+    for name in INTERFACE_VARIABLES:
         if os.environ.get(name):
             try:
-                check_named(name, os.environ[name])
+                check_interfaces_exist(name, os.environ[name])
             except NetworkError as error:
                 found[name] = str(error)
     return found
@@ -103,29 +117,29 @@ def bad_variables() -> dict[str, str]:
 
 def loopback_variables() -> dict[str, str]:
     """Environment variables that name the loopback, which leads to no other host, and its name."""
-    loopbacks = {name for address, name in owners().items() if is_loopback(address)}
-    named = {name: os.environ.get(name, "").lstrip("=") for name in VARIABLES}
+    loopbacks = {name for address, name in interface_by_address().items() if is_loopback(address)}
+    named = {name: os.environ.get(name, "").lstrip("=") for name in INTERFACE_VARIABLES}
     return {name: value for name, value in named.items() if value in loopbacks}
 
 
-def wrong_interface(where: str, variable: str, found: str) -> Finding:
+def wrong_interface_finding(where: str, variable: str, found: str) -> Finding:
     """An environment variable names an interface that cannot be used."""
     do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
     return Finding(where, "interfaces", "problem", found, do)
 
 
-def speed_of(mbit_per_s: float) -> str:
+def format_rate(mbit_per_s: float) -> str:
     """For a reader: `10 Gbit/s`."""
     if mbit_per_s >= 999.5:
         return f"{mbit_per_s / 1000:.3g} Gbit/s"
     return f"{mbit_per_s:.3g} Mbit/s"
 
 
-def _interfaces(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if there:
         listed = [
             f"{entry['name']} {' '.join(entry['addresses'])}"
-            + (f", {speed_of(entry['mbit_per_s'])}" if entry["mbit_per_s"] else "")
+            + (f", {format_rate(entry['mbit_per_s'])}" if entry["mbit_per_s"] else "")
             for entry in there
         ]
         yield Finding(name, "interfaces", "ok", "; ".join(listed))
@@ -133,12 +147,12 @@ def _interfaces(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Findi
         found = "only the loopback is up: runs on this host alone work"
         do = "for several hosts bring one up: ip link set NAME up, and give it an address"
         yield Finding(name, "interfaces", "note", found, do)
-    for variable, fault in bad_variables().items():
-        yield wrong_interface(name, variable, fault)
+    for variable, fault in bad_interface_variables().items():
+        yield wrong_interface_finding(name, variable, fault)
 
 
-def _own_name(name: str) -> Finding:
-    found = addresses(name)
+def _own_name_finding(name: str) -> Finding:
+    found = resolve_addresses(name)
     listed = ", ".join(dict.fromkeys(found))
     if not found:
         text = (
@@ -156,22 +170,23 @@ def _own_name(name: str) -> Finding:
     return Finding(name, "own name", "ok", f"{name} is {listed}")
 
 
-def _shm(name: str, here: Room | None, ranks: int, *, nccl: bool) -> Finding:
-    if here is None:
+def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -> Finding:
+    if space is None:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
-    found = f"{binary(here.total)}, {binary(here.free)} of it free"
-    least, enough = startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ROOM_BYTES
+    found = f"{format_bytes(space.total)}, {format_bytes(space.free)} of it free"
+    least, enough = startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ENOUGH_SHM_BYTES
     level: Level = "ok"
-    if here.free < least:
+    if space.free < least:
         level = "problem"
-        found += f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start, and needs {binary(least)}"
-    elif here.free < enough:
+        found += f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start, and needs "
+        found += format_bytes(least)
+    elif space.free < enough:
         level = "warning"
         found += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
-        found += f", for which {binary(enough)} are usually enough"
+        found += f", for which {format_bytes(enough)} are usually enough"
     do = "" if level == "ok" else f"{REMEDY}; loader.workers: 0 needs none, nor does the hook shared_memory"
-    value = {"total_bytes": here.total, "free_bytes": here.free}
+    value = {"total_bytes": space.total, "free_bytes": space.free}
     return Finding(name, "/dev/shm", level, found, do, value)
 
 
@@ -198,7 +213,7 @@ def _gpus() -> Gpus:
     driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()), None)
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA cannot start"
-        return Gpus(driver=driver, nccl=nccl, broken="" if driver is None else why)
+        return Gpus(driver=driver, nccl=nccl, why_unusable="" if driver is None else why)
     count = torch.cuda.device_count()
     return Gpus(
         names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
@@ -229,8 +244,8 @@ def _nvidia_smi(*arguments: str) -> str:
 def gpu_finding(name: str, gpus: Gpus) -> Finding:
     """How torch sees the GPUs, and how they reach each other."""
     value = {"topology": gpus.topology} if gpus.topology else {}
-    if gpus.broken:
-        found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.broken}"
+    if gpus.why_unusable:
+        found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.why_unusable}"
         do = (
             "install a torch build for CUDA (https://pytorch.org/get-started/locally), and check "
             "CUDA_VISIBLE_DEVICES and the driver's age"
@@ -263,7 +278,7 @@ def core_findings(name: str, cores: float, ranks: int, threads: str) -> Iterator
         yield Finding(name, "cores", "warning", found, do)
 
 
-def _debug(name: str) -> Finding:
+def _debug_finding(name: str) -> Finding:
     value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
     if value == "DETAIL":
         found = (

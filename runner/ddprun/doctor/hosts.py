@@ -15,24 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor import Finding, Level, Report, links, pair_of
-from ddprun.doctor.host import bad_variables, loopback_variables, wrong_interface
-from ddprun.host.network import VARIABLES, address_towards, interface_towards
+from ddprun.doctor import Finding, Level, Report, links, pair_label
+from ddprun.doctor.host import bad_interface_variables, loopback_variables, wrong_interface_finding
+from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.screen import print_stderr
 
-_HOST_S = 60.0
+_EXAMINE_TIMEOUT_S = 60.0
 """Longest time for a host to examine itself: drivers of GPUs may need long to start."""
 
 _PORTS_S = 30.0
-_PARTING_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 5.0
 _MANY_ROUNDS = 3
 _TICK_S = 0.05
-_MORE_S, _ANSWERS_S = 5.0, 5.0
+_GRACE_S, _STORE_TIMEOUT_S = 5.0, 5.0
 _FAILED = 1
 
-CHECK_HOST = "check that host and the link to it"
-RUN_AGAIN = (
+CHECK_HOST_ADVICE = "check that host and the link to it"
+RUN_AGAIN_ADVICE = (
     "see the other findings; run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
     "TORCH_CPP_LOG_LEVEL=INFO set, which name the collective"
 )
@@ -43,14 +43,19 @@ class HostLostError(RuntimeError):
 
 
 @contextmanager
-def bounded(within_s: float) -> Iterator[None]:
-    """End this process if the block takes much longer: a dead link says nothing, and the store waits."""
+def exit_on_timeout(within_s: float) -> Iterator[None]:
+    """Exit this process if the block takes much longer than `within_s`.
+
+    A dead link raises no error, and calls to the store would block.
+    """
 
     def end() -> None:
-        print_stderr(f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST}")
+        print_stderr(
+            f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}"
+        )
         os._exit(_FAILED)
 
-    timer = threading.Timer(within_s + _MORE_S, end)
+    timer = threading.Timer(within_s + _GRACE_S, end)
     timer.daemon = True
     timer.start()
     try:
@@ -75,20 +80,20 @@ class HostGroup:
             HostLostError: some did not answer in time.
         """
         names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
-        with bounded(_ANSWERS_S):
+        with exit_on_timeout(_STORE_TIMEOUT_S):
             self.store.set(f"{key}/{self.index}", json.dumps(value))
-        if missing := _missing(self.store, [*names], within_s):
+        if missing := _wait_for_keys(self.store, [*names], within_s):
             late = ", ".join(names[one] for one in missing)
             raise HostLostError(f"{late} did not answer within {within_s:g} s ({key})")
-        with bounded(_ANSWERS_S):
+        with exit_on_timeout(_STORE_TIMEOUT_S):
             return [json.loads(self.store.get(one)) for one in names]
 
 
-def _missing(store: dist.Store, keys: list[str], within_s: float = math.inf) -> list[str]:
+def _wait_for_keys(store: dist.Store, keys: list[str], within_s: float = math.inf) -> list[str]:
     """Wait until a store holds all keys; gives those that it does not hold in time."""
     until = time.monotonic() + within_s
     while True:
-        with bounded(_ANSWERS_S):
+        with exit_on_timeout(_STORE_TIMEOUT_S):
             if store.check(keys):
                 return []
             if time.monotonic() > until:
@@ -97,14 +102,14 @@ def _missing(store: dist.Store, keys: list[str], within_s: float = math.inf) -> 
 
 
 def examine_hosts(
-    here: Report, timeout_s: float, base: Any = None, extra: Sequence[Finding] = ()
+    own_report: Report, timeout_s: float, base_store: Any = None, extra: Sequence[Finding] = ()
 ) -> tuple[Report | None, bool]:
-    """Examine all hosts, as a rank by the launcher's variables. Every rank has to call this.
+    """Examine all hosts; each rank of the launch has to call it.
 
     Args:
-        here: what this host found out about itself.
+        own_report: what this host found out about itself.
         timeout_s: how long others may take to come, and a collective to end.
-        base: a store that has been reached; None: by what the environment says.
+        base_store: a store that has been reached; None: by what the environment says.
         extra: further findings about this host.
 
     Returns:
@@ -113,21 +118,21 @@ def examine_hosts(
     Raises:
         HostLostError, NetworkError, RuntimeError: hosts cannot be reached any more.
     """
-    (facts,) = here.hosts
+    (facts,) = own_report.hosts
     loopbacks = loopback_variables()
-    findings = [*here.findings, *extra]
+    findings = [*own_report.findings, *extra]
     for variable, value in loopbacks.items():
         found = f"{variable} is {value}, the loopback, through which no other host can be reached"
-        findings.append(wrong_interface(facts["name"], variable, found))
-    for variable in {**loopbacks, **bad_variables()}:  # what is measured is measured without
+        findings.append(wrong_interface_finding(facts["name"], variable, found))
+    for variable in {**loopbacks, **bad_interface_variables()}:  # what is measured is measured without
         del os.environ[variable]
     environment = Environment.read()
     ranks = Ranks(environment, timedelta(seconds=timeout_s))
-    with bounded(3 * timeout_s):
-        ranks.connect(base)
+    with exit_on_timeout(3 * timeout_s):
+        ranks.connect(base_store)
         mine = json.dumps([facts["name"], facts["boot"]])  # the boot id tells hosts of one name apart
-        places = [tuple(json.loads(text)) for text in ranks.gather("doctor/places", mine)]
-    first_ranks = {place: places.index(place) for place in dict.fromkeys(places)}
+        host_ids = [tuple(json.loads(text)) for text in ranks.gather("doctor/places", mine)]
+    first_ranks = {place: host_ids.index(place) for place in dict.fromkeys(host_ids)}
     known = [name for name, _ in first_ranks]
     names = tuple(
         name if known.count(name) == 1 else f"{name} (rank {rank})" for (name, _), rank in first_ranks.items()
@@ -136,82 +141,85 @@ def examine_hosts(
     report = None
     if ranks.rank in first_ranks.values():
         group = HostGroup(store, names, [*first_ranks.values()].index(ranks.rank))
-        report = _between(group, facts, findings, timeout_s)
+        report = _measure_between_hosts(group, facts, findings, timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
-    _missing(store, ["fit"])  # however long that takes
-    with bounded(_ANSWERS_S):
+    _wait_for_keys(store, ["fit"])  # however long that takes
+    with exit_on_timeout(_STORE_TIMEOUT_S):
         fit = bool(json.loads(store.get("fit")))
-    with bounded(_PARTING_S), suppress(RuntimeError):  # whoever holds the store should be the last to end
+    # Whoever holds the store should be the last to end.
+    with exit_on_timeout(_SHUTDOWN_TIMEOUT_S), suppress(RuntimeError):
         store.set(f"bye/{ranks.rank}", "")
-        _missing(store, [f"bye/{rank}" for rank in range(environment.world_size)], _PARTING_S)
+        _wait_for_keys(store, [f"bye/{rank}" for rank in range(environment.world_size)], _SHUTDOWN_TIMEOUT_S)
         time.sleep(_TICK_S)
     return (report if ranks.rank == 0 else None), fit
 
 
-def _between(
+def _measure_between_hosts(
     group: HostGroup, facts: Mapping[str, Any], findings: Sequence[Finding], timeout_s: float
 ) -> Report:
     """Measure between hosts; gives all of them the report."""
     size, name = len(group.names), group.names[group.index]
     mine = [{**asdict(finding), "where": name} for finding in findings]
     address = address_towards(os.environ["MASTER_ADDR"])
-    interface = os.environ.get(VARIABLES[0], "")
-    answers = group.gather("hosts", [{**facts, "name": name}, mine, interface], _HOST_S + timeout_s)
+    interface = os.environ.get(INTERFACE_VARIABLES[0], "")
+    answers = group.gather(
+        "hosts", [{**facts, "name": name}, mine, interface], _EXAMINE_TIMEOUT_S + timeout_s
+    )
     hosts, interfaces = [answer[0] for answer in answers], [answer[2] for answer in answers]
     found = [Finding(**plain) for answer in answers for plain in answer[1]] + version_findings(hosts)
-    with bounded(2 * timeout_s * size):
+    with exit_on_timeout(2 * timeout_s * size):
         offset = links.clock_offset(group.store, group.index, size, timeout_s)
     clocks = group.gather("clocks", offset, timeout_s * size)
-    with links.open_ports(address) as own:
+    with links.listen_on_ports(address) as own:
         listening = [
-            links.Listening(where, tuple(ports), token)
+            links.ListeningPorts(where, tuple(ports), token)
             for where, ports, token in group.gather("listening", astuple(own), timeout_s)
         ]
         others = [None if index == group.index else one for index, one in enumerate(listening)]
-        closed = group.gather("ports", links.closed_ports(others), _PORTS_S + timeout_s)
+        closed = group.gather("ports", links.find_unreachable_ports(others), _PORTS_S + timeout_s)
     routes = group.gather(
         "routes", [None if one is None else interface_towards(one.address) for one in others], timeout_s
     )
     found += links.route_findings(group.names, interfaces, routes)
     found += links.port_findings(group.names, listening, closed)
     found += links.clock_findings(group.names, clocks)
-    fenced = {
+    blocked_pairs = {
         (one, other)
         for one, other in itertools.combinations(range(size), 2)
         if closed[one][other] or closed[other][one]
     }
-    return Report(hosts, found + _links(group, hosts, interfaces, fenced, timeout_s))
+    return Report(hosts, found + _measure_links(group, hosts, interfaces, blocked_pairs, timeout_s))
 
 
-def _links(
+def _measure_links(
     group: HostGroup,
     hosts: Sequence[Mapping[str, Any]],
     interfaces: Sequence[str],
-    fenced: set[tuple[int, int]],
+    blocked_pairs: set[tuple[int, int]],
     timeout_s: float,
 ) -> list[Finding]:
     """Measure the links between all hosts that can reach each other."""
     kinds = [("gloo", torch.device("cpu"))]
     if all(host["gpus"] and host["versions"]["NCCL"] for host in hosts):
         kinds.append(("nccl", torch.device("cuda", 0)))
-    schedule = links.rounds(len(hosts))
+    schedule = links.pair_rounds(len(hosts))
     if group.index == 0 and len(schedule) > _MANY_ROUNDS:
         print_stderr(f"ddprun doctor: measuring links in {len(schedule)} rounds of some seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
-        pair = next((pair for pair in pairs if group.index in pair and pair not in fenced), None)
-        mine = None if pair is None else _measured(group, pair, backend, device, timeout_s)
-        others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.LONGEST_S)
+        pair = next((pair for pair in pairs if group.index in pair and pair not in blocked_pairs), None)
+        mine = None if pair is None else _measure_pair(group, pair, backend, device, timeout_s)
+        others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.MAX_MEASURING_S)
         results = group.gather(f"links/{number}", mine, others_s)
         for one, other in pairs:
             names = group.names[one], group.names[other]
             if failed := [text for text in (results[one], results[other]) if isinstance(text, str)]:
                 found = f"a collective over {backend} failed: {failed[0]}"
-                findings.append(Finding(pair_of(*names), "bandwidth", "problem", found, RUN_AGAIN))
+                findings.append(Finding(pair_label(*names), "bandwidth", "problem", found, RUN_AGAIN_ADVICE))
             elif results[one] is not None:
                 speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
-                findings += links.link_findings(*names, links.Measured(**results[one]), speeds)
+                findings += links.link_findings(*names, links.LinkMeasurement(**results[one]), speeds)
     if any(len(pairs) > 1 for pairs in schedule):
         where = f"{group.names[0]}, {group.names[-1]}"
         found = f"{len(hosts)} hosts: up to {len(hosts) // 2} pairs were measured at the same time"
@@ -220,13 +228,13 @@ def _links(
     return findings
 
 
-def _measured(
+def _measure_pair(
     group: HostGroup, pair: tuple[int, int], backend: str, device: torch.device, timeout_s: float
 ) -> dict[str, Any] | str:
     """What was measured, or why it could not be."""
     store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", group.store)
     try:
-        with bounded(links.LONGEST_S + 2 * timeout_s):
+        with exit_on_timeout(links.MAX_MEASURING_S + 2 * timeout_s):
             return asdict(links.measure(store, pair.index(group.index), backend, device, timeout_s))
     except (RuntimeError, ValueError) as error:
         return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -239,7 +247,7 @@ def _speed(host: Mapping[str, Any], interface: str) -> float | None:
 def version_findings(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Versions that are not the same on all hosts."""
     findings = []
-    where = pair_of(hosts[0]["name"], hosts[-1]["name"]) if len(hosts) > 1 else hosts[0]["name"]
+    where = pair_label(hosts[0]["name"], hosts[-1]["name"]) if len(hosts) > 1 else hosts[0]["name"]
     for what in hosts[0]["versions"]:
         found = [host["versions"][what] for host in hosts]
         if what == "python":

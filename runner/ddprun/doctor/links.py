@@ -22,40 +22,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddprun.doctor import Finding, Level, pair_of
-from ddprun.doctor.host import speed_of
-from ddprun.host.network import VARIABLES
-from ddprun.units import duration
+from ddprun.doctor import Finding, Level, pair_label
+from ddprun.doctor.host import format_rate
+from ddprun.host.network import INTERFACE_VARIABLES
+from ddprun.units import format_duration
 
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
-ELASTIC_S = 5.0
+ELASTIC_TIMEOUT_S = 5.0
 """Elastic runs consider a host lost that has given no sign of life for so long, by its own wall clock
 (`ddprun.launch.local`)."""
 
-_ANSWERS_S = 3.0
-_PORTS = 3
+_CONNECT_TIMEOUT_S = 3.0
+_PORT_COUNT = 3
 """A firewall may leave some ports open; so many are tried."""
 
-_AT_ONCE = 32
+_MAX_CONNECTIONS = 32
 _TOKEN_BYTES = 16
 
-_FIRST_BYTES, _MOST_BYTES = 64 << 10, 64 << 20
-_LONG_ENOUGH_S, _WANTED_S = 0.05, 0.2
+_FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
+_MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
-_WARM_UP, _MOST_BARRIERS, _BARRIERS_S = 5, 200, 1.0
+_WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
 
-LONGEST_S = 60.0
+MAX_MEASURING_S = 60.0
 """What measuring a link takes at most, but for a collective that fails."""
 
-_SLOW_MBIT, _LATE_S = 1000.0, 2e-3
+_SLOW_MBIT, _HIGH_LATENCY_S = 1000.0, 2e-3
 _ONE_STREAM_MBIT = 10_000.0
 """One stream of Gloo's is not to be expected faster, whatever the interface."""
 
-_SHARE_OF_SPEED = 0.3
-_LOPSIDED = 2.0
-_ONE_BY_ONE_HOSTS = 8
+_MIN_FRACTION_OF_SPEED = 0.3
+_MAX_ASYMMETRY = 2.0
+_MAX_SEQUENTIAL_HOSTS = 8
 """So many hosts are measured one pair after the other."""
 
 
@@ -90,37 +90,38 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
     ):
         ahead, behind = (other, one) if others > offset else (one, other)
         apart_s, within_s = abs(others - offset), bound + others_bound
-        found = (
-            f"the clock of {ahead} is {duration(apart_s)} ahead of that of {behind} (± {duration(within_s)})"
-        )
+        apart, error = format_duration(apart_s), format_duration(within_s)
+        found = f"the clock of {ahead} is {apart} ahead of that of {behind} (± {error})"
         level: Level = "ok"
         if apart_s <= within_s:
-            found = f"clocks are equal within {duration(within_s)}"
+            found = f"clocks are equal within {error}"
         elif apart_s > _CLOCK_WARNING_S:
             level = "warning"
             found += "; times in their logs and records do not match"
-            if apart_s > ELASTIC_S:
+            if apart_s > ELASTIC_TIMEOUT_S:
                 level = "problem"
                 found += f", and elastic runs (--max-restarts, --nnodes MIN:MAX) consider {behind} lost"
         do = "let chrony or ntpd set the clocks on both: `chronyc makestep`, `timedatectl`"
         value = {"ahead": ahead, "ahead_s": apart_s, "within_s": within_s}
-        where = pair_of(one, other)
+        where = pair_label(one, other)
         findings.append(Finding(where, "clock", level, found, "" if level == "ok" else do, value))
     return findings
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ListeningPorts:
     """Where a host listens."""
 
     address: str
     ports: tuple[int, ...]
     token: str
-    """What it answers: another program might listen there, in another network of the same numbers."""
+    """What the host answers to a connection; it tells the host from another program that listens at the same
+    address and port.
+    """
 
 
 @contextmanager
-def open_ports(address: str) -> Iterator[Listening]:
+def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
     """Listen at an address of this host, at ports that the kernel chooses, until the block is left."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     token = secrets.token_hex(_TOKEN_BYTES // 2)
@@ -134,26 +135,26 @@ def open_ports(address: str) -> Iterator[Listening]:
 
     with ExitStack() as stack:
         listeners = [
-            stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(_PORTS)
+            stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(_PORT_COUNT)
         ]
         for listener in listeners:
             threading.Thread(target=answer, args=(listener,), daemon=True).start()
         try:
-            yield Listening(address, tuple(int(one.getsockname()[1]) for one in listeners), token)
+            yield ListeningPorts(address, tuple(int(one.getsockname()[1]) for one in listeners), token)
         finally:
             for listener in listeners:  # wakes the thread that waits in it
                 with suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)
 
 
-def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]]]:
+def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
 
-    def why_closed(port_of: tuple[Listening, int]) -> str:
+    def why_closed(port_of: tuple[ListeningPorts, int]) -> str:
         host, port = port_of
         try:
-            with socket.create_connection((host.address, port), timeout=_ANSWERS_S) as one:
-                one.settimeout(_ANSWERS_S)
+            with socket.create_connection((host.address, port), timeout=_CONNECT_TIMEOUT_S) as one:
+                one.settimeout(_CONNECT_TIMEOUT_S)
                 answer = one.recv(_TOKEN_BYTES, socket.MSG_WAITALL).decode(errors="replace")
         except TimeoutError:
             return "no answer"
@@ -162,7 +163,7 @@ def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]
         return "" if answer == host.token else "another program answers"
 
     ports = [(host, port) for host in hosts if host is not None for port in host.ports]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         whys = dict(zip(ports, pool.map(why_closed, ports), strict=True))
     return [
         [] if host is None else [(port, whys[host, port]) for port in host.ports if whys[host, port]]
@@ -171,12 +172,14 @@ def closed_ports(hosts: Sequence[Listening | None]) -> list[list[tuple[int, str]
 
 
 def port_findings(
-    names: Sequence[str], hosts: Sequence[Listening], closed: Sequence[Sequence[Sequence[tuple[int, str]]]]
+    names: Sequence[str],
+    hosts: Sequence[ListeningPorts],
+    closed: Sequence[Sequence[Sequence[tuple[int, str]]]],
 ) -> list[Finding]:
     """Which ports each pair can reach; `closed[i][j]` are those of host j that host i cannot, and why."""
     findings = []
     for one, other in itertools.combinations(range(len(names)), 2):
-        where = pair_of(names[one], names[other])
+        where = pair_label(names[one], names[other])
         faults = []
         for here, there in ((one, other), (other, one)):
             if not (ports := closed[here][there]):
@@ -193,47 +196,50 @@ def port_findings(
             )
             value = {"from": names[here], "to": names[there], "closed": [port for port, _ in ports]}
             faults.append(Finding(where, "ports", "problem", found, do, value))
-        fine = Finding(where, "ports", "ok", f"{_PORTS} ports chosen by the kernel are open both ways")
+        fine = Finding(where, "ports", "ok", f"{_PORT_COUNT} ports chosen by the kernel are open both ways")
         findings += faults or [fine]
     return findings
 
 
 def route_findings(
-    names: Sequence[str], used: Sequence[str], routes: Sequence[Sequence[str | None]]
+    names: Sequence[str], used_interfaces: Sequence[str], routes: Sequence[Sequence[str | None]]
 ) -> list[Finding]:
     """Which interfaces lead from host to host, and whether they are those that are used.
 
     Args:
         names: of the hosts.
-        used: interface that Gloo uses on each; empty: its own choice.
+        used_interfaces: interface that Gloo uses on each; empty: its own choice.
         routes: `routes[i][j]`: interface of host i on the way to host j; None: there is none.
     """
     findings = []
     for one, other in itertools.combinations(range(len(names)), 2):
-        where = pair_of(names[one], names[other])
+        where = pair_label(names[one], names[other])
         wrong = [
             Finding(
                 where,
                 "interfaces",
                 "problem",
-                f"{names[here]} uses {used[here]}, but {route} leads to {names[there]}",
-                f"on {names[here]} unset {' and '.join(VARIABLES)}, or set them to {route}",
+                f"{names[here]} uses {used_interfaces[here]}, but {route} leads to {names[there]}",
+                f"on {names[here]} unset {' and '.join(INTERFACE_VARIABLES)}, or set them to {route}",
             )
             for here, there in ((one, other), (other, one))
-            if used[here] and (route := routes[here][there]) and route not in used[here].split(",")
+            if used_interfaces[here]
+            and (route := routes[here][there])
+            and route not in used_interfaces[here].split(",")
         ]
-        found = f"{names[one]} uses {used[one] or 'any'}, {names[other]} {used[other] or 'any'}"
+        used, others = used_interfaces[one] or "any", used_interfaces[other] or "any"
+        found = f"{names[one]} uses {used}, {names[other]} {others}"
         findings += wrong or [Finding(where, "interfaces", "ok", found)]
     return findings
 
 
-def rounds(hosts: int) -> list[list[tuple[int, int]]]:
+def pair_rounds(hosts: int) -> list[list[tuple[int, int]]]:
     """Which pairs are measured, one round after the other: each pair once, and no host twice in a round.
 
     Up to eight hosts there is one pair in a round, so that nothing else is on the network. With more that
     would take too long, and there are as many pairs in a round as there can be (the circle method).
     """
-    if hosts <= _ONE_BY_ONE_HOSTS:
+    if hosts <= _MAX_SEQUENTIAL_HOSTS:
         return [[pair] for pair in itertools.combinations(range(hosts), 2)]
     seats = list(range(hosts)) + [-1] * (hosts % 2)
     found = []
@@ -246,7 +252,7 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LinkMeasurement:
     """A link, by a process group of its two hosts alone; medians."""
 
     backend: str
@@ -264,7 +270,9 @@ class Measured:
     """Largest message."""
 
 
-def measure(store: dist.Store, rank: int, backend: str, device: torch.device, timeout_s: float) -> Measured:
+def measure(
+    store: dist.Store, rank: int, backend: str, device: torch.device, timeout_s: float
+) -> LinkMeasurement:
     """Measure with the other host of a pair, which has to call this, too; both get the result.
 
     Args:
@@ -280,29 +288,32 @@ def measure(store: dist.Store, rank: int, backend: str, device: torch.device, ti
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
     try:
-        link = _Link(device)
-        took = statistics.median(link.seconds(_WARM_UP))
-        count = max(_WARM_UP, min(_MOST_BARRIERS, int(_BARRIERS_S / took)))
-        latency_s = statistics.median(link.seconds(count))
+        link = _LinkBenchmark(device)
+        took = statistics.median(link.time_calls(_WARM_UP_BARRIERS))
+        count = max(_WARM_UP_BARRIERS, min(_MOST_BARRIERS, int(_TOTAL_BARRIERS_S / took)))
+        latency_s = statistics.median(link.time_calls(count))
         both = link.bandwidth(dist.all_reduce)
         there, back = (link.bandwidth(partial(dist.broadcast, src=source)) for source in (0, 1))
-        return Measured(backend, latency_s, there, back, both, link.largest)
+        return LinkMeasurement(backend, latency_s, there, back, both, link.largest_bytes)
     finally:
         dist.destroy_process_group()
 
 
-class _Link:
-    """The same calls on both hosts: they go by the first one's clock, and so choose the same sizes."""
+class _LinkBenchmark:
+    """Timed collectives between two hosts.
+
+    Both make the same calls and use the first host's times, so that they choose the same message sizes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._small = torch.zeros(1, device=device)
-        self._memory = torch.empty(_MOST_BYTES // self._small.element_size(), device=device).zero_()
-        self.largest = 0
-        """Bytes of a message."""
+        self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
+        self.largest_bytes = 0
+        """Size of the largest message."""
 
-    def seconds(self, count: int, send: Callable[[], object] = lambda: None) -> list[float]:
-        """Seconds that something takes with a small all-reduce after it, each of so many times."""
+    def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[float]:
+        """Times of `count` calls of `send`, each followed by a small all-reduce, in seconds."""
         times = []
         self._barrier()
         for _ in range(count):
@@ -315,24 +326,24 @@ class _Link:
         return list(found.tolist())
 
     def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
-        """Median, in megabits a second that the busiest direction carries."""
+        """Median bandwidth in Mbit/s, in the direction that carries more."""
         nbytes = _FIRST_BYTES
 
         def send(nbytes: int) -> float:
             message = self._memory[: -(-nbytes // self._memory.element_size())]
-            (took,) = self.seconds(1, lambda: collective(message))
+            (took,) = self.time_calls(1, lambda: collective(message))
             return took
 
         took = send(nbytes)
-        while took < _LONG_ENOUGH_S and nbytes < _MOST_BYTES:
-            nbytes = min(4 * nbytes, _MOST_BYTES)
+        while took < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
+            nbytes = min(4 * nbytes, _MAX_MESSAGE_BYTES)
             took = send(nbytes)
-        if took < _WANTED_S:
-            nbytes = min(int(nbytes * _WANTED_S / took), _MOST_BYTES)
+        if took < _TARGET_TIMED_S:
+            nbytes = min(int(nbytes * _TARGET_TIMED_S / took), _MAX_MESSAGE_BYTES)
         times = [send(nbytes)]
         while len(times) < _REPEATS and sum(times) < _REPEATS_S:
             times.append(send(nbytes))
-        self.largest = max(self.largest, nbytes)
+        self.largest_bytes = max(self.largest_bytes, nbytes)
         return 8e-6 * nbytes / statistics.median(times)
 
     def _barrier(self) -> None:
@@ -342,30 +353,28 @@ class _Link:
 
 
 def link_findings(
-    one: str, other: str, found: Measured, speeds_mbit: Sequence[float | None]
+    one: str, other: str, found: LinkMeasurement, speeds_mbit: Sequence[float | None]
 ) -> list[Finding]:
     """What was measured between two hosts; `speeds_mbit` are those of their interfaces, where known."""
-    where = pair_of(one, other)
-    text = f"a small all-reduce takes {duration(found.latency_s)} over {found.backend}"
+    where = pair_label(one, other)
+    text = f"a small all-reduce takes {format_duration(found.latency_s)} over {found.backend}"
     advice = "fewer and larger messages: ddp.bucket_cap_mb, accumulate; or sync: local_sgd or diloco"
     value: dict[str, Any] = {"backend": found.backend, "all_reduce_us": found.latency_s * 1e6}
     latency = Finding(where, "latency", "ok", text, "", value)
-    if found.latency_s > _LATE_S:
+    if found.latency_s > _HIGH_LATENCY_S:
         latency = replace(latency, level="note", do=advice)
     slow, fast = sorted((found.there_mbit, found.back_mbit))
-    text = (
-        f"{one} to {other} {speed_of(found.there_mbit)}, back {speed_of(found.back_mbit)}, both at once "
-        f"{speed_of(found.both_mbit)} each way over {found.backend}"
-    )
+    there, back, both = map(format_rate, (found.there_mbit, found.back_mbit, found.both_mbit))
+    text = f"{one} to {other} {there}, back {back}, both at once {both} each way over {found.backend}"
     do = []
     named = min((speed for speed in speeds_mbit if speed), default=0.0)
-    if slow < _SHARE_OF_SPEED * min(named, _ONE_STREAM_MBIT):
-        text += f"; the interfaces say {speed_of(named)}"
+    if slow < _MIN_FRACTION_OF_SPEED * min(named, _ONE_STREAM_MBIT):
+        text += f"; the interfaces say {format_rate(named)}"
         do.append("look for a slower link on the way, other traffic, or a limit (`tc qdisc`, the provider's)")
-    if fast > _LOPSIDED * slow:
+    if fast > _MAX_ASYMMETRY * slow:
         do.append("one direction is slower than the other: look at cables, duplex and limits on that side")
     if slow < _SLOW_MBIT:
-        text += f"; 100 MB of gradients take {duration(8e-6 * 100e6 / found.both_mbit)}"
+        text += f"; 100 MB of gradients take {format_duration(8e-6 * 100e6 / found.both_mbit)}"
         do.append("send less: hooks: [int8] or [powersgd], sync: diloco; `ddprun explain` counts the bytes")
     value = {
         "backend": found.backend,

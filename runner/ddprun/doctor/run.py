@@ -11,21 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
-from ddprun.host.network import NetworkError, addresses, host_and_port, host_of, is_own, public_address
-from ddprun.host.processes import handle
-from ddprun.launch.launcher import Launcher, LauncherError, flag_of, recognise
+from ddprun.host.network import (
+    NetworkError,
+    host_and_port,
+    host_of,
+    is_this_host,
+    public_address,
+    resolve_addresses,
+)
+from ddprun.host.processes import set_signal_handler
+from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, flag_or_variable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
-FIT, UNFIT = 0, 1
+EXIT_FIT, EXIT_UNFIT = 0, 1
 _NO_LIMIT = "1000000"
-_TRY_S = 2.0
-_AGAIN_S = 0.2
+_CONNECT_TIMEOUT_S = 2.0
+_RETRY_DELAY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class DoctorRun:
+class DoctorResult:
     """What this process has to report."""
 
     code: int
@@ -35,67 +42,67 @@ class DoctorRun:
     fault: str = ""
     """Why this host cannot take part."""
 
-    stuck: bool = False
+    threads_may_hang: bool = False
     """Hosts did not find each other, or one was lost: threads of this process may never end."""
 
 
 class UnreachableError(RuntimeError):
     """The hosts do not find each other: what is wrong, and what to do about it."""
 
-    def __init__(self, found: str, do: str) -> None:
+    def __init__(self, found: str, advice: str) -> None:
         super().__init__(found)
-        self.do = do
+        self.advice = advice
 
 
-def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorRun:
+def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
     """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective.
 
     Raises:
         LauncherError: the flags, or the variables that a launcher has set, make no sense.
     """
-    launcher = recognise(os.environ, flags)
+    launcher = detect_launcher(os.environ, flags)
     flags = {**({} if launcher is None else launcher.flags), **flags}
-    ranks = flag_of(flags, "nproc_per_node")
+    ranks = flag_or_variable(flags, "nproc_per_node")
     if launcher is not None and not launcher.starts_ranks:
-        several = launcher.variables["WORLD_SIZE"] != "1"
+        multiple_hosts = launcher.variables["WORLD_SIZE"] != "1"
         ranks = os.environ.get("LOCAL_WORLD_SIZE", launcher.variables.get("LOCAL_WORLD_SIZE", ""))
     else:
         launcher = None
-        nodes = flag_of(flags, "nnodes") or "1"
+        nodes = flag_or_variable(flags, "nnodes") or "1"
         most = nodes.rpartition(":")[2]
         if not most.isdigit() or int(most) < 1:
             raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
-        several = int(most) > 1
-        if several and not _endpoint(flags):
+        multiple_hosts = int(most) > 1
+        if multiple_hosts and not _endpoint(flags):
             raise LauncherError(
                 f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every host"
             )
         # Torchrun's default is static, for which every host needs a number.
-        numbered = flag_of(flags, "rdzv_backend") or flag_of(flags, "node_rank")
-        if several and "rdzv_endpoint" in flags and not numbered:
+        numbered = flag_or_variable(flags, "rdzv_backend") or flag_or_variable(flags, "node_rank")
+        if multiple_hosts and "rdzv_endpoint" in flags and not numbered:
             flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
-        handle(number, signal.SIG_DFL)
+        set_signal_handler(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    here = examine_host(int(ranks) if ranks.isdigit() and int(ranks) else None)
-    if several:
-        return _run_on_all_hosts(here, launcher, flags, timeout_s)
-    return DoctorRun(FIT if here.fit else UNFIT, here)
+    own_report = examine_host(int(ranks) if ranks.isdigit() and int(ranks) else None)
+    if multiple_hosts:
+        return _run_on_all_hosts(own_report, launcher, flags, timeout_s)
+    return DoctorResult(EXIT_FIT if own_report.fit else EXIT_UNFIT, own_report)
 
 
 def _run_on_all_hosts(
-    here: Report, launcher: Launcher | None, flags: Mapping[str, str | bool], timeout_s: float
-) -> DoctorRun:
-    """As the rank that a launcher has started, or by the flags."""
-    from ddprun.doctor.hosts import CHECK_HOST, RUN_AGAIN, HostLostError, examine_hosts
+    own_report: Report, launcher: Launcher | None, flags: Mapping[str, str | bool], timeout_s: float
+) -> DoctorResult:
+    """Examine all hosts, as a rank that a launcher has started, or by torchrun's flags."""
+    from ddprun.doctor.hosts import CHECK_HOST_ADVICE, RUN_AGAIN_ADVICE, HostLostError, examine_hosts
 
     endpoint = _endpoint(flags)
     store: Any = None
     handler: RendezvousHandler | None = None
     try:
         if launcher is None:
-            handler, info = rendezvous(flags, timeout_s)
+            handler, info = join_rendezvous(flags, timeout_s)
             os.environ["RANK"] = os.environ["GROUP_RANK"] = str(info.rank)
             os.environ["WORLD_SIZE"] = os.environ["GROUP_WORLD_SIZE"] = str(info.world_size)
             os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
@@ -108,36 +115,40 @@ def _run_on_all_hosts(
                 os.environ.setdefault(name, value)
             endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             if os.environ["RANK"] != "0":
-                reach(endpoint, time.monotonic() + timeout_s)
-        report, fit = examine_hosts(here, timeout_s, store, [_rendezvous_finding(here, endpoint)])
+                wait_until_reachable(endpoint, time.monotonic() + timeout_s)
+        report, fit = examine_hosts(own_report, timeout_s, store, [_rendezvous_finding(own_report, endpoint)])
     except UnreachableError as error:
-        return _without_others(here, endpoint, str(error), error.do)
+        return _report_without_others(own_report, endpoint, str(error), error.advice)
     except ValueError as error:  # torchrun's way to refuse flags
         raise LauncherError(str(error)) from None
     except NetworkError as error:
-        return _without_others(here, endpoint, str(error), "see `ip addr` and `ip route` there")
+        return _report_without_others(own_report, endpoint, str(error), "see `ip addr` and `ip route` there")
     except (HostLostError, OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         if found.startswith("wait timeout"):
             found = f"not all of them answered within {timeout_s:g} s"
         found = f"lost contact between the hosts: {found}"
-        return _without_others(here, endpoint, found, f"{CHECK_HOST}, or {RUN_AGAIN}")
+        return _report_without_others(
+            own_report, endpoint, found, f"{CHECK_HOST_ADVICE}, or {RUN_AGAIN_ADVICE}"
+        )
     if handler is not None:
         with suppress(Exception):  # the store may have ended with another process
             handler.shutdown()  # tells the other hosts that this is the end
-    return DoctorRun(FIT if fit else UNFIT, report, stuck=not fit)
+    return DoctorResult(EXIT_FIT if fit else EXIT_UNFIT, report, threads_may_hang=not fit)
 
 
-def _without_others(here: Report, endpoint: str, found: str, do: str) -> DoctorRun:
+def _report_without_others(own_report: Report, endpoint: str, found: str, do: str) -> DoctorResult:
     """What can be said without the others: the host of the rendezvous reports of itself, too."""
-    if os.environ.get("RANK", "0") != "0" or not is_own(host_of(endpoint)):
-        return DoctorRun(UNFIT, fault=f"{found}\n  -> {do}", stuck=True)
-    fault = Finding(here.hosts[0]["name"], "rendezvous", "problem", found, do)
-    return DoctorRun(UNFIT, Report(here.hosts, [*here.findings, fault]), stuck=True)
+    if os.environ.get("RANK", "0") != "0" or not is_this_host(host_of(endpoint)):
+        return DoctorResult(EXIT_UNFIT, fault=f"{found}\n  -> {do}", threads_may_hang=True)
+    fault = Finding(own_report.hosts[0]["name"], "rendezvous", "problem", found, do)
+    return DoctorResult(
+        EXIT_UNFIT, Report(own_report.hosts, [*own_report.findings, fault]), threads_may_hang=True
+    )
 
 
-def _rendezvous_finding(here: Report, endpoint: str) -> Finding:
-    name = here.hosts[0]["name"]
+def _rendezvous_finding(own_report: Report, endpoint: str) -> Finding:
+    name = own_report.hosts[0]["name"]
     if (public := public_address(endpoint)) is None:
         return Finding(name, "rendezvous", "ok", f"{endpoint} can be reached")
     found = f"the rendezvous is at the public address {public}; whoever reaches its ports can join a run"
@@ -147,18 +158,18 @@ def _rendezvous_finding(here: Report, endpoint: str) -> Finding:
 
 def _endpoint(flags: Mapping[str, str | bool]) -> str:
     """Where the rendezvous is; nothing where neither a flag nor a variable says."""
-    address = flag_of(flags, "master_addr")
-    static = f"{address}:{flag_of(flags, 'master_port') or '29500'}" if address else ""
-    return flag_of(flags, "rdzv_endpoint") or static
+    address = flag_or_variable(flags, "master_addr")
+    static = f"{address}:{flag_or_variable(flags, 'master_port') or '29500'}" if address else ""
+    return flag_or_variable(flags, "rdzv_endpoint") or static
 
 
-def rendezvous(
+def join_rendezvous(
     flags: Mapping[str, str | bool], timeout_s: float, purpose: str = "doctor"
 ) -> "tuple[RendezvousHandler, RendezvousInfo]":
-    """Wait for the other hosts as a run does, with one rank on each host, but without starting any.
+    """Meet the other hosts as a run does, with one rank per host and without starting any.
 
-    Of a range of hosts the largest number counts. Gives what keeps this host in the rendezvous as long as it
-    lives, and this host's rank. `purpose` tells it from a run of the same id.
+    Of a range of hosts, wait for the largest number. Gives the handler that keeps this host in the rendezvous
+    while it lives, and this host's rank. `purpose` separates it from a run with the same id.
 
     Raises:
         ValueError: torchrun refuses the flags.
@@ -168,12 +179,12 @@ def rendezvous(
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from ddprun.launch.local import quieten, rendezvous_parameters, torchrun_arguments
+    from ddprun.launch.local import rendezvous_parameters, silence_torchelastic, torchrun_arguments
     from ddprun.launch.rendezvous import make_handler
 
-    quieten()
+    silence_torchelastic()
     until = time.monotonic() + timeout_s
-    hosts = (flag_of(flags, "nnodes") or "1").rpartition(":")[2]
+    hosts = (flag_or_variable(flags, "nnodes") or "1").rpartition(":")[2]
     given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
     config, _, _ = torchrun.config_from_args(torchrun_arguments(given, ["-m", "ddprun"]))
     config.run_id = f"{config.run_id}-{purpose}"
@@ -184,7 +195,7 @@ def rendezvous(
         # Clocks that are apart would make hosts take each other for dead: that is to be reported.
         limits = {"join_timeout": join_s, "read_timeout": join_s, "keep_alive_max_attempt": _NO_LIMIT}
     parameters = rendezvous_parameters(config, **limits)
-    reach(parameters.endpoint, until)
+    wait_until_reachable(parameters.endpoint, until)
     try:
         handler = make_handler(parameters)
         return handler, handler.next_rendezvous()
@@ -199,32 +210,32 @@ def rendezvous(
         ) from None
 
 
-def reach(endpoint: str, until: float) -> None:
+def wait_until_reachable(endpoint: str, until: float) -> None:
     """Wait until somebody listens at the rendezvous; at once on its own host, which is to listen.
 
     Raises:
         UnreachableError: nobody does, or it cannot be reached.
     """
     host, port = host_and_port(endpoint)
-    known = ", ".join(dict.fromkeys(addresses(host)))
+    known = ", ".join(dict.fromkeys(resolve_addresses(host)))
     if not known:
         raise UnreachableError(
             f"the name {host!r} of {endpoint!r} does not resolve here",
             "add it to /etc/hosts or to the name service, or write an address",
         )
-    if is_own(host):
+    if is_this_host(host):
         return
     cause: OSError = TimeoutError()
     while True:
         left_s = until - time.monotonic()
         try:
-            socket.create_connection((host, port), timeout=max(0.1, min(_TRY_S, left_s))).close()
+            socket.create_connection((host, port), timeout=max(0.1, min(_CONNECT_TIMEOUT_S, left_s))).close()
             return
         except OSError as error:
             cause = cause if isinstance(error, TimeoutError) else error
         if left_s <= 0:
             break
-        time.sleep(min(_AGAIN_S, left_s))
+        time.sleep(min(_RETRY_DELAY_S, left_s))
     here = socket.gethostname()
     at = f"{host}:{port}" + ("" if known == host else f" ({known})")
     if isinstance(cause, ConnectionRefusedError):

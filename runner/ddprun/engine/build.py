@@ -19,26 +19,26 @@ from ddprun.config import (
     BroadcastStage,
     Choice,
     DataPair,
-    Evaluate,
-    Loaded,
+    EvaluateStage,
+    LoadedPipeline,
     PipelineError,
     StepStage,
     length_option,
     tensor_options,
 )
-from ddprun.config.choices import object_ref
+from ddprun.config.choices import parse_object_ref
 from ddprun.config.signatures import options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.data import Feed, Refuse, is_iterable
+from ddprun.engine.data import ErrorFactory, Feed, is_iterable
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, parameter_groups
-from ddprun.sync.frozen import trained_parameters
-from ddprun.zoo.data import DATA, DataError, Split
+from ddprun.sync.frozen import trainable_parameters
+from ddprun.zoo.data import DATASETS, DataError, Split
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_dotted
 from ddprun_hooks.config.options import parse_spec
-from ddprun_hooks.config.trust import TrustSettingError, UntrustedError, Wanted
+from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.registry import make_hook
 from ddprun_hooks.stack import Stack
@@ -51,7 +51,7 @@ def noise(model: nn.Module, *, std: float) -> None:
     `std` is in units of the weights.
     """
     with torch.no_grad():
-        for param in trained_parameters(model).values():
+        for param in trainable_parameters(model).values():
             param.add_(torch.randn_like(param), alpha=std)
 
 
@@ -86,94 +86,110 @@ def evolution_strategies(
         param.grad = total
 
 
-_FUNCTIONS: dict[str, Callable[..., None]] = {"noise": noise, "evolution_strategies": evolution_strategies}
+_BUILT_IN_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "noise": noise,
+    "evolution_strategies": evolution_strategies,
+}
 
-_WANTED = {
-    wanted.kind: wanted
-    for wanted in (
-        Wanted(
+_REQUIREMENTS_BY_KIND = {
+    expected.kind: expected
+    for expected in (
+        ExpectedObject(
             "a model is an nn.Module class or a function that returns one",
             nn.Module,
             returns=nn.Module,
             kind="model",
         ),
-        Wanted(
+        ExpectedObject(
             "data is a Dataset class or a function that returns a dataset",
             Dataset,
             ("__getitem__", "__iter__"),
             kind="data",
         ),
-        Wanted("a loss is a function of (output, target) or an nn.Module class", nn.Module, kind="loss"),
-        Wanted("an Optimizer class is wanted", Optimizer, returns=Optimizer, kind="optimizer"),
-        Wanted("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
-        Wanted("a function of (model) is wanted", kind="mutate"),
-        Wanted("a function of (model, closure) is wanted", kind="update"),
-        Wanted(
+        ExpectedObject(
+            "a loss is a function of (output, target) or an nn.Module class", nn.Module, kind="loss"
+        ),
+        ExpectedObject("an Optimizer class is wanted", Optimizer, returns=Optimizer, kind="optimizer"),
+        ExpectedObject("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
+        ExpectedObject("a function of (model) is wanted", kind="mutate"),
+        ExpectedObject("a function of (model, closure) is wanted", kind="update"),
+        ExpectedObject(
             "a metric is a function of (output, target), or a class with update and compute",
             methods=("compute",),
             kind="metric",
         ),
-        Wanted(
+        ExpectedObject(
             "a function of (samples) or a class of such objects is wanted",
             methods=("__call__",),
             kind="collate",
         ),
-        Wanted(
+        ExpectedObject(
             "a Sampler class or a function that gives indices is wanted",
             Sampler,
             ("__iter__",),
             kind="sampler",
         ),
-        Wanted("a function of (batch) is wanted", kind="weight"),
+        ExpectedObject("a function of (batch) is wanted", kind="weight"),
     )
 }  # by the kind of a choice
 
 
-class _Chosen:
-    """A choice of the file, or an object that its options ask for, at its place in the file."""
+class _ChoiceBuilder:
+    """Builds what a choice of the file, or an object in its options, names; errors point at its place in the
+    file.
+    """
 
     def __init__(
-        self, loaded: Loaded, key: KeyPath, kind: str, name: str, source: str, options: Mapping[str, Any]
+        self,
+        loaded: LoadedPipeline,
+        key: KeyPath,
+        kind: str,
+        name: str,
+        source: str,
+        options: Mapping[str, Any],
     ) -> None:
         self.loaded, self.key, self.kind, self.name, self.source = loaded, key, kind, name, source
         self.options = dict(options)
 
     @classmethod
-    def at(cls, loaded: Loaded, path: str, choice: Choice) -> "_Chosen":
+    def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "_ChoiceBuilder":
         """A choice at a key path. The objects in the options of a dotted name are made."""
         key = tuple(segment for segment, _ in parse_path(path))
-        options = loaded.filled(path, choice).options
+        options = loaded.fill_placeholders(path, choice).options
         if choice.source == "dotted":
             options = {
-                name: _made(loaded, value, (*key, choice.name, name)) for name, value in options.items()
+                name: _build_option(loaded, value, (*key, choice.name, name))
+                for name, value in options.items()
             }
         key = key if "." in choice.name else (*key, choice.name)
         return cls(loaded, key, choice.kind, choice.name, choice.source, options)
 
-    def refused(self, problem: str, allowed: str | None = None) -> PipelineError:
+    def error(self, problem: str, allowed: str | None = None) -> PipelineError:
         return self.loaded.error(self.key, problem, allowed)
 
-    def imported(self) -> Any:
+    def import_target(self) -> Any:
         """What a dotted name leads to."""
         try:
-            return import_dotted(self.name, _WANTED.get(self.kind))
+            return import_dotted(self.name, _REQUIREMENTS_BY_KIND.get(self.kind))
         except UntrustedError as error:
-            raise self.refused(str(error), error.allowed) from None
+            raise self.error(str(error), error.allowed) from None
         except TrustSettingError as error:
-            raise self.refused(str(error)) from None
+            raise self.error(str(error)) from None
         except DottedNameError as error:
             where = f"names are looked up among installed packages, then in {self.loaded.folder}"
-            raise self.refused(str(error), where) from None
+            raise self.error(str(error), where) from None
         except Exception as error:  # of the module itself
-            error.add_note(self._at(f'while importing "{self.name}"'))
+            error.add_note(self._with_location(f'while importing "{self.name}"'))
             raise
 
-    def callable(self, *positional: Any, wanted: str = "a function") -> Callable[..., Any]:
-        """The same with its options, which must fit its signature next to positional arguments."""
-        target = self.imported()
+    def bound_callable(self, *positional: Any, wanted: str = "a function") -> Callable[..., Any]:
+        """The imported target with its options bound. Raises a PipelineError if the options do not fit its
+        signature together with `positional`.
+        """
+        target = self.import_target()
         if not callable(target):
             problem = f'"{self.name}" is of type {type(target).__name__}, which cannot be called'
-            raise self.refused(problem, f"write the name of {wanted}")
+            raise self.error(problem, f"write the name of {wanted}")
         try:
             # A class may wrap its `__init__` to take more than that shows, as transformers does.
             signature = inspect.signature(target, follow_wrapped=not inspect.isclass(target))
@@ -184,16 +200,16 @@ class _Chosen:
                 signature.bind(*positional, **self.options)
             except TypeError as error:
                 takes = ", ".join(map(str, list(signature.parameters.values())[len(positional) :]))
-                raise self.refused(f'"{self.name}": {error}', f"it takes ({takes})") from None
+                raise self.error(f'"{self.name}": {error}', f"it takes ({takes})") from None
         return functools.partial(target, **self.options)
 
     def call(self) -> Any:
         """What a dotted class or function makes. What it raises gets a note of its place in the file."""
-        make = self.callable(wanted="a class or a function")
+        make = self.bound_callable(wanted="a class or a function")
         try:
             return make()
         except Exception as error:
-            error.add_note(self._at(f'while calling "{self.name}"'))
+            error.add_note(self._with_location(f'while calling "{self.name}"'))
             for note in self._hints(error):
                 error.add_note(note)
             raise
@@ -211,76 +227,78 @@ class _Chosen:
             if hasattr(sys.modules.get(module), attribute):
                 yield f'{key}: "{value}" is passed on as a string; {{ref: {value}}} passes the object itself'
 
-    def _at(self, text: str) -> str:
-        """A text behind its place in the file."""
+    def _with_location(self, text: str) -> str:
+        """A text prefixed with its place in the file."""
         return self.loaded.fault(self.key, text).headline
 
-    def over_dataset(self, dataset: Any) -> Callable[[], Any]:
-        """What makes an object over a data set: its argument `dataset`, or else the first, unless the options
-        give that.
+    def factory_over_dataset(self, dataset: Any) -> Callable[[], Any]:
+        """A factory of an object over a data set, which is passed as the argument `dataset`, or else as the
+        first one, unless the options set that.
         """
-        target = self.imported()
+        target = self.import_target()
         try:
             names = list(inspect.signature(target).parameters)
         except (TypeError, ValueError):
             names = []
         if "dataset" in names:
             self.options = {"dataset": dataset, **self.options}
-            return self.callable()
+            return self.bound_callable()
         if names and names[0] in self.options:
-            return self.callable()
-        return functools.partial(self.callable(dataset), dataset)
+            return self.bound_callable()
+        return functools.partial(self.bound_callable(dataset), dataset)
 
-    def construct(self, of_torch: Any, first: Any, wanted: type[_T]) -> _T:
+    def construct(self, torch_module: Any, first: Any, expected_type: type[_T]) -> _T:
         """An object of torch's, or of a dotted class, over `first`; ValueErrors are about its options."""
         if self.source == "torch":
-            make: Callable[..., Any] = functools.partial(getattr(of_torch, self.name), **self.options)
+            make: Callable[..., Any] = functools.partial(getattr(torch_module, self.name), **self.options)
         else:
-            make = self.callable(first)
-        made = self.checked(lambda: make(first))
-        if not isinstance(made, wanted):
-            raise self.refused(self.gives(made), f"an {wanted.__name__} is wanted")
+            make = self.bound_callable(first)
+        made = self.call_constructor(lambda: make(first))
+        if not isinstance(made, expected_type):
+            raise self.error(self.describe_result(made), f"an {expected_type.__name__} is wanted")
         return made
 
-    def checked(self, make: Callable[[], _T]) -> _T:
-        """Call a constructor of torch, whose errors are about the options."""
+    def call_constructor(self, make: Callable[[], _T]) -> _T:
+        """Call a constructor; a ValueError or TypeError of it becomes a PipelineError about the options."""
         try:
             return make()
         except (ValueError, TypeError) as error:
-            raise self.refused(str(error)) from None
+            raise self.error(str(error)) from None
 
-    def gives(self, made: Any) -> str:
+    def describe_result(self, made: Any) -> str:
         return f'"{self.name}" gives {type(made).__name__}'
 
 
-def _made(loaded: Loaded, value: Any, key: KeyPath) -> Any:
-    """An option of a dotted name with the objects that it asks for, innermost first."""
-    wanted = object_ref(value)
+def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
+    """An option of a dotted name, with the objects that it refers to built, innermost first."""
+    wanted = parse_object_ref(value)
     if wanted is not None:
-        key = (*key, wanted.step)
-        options = {name: _made(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()}
-        chosen = _Chosen(loaded, key, "", wanted.name, "dotted", options)
-        return chosen.imported() if wanted.options is None else chosen.call()
+        key = (*key, wanted.key)
+        options = {
+            name: _build_option(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()
+        }
+        chosen = _ChoiceBuilder(loaded, key, "", wanted.name, "dotted", options)
+        return chosen.import_target() if wanted.options is None else chosen.call()
     if isinstance(value, dict):
-        return {name: _made(loaded, item, (*key, name)) for name, item in value.items()}
+        return {name: _build_option(loaded, item, (*key, name)) for name, item in value.items()}
     if isinstance(value, list):
-        return [_made(loaded, item, (*key, index)) for index, item in enumerate(value)]
+        return [_build_option(loaded, item, (*key, index)) for index, item in enumerate(value)]
     return value
 
 
-def build_model(loaded: Loaded) -> nn.Module:
+def build_model(loaded: LoadedPipeline) -> nn.Module:
     """The model that the file chooses, on the CPU, with what it freezes."""
-    chosen = _Chosen.at(loaded, "model", loaded.pipeline.model)
+    chosen = _ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
     made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
-        raise chosen.refused(chosen.gives(made), _WANTED["model"].words)
+        raise chosen.error(chosen.describe_result(made), _REQUIREMENTS_BY_KIND["model"].description)
     if not any(param.requires_grad for param in made.parameters()):
-        raise chosen.refused(f'"{chosen.name}" has no parameter to train')
+        raise chosen.error(f'"{chosen.name}" has no parameter to train')
     freeze(loaded, made)
     return made
 
 
-def build_data(loaded: Loaded) -> Split:
+def build_data(loaded: LoadedPipeline) -> Split:
     """Training data, and evaluation data where there is any."""
     data = loaded.pipeline.data
     if isinstance(data, DataPair):
@@ -289,84 +307,86 @@ def build_data(loaded: Loaded) -> Split:
     return _dataset(loaded, "data", data)
 
 
-def _dataset(loaded: Loaded, path: str, choice: Choice) -> Split:
-    chosen = _Chosen.at(loaded, path, choice)
+def _dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
+    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
         try:
-            return DATA[chosen.name](folder=loaded.folder, **chosen.options)
+            return DATASETS[chosen.name](folder=loaded.folder, **chosen.options)
         except DataError as error:
-            raise chosen.refused(str(error)) from None
+            raise chosen.error(str(error)) from None
     made = chosen.call()
     if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
-        raise chosen.refused(chosen.gives(made), "a map-style or iterable PyTorch dataset is wanted")
+        raise chosen.error(chosen.describe_result(made), "a map-style or iterable PyTorch dataset is wanted")
     if not is_iterable(made) and not hasattr(made, "__len__"):
-        raise chosen.refused(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
+        raise chosen.error(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
     return Split(made, None)
 
 
-def refused_data(
-    loaded: Loaded, path: str, choice: Choice, problem: str, allowed: str | None
+def data_error(
+    loaded: LoadedPipeline, path: str, choice: Choice, problem: str, allowed: str | None
 ) -> PipelineError:
     """An error about data that a run has read, at its place in the file."""
     return loaded.error(path, f'"{choice.name}": {problem}', allowed)
 
 
 @dataclass(slots=True)
-class HeldOut:
+class HeldOutData:
     """Data to evaluate on."""
 
     dataset: Any  # None: there is none
-    path: str  # where the file chooses it
+    path: str  # key path of its choice in the file
     choice: Choice | None
     sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
-def held_out(loaded: Loaded, dataset: Any) -> HeldOut:
-    """What `data` holds out for evaluation; `dataset` is made already."""
+def build_held_out(loaded: LoadedPipeline, dataset: Any) -> HeldOutData:
+    """The held-out data of `data`, around a `dataset` that has been built."""
     data = loaded.pipeline.data
     if isinstance(data, DataPair):
-        return HeldOut(dataset, "data.evaluate", data.evaluate)
-    return HeldOut(dataset, "data", data)
+        return HeldOutData(dataset, "data.evaluate", data.evaluate)
+    return HeldOutData(dataset, "data", data)
 
 
-def held_out_of_stages(loaded: Loaded) -> dict[int, HeldOut]:
+def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
     """The data of evaluate stages that name some, by their index in `stages`."""
     return {
-        stage.index: HeldOut(_dataset(loaded, path, stage.data).train, path, stage.data)
+        stage.index: HeldOutData(_dataset(loaded, path, stage.data).train, path, stage.data)
         for stage in loaded.pipeline.stages
-        if isinstance(stage, Evaluate) and stage.data is not None and (path := f"{stage.path}.data")
+        if isinstance(stage, EvaluateStage) and stage.data is not None and (path := f"{stage.path}.data")
     }
 
 
-def build_collate(loaded: Loaded) -> Collate | None:
+def build_collate(loaded: LoadedPipeline) -> Collate | None:
     """What makes a batch of a list of samples; None: torch's `default_collate`."""
     choice = loaded.pipeline.loader.collate
     if choice is None:
         return None
-    chosen = _Chosen.at(loaded, "loader.collate", choice)
-    if not inspect.isclass(chosen.imported()):
-        return chosen.callable([])
+    chosen = _ChoiceBuilder.from_path(loaded, "loader.collate", choice)
+    if not inspect.isclass(chosen.import_target()):
+        return chosen.bound_callable([])
     made: Collate = chosen.call()
+    allowed = "objects of the class are called with a list of samples"
     if not callable(made):
-        raise chosen.refused(chosen.gives(made), "objects of the class are called with a list of samples")
+        raise chosen.error(chosen.describe_result(made), allowed)
     return made
 
 
-def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | None:
-    """A function of an epoch that gives its indices, by a sampler that is made for it; None: there is none.
+def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int], list[int]] | None:
+    """A function that gives the indices of an epoch, from a sampler that is built for it; None: the file
+    names no sampler.
 
     Whoever calls it has seeded the generators from which samplers draw.
     """
     choice = loaded.pipeline.loader.sampler
     if choice is None:
         return None
-    chosen = _Chosen.at(loaded, "loader.sampler", choice)
-    make = chosen.over_dataset(dataset)
+    chosen = _ChoiceBuilder.from_path(loaded, "loader.sampler", choice)
+    make = chosen.factory_over_dataset(dataset)
 
     def order(epoch: int) -> list[int]:
         sampler = make()
         if isinstance(sampler, DistributedSampler):
-            raise chosen.refused(
+            raise chosen.error(
                 f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more',
                 "name a sampler of the whole order",
             )
@@ -375,12 +395,11 @@ def build_order(loaded: Loaded, dataset: Any) -> Callable[[int], list[int]] | No
         try:
             indices = [operator.index(index) for index in sampler]
         except TypeError as error:
-            raise chosen.refused(
-                f"{chosen.gives(sampler)}: {error}", "it gives indices, one by one"
-            ) from None
+            problem = f"{chosen.describe_result(sampler)}: {error}"
+            raise chosen.error(problem, "it gives indices, one by one") from None
         wrong = next((index for index in indices if not 0 <= index < len(dataset)), None)
         if wrong is not None:
-            raise chosen.refused(
+            raise chosen.error(
                 f'"{chosen.name}" gives the index {wrong} of a data set with {len(dataset)} samples'
             )
         return indices
@@ -393,52 +412,58 @@ class Feeds:
     """The training data of all stages, batch by batch."""
 
     main: Feed
-    own: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
+    by_stage: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
 
-    def of(self, stage: int) -> Feed:
+    def for_stage(self, stage: int) -> Feed:
         """What a stage reads."""
-        return self.own.get(stage, self.main)
+        return self.by_stage.get(stage, self.main)
 
-    def named(self) -> dict[str, Feed]:
+    def by_name(self) -> dict[str, Feed]:
         """Each once, by its name in messages."""
-        return {"data": self.main} | {f"data of stages[{index}]": feed for index, feed in self.own.items()}
+        named = {f"data of stages[{index}]": feed for index, feed in self.by_stage.items()}
+        return {"data": self.main} | named
 
     def state_dict(self) -> dict[str, Any]:
         """The position in each."""
-        return {str(index): feed.state_dict() for index, feed in self.own.items()}
+        return {str(index): feed.state_dict() for index, feed in self.by_stage.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where `state_dict` was taken; a stage that has no position begins its data."""
-        for index, feed in self.own.items():
+        for index, feed in self.by_stage.items():
             if str(index) in state:
                 feed.load_state_dict(state[str(index)])
 
 
 def open_feeds(
-    loaded: Loaded, dataset: Any, *, rank: int, ranks: int, pin: bool = False, workers: int | None = None
-) -> Feeds:
-    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
-    own = dict[int, Feed]()
-    share: dict[str, Any] = {"rank": rank, "ranks": ranks, "pin": pin, "workers": workers}
-    for stage in loaded.pipeline.step_stages():
-        if stage.data is not None:
-            path = f"{stage.path}.data"
-            refuse = functools.partial(refused_data, loaded, path, stage.data)
-            own[stage.index] = open_feed(
-                loaded, _dataset(loaded, path, stage.data).train, refuse=refuse, **share
-            )
-    return Feeds(open_feed(loaded, dataset, **share), own)
-
-
-def open_feed(
-    loaded: Loaded,
+    loaded: LoadedPipeline,
     dataset: Any,
     *,
     rank: int,
     ranks: int,
     pin: bool = False,
     workers: int | None = None,
-    refuse: Refuse | None = None,
+) -> Feeds:
+    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
+    by_stage = dict[int, Feed]()
+    share: dict[str, Any] = {"rank": rank, "ranks": ranks, "pin": pin, "workers": workers}
+    for stage in loaded.pipeline.step_stages():
+        if stage.data is not None:
+            path = f"{stage.path}.data"
+            make_error = functools.partial(data_error, loaded, path, stage.data)
+            train = _dataset(loaded, path, stage.data).train
+            by_stage[stage.index] = open_feed(loaded, train, make_error=make_error, **share)
+    return Feeds(open_feed(loaded, dataset, **share), by_stage)
+
+
+def open_feed(
+    loaded: LoadedPipeline,
+    dataset: Any,
+    *,
+    rank: int,
+    ranks: int,
+    pin: bool = False,
+    workers: int | None = None,
+    make_error: ErrorFactory | None = None,
 ) -> Feed:
     """Training data, batch by batch; `workers`: not those of the file."""
     path = "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
@@ -450,23 +475,23 @@ def open_feed(
         rank=rank,
         ranks=ranks,
         collate=build_collate(loaded),
-        order=None if is_iterable(dataset) else build_order(loaded, dataset),
+        sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
         pin=pin,
-        refuse=refuse or functools.partial(refused_data, loaded, path, loaded.pipeline.train_data()),
+        make_error=make_error or functools.partial(data_error, loaded, path, loaded.pipeline.train_data()),
     )
 
 
-def build_weight(loaded: Loaded) -> Callable[[Any], Any] | None:
-    """The pipeline's own function of (batch) that says what its mean loss counts; None: there is none."""
+def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
+    """The user's `weight_by` function of a batch: the weight of its mean loss. None: there is none."""
     choice = loaded.pipeline.weight_by
     if choice is None or choice.source == "built-in":
         return None
-    return _Chosen.at(loaded, "weight_by", choice).callable(None)
+    return _ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
 
 
-def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
+def build_loss(loaded: LoadedPipeline, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    chosen = _Chosen.at(loaded, "loss", loaded.pipeline.loss)
+    chosen = _ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
     if chosen.source == "torch":
@@ -475,9 +500,9 @@ def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Ten
             name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
             for name, value in chosen.options.items()
         }
-        made = chosen.checked(lambda: getattr(nn, chosen.name)(**options))
+        made = chosen.call_constructor(lambda: getattr(nn, chosen.name)(**options))
         return made.to(device)  # type: ignore[no-any-return]
-    target = chosen.imported()
+    target = chosen.import_target()
     if not inspect.isclass(target):
         return functools.partial(target, **chosen.options) if chosen.options else target
     made = chosen.call()
@@ -485,24 +510,24 @@ def build_loss(loaded: Loaded, device: torch.device) -> Callable[[Any, Any], Ten
 
 
 def build_optimizer(
-    loaded: Loaded, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
+    loaded: LoadedPipeline, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
     """The optimizer over all parameters that require a gradient, in groups if the file has some."""
     choice = choice or loaded.pipeline.optimizer
     options = []
     for index, group in enumerate(loaded.pipeline.groups):
-        own = loaded.filled(f"groups[{index}]", dict(group.options))
+        own = loaded.fill_placeholders(f"groups[{index}]", dict(group.options))
         if choice.source == "torch":  # lists become what torch takes
             model_of = options_model("optimizer", choice.name)
             read = model_of.model_validate({**choice.options, **own})
             own = {key: getattr(read, key) for key in own}
         options.append(own)
     params = parameter_groups(loaded, model, options)
-    return _Chosen.at(loaded, path, choice).construct(torch.optim, params, Optimizer)
+    return _ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
 
 
 def optimizer_settings(
-    loaded: Loaded, stage: StepStage, model: nn.Module, optimizer: Optimizer
+    loaded: LoadedPipeline, stage: StepStage, model: nn.Module, optimizer: Optimizer
 ) -> list[dict[str, Any]]:
     """The optimizer's settings in one stage, for each parameter group."""
     if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
@@ -513,16 +538,16 @@ def optimizer_settings(
 
 
 def build_schedule(
-    loaded: Loaded, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
+    loaded: LoadedPipeline, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
 ) -> LRScheduler | None:
     """A schedule; a length that is left out becomes the `steps` of the stage, or of the run."""
     if choice is None:
         return None
-    chosen = _Chosen.at(loaded, path, choice)
+    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
-            raise chosen.refused(
+            raise chosen.error(
                 f"{length} is left out, but nobody knows how many steps an epoch of iterable data has",
                 f"write {length}, or give the stage steps instead of epochs",
             )
@@ -530,11 +555,13 @@ def build_schedule(
     return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
 
 
-def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False) -> Stack:
+def build_stack(
+    loaded: LoadedPipeline, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False
+) -> Stack:
     """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
     named = []
     for index, written in enumerate(hooks):
-        chosen = _Chosen.at(loaded, f"{path}[{index}]", written)
+        chosen = _ChoiceBuilder.from_path(loaded, f"{path}[{index}]", written)
         specs = [(chosen.name, chosen.options)]
         if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
             specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
@@ -542,28 +569,28 @@ def build_stack(loaded: Loaded, path: str, hooks: tuple[Choice, ...], *, inside_
             try:
                 named.append((name, make_hook(name, options)))
             except HookSetupError as error:
-                raise chosen.refused(str(error)) from None
+                raise chosen.error(str(error)) from None
     try:
-        return Stack(named, described=repr([choice.plain() for choice in hooks]))
+        return Stack(named, description=repr([choice.to_plain_data() for choice in hooks]))
     except HookSetupError as error:
         raise loaded.error(path, str(error)) from None
 
 
 @dataclass(slots=True)
 class Stacks:
-    """The hooks of each stage, by its index in `stages`. Stages with the same hooks share them; their state
-    goes from stage to stage.
+    """The hook stacks of each stage, by the stage's index. Stages with the same hooks share a stack, so its
+    state carries over.
     """
 
     all_ranks: dict[int, Stack] = field(default_factory=dict)
     # Among the ranks of one host, where `hierarchical` has one level less.
     within_hosts: dict[int, Stack] = field(default_factory=dict)
-    used: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
+    by_description: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
 
     @property
     def first(self) -> Stack:
         """Of the first stage."""
-        return next(iter(self.used.values()), Stack([]))
+        return next(iter(self.by_description.values()), Stack([]))
 
     def enter(self, stage: int) -> None:
         """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
@@ -573,94 +600,98 @@ class Stacks:
 
     def state_dict(self) -> dict[str, Any]:
         """State of every stack."""
-        return {described: stack.state_dict() for described, stack in self.used.items()}
+        return {description: stack.state_dict() for description, stack in self.by_description.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring it back. Hooks of a stack that is described otherwise now take over what is of their name."""
-        for described, own in self._assigned(state).items():
-            self.used[described].load_state_dict(own)
+        """Restore the state. A stack whose description has changed takes over the state of hooks with the
+        same names.
+        """
+        for description, own in self._assign_states(state).items():
+            self.by_description[description].load_state_dict(own)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """One state from those of all ranks, for ranks of another world or with other buckets."""
-        assigned = [self._assigned(state) for state in states]
+        assigned = [self._assign_states(state) for state in states]
         return {
-            described: stack.merge([hooks[described] for hooks in assigned])
-            for described, stack in self.used.items()
+            description: stack.merge([hooks[description] for hooks in assigned])
+            for description, stack in self.by_description.items()
         }
 
-    def _assigned(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _assign_states(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """The state of each stack; no hook's state goes to two of them."""
-        found = {described: dict(state.get(described, {})) for described in self.used}
-        for hooks in [hooks for described, hooks in state.items() if described not in self.used]:
+        stacks = self.by_description
+        assigned = {description: dict(state.get(description, {})) for description in stacks}
+        for hooks in [hooks for description, hooks in state.items() if description not in stacks]:
             for name, own in hooks.items():
-                heirs = (d for d, stack in self.used.items() if name in stack.names and name not in found[d])
+                heirs = (d for d, stack in stacks.items() if name in stack.names and name not in assigned[d])
                 if heir := next(heirs, None):
-                    found[heir][name] = own
-        return found
+                    assigned[heir][name] = own
+        return assigned
 
 
-def open_stacks(loaded: Loaded) -> Stacks:
+def open_stacks(loaded: LoadedPipeline) -> Stacks:
     """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
-    found = Stacks()
+    opened = Stacks()
     names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.step_stages():
-        hooks = stage.effective(loaded.pipeline).hooks
+        hooks = stage.effective_settings(loaded.pipeline).hooks
         path = stage.key_path("hooks")
-        for inside, stacks in ((False, found.all_ranks), (True, found.within_hosts)):
-            wanted = repr([hook.plain() for hook in hooks]), inside
+        for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):
+            wanted = repr([hook.to_plain_data() for hook in hooks]), inside
             if wanted not in names:
                 # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
-                name = f"{loaded.secrets.hidden([hook.plain() for hook in hooks])!r}"
+                name = f"{loaded.secrets.redact_pipeline([hook.to_plain_data() for hook in hooks])!r}"
                 name += ", inside a host" if inside else ""
-                while name in found.used:
+                while name in opened.by_description:
                     name += "'"
                 names[wanted] = name
-                found.used[name] = build_stack(loaded, path, hooks, inside_host=inside)
-            stacks[stage.index] = found.used[names[wanted]]
-    return found
+                opened.by_description[name] = build_stack(loaded, path, hooks, inside_host=inside)
+            stacks[stage.index] = opened.by_description[names[wanted]]
+    return opened
 
 
-def build_function(loaded: Loaded, path: str, choice: Choice) -> Callable[..., Any]:
+def build_function(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
     """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure)."""
-    chosen = _Chosen.at(loaded, path, choice)
+    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
-        return functools.partial(_FUNCTIONS[chosen.name], **chosen.options)
-    return chosen.callable(*([None] if choice.kind == "mutate" else [None, None]))
+        return functools.partial(_BUILT_IN_FUNCTIONS[chosen.name], **chosen.options)
+    return chosen.bound_callable(*([None] if choice.kind == "mutate" else [None, None]))
 
 
 def build_metric(
-    loaded: Loaded, path: str, choice: Choice, device: torch.device
+    loaded: LoadedPipeline, path: str, choice: Choice, device: torch.device
 ) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
-    chosen = _Chosen.at(loaded, path, choice)
-    if not inspect.isclass(target := chosen.imported()):
-        return chosen.callable(None, None)
+    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
+    if not inspect.isclass(target := chosen.import_target()):
+        return chosen.bound_callable(None, None)
     if not (hasattr(target, "update") and hasattr(target, "compute")):
-        raise chosen.refused(f'"{chosen.name}" lacks update or compute', _WANTED["metric"].words)
-    return StatefulMetric(lambda: chosen.checked(chosen.call), chosen.refused, device)
+        problem = f'"{chosen.name}" lacks update or compute'
+        raise chosen.error(problem, _REQUIREMENTS_BY_KIND["metric"].description)
+    return StatefulMetric(lambda: chosen.call_constructor(chosen.call), chosen.error, device)
 
 
-def check_metrics(loaded: Loaded, device: torch.device) -> None:
+def check_metrics(loaded: LoadedPipeline, device: torch.device) -> None:
     """Refuse, by a PipelineError, dotted metrics that cannot be made, before a run trains for hours."""
     for stage in loaded.pipeline.stages:
-        evaluation = stage if isinstance(stage, Evaluate) else getattr(stage, "evaluate", None)
+        evaluation = stage if isinstance(stage, EvaluateStage) else getattr(stage, "evaluate", None)
         inside = "" if evaluation is stage else ".evaluate"
         for index, choice in enumerate(() if evaluation is None else evaluation.metrics):
             if choice.source != "built-in":
                 build_metric(loaded, f"{stage.path}{inside}.metrics[{index}]", choice, device)
 
 
-def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
+def check_sync(loaded: LoadedPipeline, model: nn.Module, ranks: int) -> None:
     """Refuse, by a PipelineError, what only a run of so many ranks can see of sync policies and hooks: a
     source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
     faults = []
-    count = len(trained_parameters(model))
+    count = len(trainable_parameters(model))
     is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())
     for stage in loaded.pipeline.stages:
         path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
         if isinstance(stage, StepStage):
-            settings = stage.effective(loaded.pipeline)
+            settings = stage.effective_settings(loaded.pipeline)
             path = f"{stage.key_path('sync')}.{settings.sync.name}"
             transfers = settings.plan.transfers
             sources = [one.source for one in transfers if one.source is not None]
@@ -668,7 +699,7 @@ def check_sync(loaded: Loaded, model: nn.Module, ranks: int) -> None:
             if fragments > max(1, count):
                 text = f"{fragments} fragments of {count} trained parameters: each needs at least one"
                 faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
-            if is_complex and settings.gradients and settings.hooks:
+            if is_complex and settings.gradient_averaging and settings.hooks:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"
                 faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
         for source in sources:

@@ -20,11 +20,11 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters, get_optimize_ddp_mode
 
-from ddprun.config import Compile, Loaded, PipelineError
-from ddprun.config.patterns import listed, matches
+from ddprun.config import Compile, LoadedPipeline, PipelineError
+from ddprun.config.patterns import abbreviated_list, matches
 
-_CALLED_BY_NOBODY = (nn.ModuleList, nn.ModuleDict)
-_SIZES = 16
+_MODULES_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_MAX_GRAPHS_PER_BLOCK = 16
 """Graphs of one block, at most: training and evaluation have one each for each size of their batches. Torch's
 own limit, 8, is soon reached: the last batches of both are smaller, and differ between ranks.
 """
@@ -41,8 +41,10 @@ class GraphBreak:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """What has been compiled as one."""
+class CompiledGraph:
+    """One compiled graph: the trained parameters of each part it is cut into, and whether it has a backward
+    pass.
+    """
 
     parts: tuple[tuple[str, ...], ...]  # where it is cut for DDP: the trained parameters of each part
     training: bool  # it has a backward pass
@@ -62,13 +64,13 @@ class GraphCompiler:
     """
 
     def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: int | None) -> None:
-        self.graphs: list[Graph] = []
+        self.graphs: list[CompiledGraph] = []
         self.seconds = 0.0  # that the backend has taken
-        self.reported = 0  # graphs that have been reported
+        self.reported_graphs = 0  # how many have been reported
         self._backend, self._cut_bytes = backend, cut_bytes
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._breaks: dict[GraphBreak, None] = {}
-        self._explained: set[str] = set()  # reasons that came with a graph
+        self._reasons_with_graph: set[str] = set()  # of breaks
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         started = time.monotonic()
@@ -84,15 +86,15 @@ class GraphCompiler:
             parts = [[named.get(name, name) for name in bucket.params] for bucket in cutter.buckets]
         else:
             made = self._backend(graph, inputs)
-        self.graphs.append(Graph(tuple(tuple(dict.fromkeys(part)) for part in parts), training))
+        self.graphs.append(CompiledGraph(tuple(tuple(dict.fromkeys(part)) for part in parts), training))
         self.seconds += time.monotonic() - started
         return made
 
     @property
     def breaks(self) -> tuple[GraphBreak, ...]:
-        """Each once, in the order in which they were met; last those that came before any graph."""
-        others = (GraphBreak(_worded(reason), "") for reason in counters["graph_break"])
-        unexplained = {one: None for one in others if one.reason not in self._explained}
+        """Each graph break once, in the order of occurrence; those that came before any graph are last."""
+        others = (GraphBreak(_reason_line(reason), "") for reason in counters["graph_break"])
+        unexplained = {one: None for one in others if one.reason not in self._reasons_with_graph}
         return tuple({**self._breaks, **unexplained})
 
     @property
@@ -106,8 +108,8 @@ class GraphCompiler:
             return
         frame = ended.user_stack[-1] if ended.user_stack else None
         where = f"{frame.filename}:{frame.lineno}" if frame is not None else ""
-        self._breaks[GraphBreak(reason := _worded(ended.reason), where)] = None
-        self._explained.add(reason)
+        self._breaks[GraphBreak(reason := _reason_line(ended.reason), where)] = None
+        self._reasons_with_graph.add(reason)
 
     def _parameters(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
         """The trained parameters that a graph takes: the name of its input, and the model's."""
@@ -117,7 +119,7 @@ class GraphCompiler:
                 yield str(node.target), self._names[id(held)]
 
 
-def check_compiler(loaded: Loaded, device: torch.device) -> None:
+def check_compiler(loaded: LoadedPipeline, device: torch.device) -> None:
     """Raise a PipelineError if torch.compile cannot build kernels here."""
     if loaded.pipeline.compile is None:
         return
@@ -129,21 +131,21 @@ def check_compiler(loaded: Loaded, device: torch.device) -> None:
         if device.type == "cpu":
             get_cpp_compiler()
     except (InvalidCxxCompiler, OSError):
-        raise _refused(loaded, InvalidCxxCompiler()) from None
+        raise _compile_error(loaded, InvalidCxxCompiler()) from None
     try:
         folder = cache_dir()
     except OSError as error:
         text = f"torch.compile cannot keep its kernels in {error.filename}: {error.strerror}"
-        raise loaded.error("compile", text, _CACHE) from None
+        raise loaded.error("compile", text, _CACHE_HINT) from None
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         text = f"torch.compile keeps its kernels in {folder}, and nothing there can be executed (noexec)"
-        raise loaded.error("compile", text, _CACHE)
+        raise loaded.error("compile", text, _CACHE_HINT)
 
 
-_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder in which files can be written and executed"
+_CACHE_HINT = "set TORCHINDUCTOR_CACHE_DIR to a folder in which files can be written and executed"
 
 
-def check_dynamo(loaded: Loaded) -> None:
+def check_dynamo(loaded: LoadedPipeline) -> None:
     """Refuse, by a PipelineError, settings of the pipeline's own code that keep buckets from the hooks."""
     key = "ddp" if loaded.pipeline.compile is None else "compile"
     if get_optimize_ddp_mode() == "python_reducer":
@@ -154,19 +156,19 @@ def check_dynamo(loaded: Loaded) -> None:
         raise loaded.error(key, text, "remove it from your code")
 
 
-def blocks_of(loaded: Loaded, model: nn.Module, settings: Compile) -> dict[str, nn.Module]:
+def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -> dict[str, nn.Module]:
     """What is compiled, by name, the model itself being ""; a PipelineError if there is no such module."""
     if settings.blocks is None:
         return {"": model}
     if settings.blocks == "auto":
-        if found := dict(_repeated(model, "")):
+        if found := dict(_repeated_blocks(model, "")):
             return found
         text = "no block of the model repeats: no list of modules holds two of one class that are made of "
         raise loaded.error("compile.blocks", f"{text}modules", "write compile: true, or name the modules")
     named = {
         name: module
         for name, module in model.named_modules()
-        if name and not isinstance(module, _CALLED_BY_NOBODY)
+        if name and not isinstance(module, _MODULES_WITHOUT_FORWARD)
     }
     chosen: dict[str, nn.Module] = {}
     faults = []
@@ -175,46 +177,48 @@ def blocks_of(loaded: Loaded, model: nn.Module, settings: Compile) -> dict[str, 
         if not fitting:
             classes = [*dict.fromkeys(type(module).__name__ for module in named.values())]
             text = f'no module, and no class of one, is called "{pattern}"'
-            there_are = f"there are {listed([*named])}; of the classes {listed(classes)}"
+            there_are = f"there are {abbreviated_list([*named])}; of the classes {abbreviated_list(classes)}"
             faults.append(loaded.fault(f"compile.blocks[{index}]", text, there_are))
         chosen |= {name: named[name] for name in fitting}
     if faults:
         raise PipelineError(faults)
     # A block inside of another is compiled with it.
     inside = {
-        name for name in chosen if any(f"{outer}." in f"{name}." for outer in _above(name) if outer in chosen)
+        name
+        for name in chosen
+        if any(f"{outer}." in f"{name}." for outer in _ancestor_names(name) if outer in chosen)
     }
     return {name: module for name, module in chosen.items() if name not in inside}
 
 
-def _above(name: str) -> Iterator[str]:
-    """The names of the modules in which one is."""
+def _ancestor_names(name: str) -> Iterator[str]:
+    """Names of the modules that contain the named one."""
     return itertools.accumulate(name.split(".")[:-1], lambda outer, own: f"{outer}.{own}")
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules of which a list, or a Sequential, holds at least two of one class: with
     parameters, and made of modules or of a class that is not torch's.
     """
     children = dict(module.named_children())
     counted = Counter[type[nn.Module]]()
-    if isinstance(module, (nn.Sequential, *_CALLED_BY_NOBODY)):
+    if isinstance(module, (nn.Sequential, *_MODULES_WITHOUT_FORWARD)):
         counted.update(type(child) for child in children.values() if _is_block(child))
     for name, child in children.items():
         if counted[type(child)] > 1 and _is_block(child):
             yield f"{prefix}{name}", child
         else:
-            yield from _repeated(child, f"{prefix}{name}.")
+            yield from _repeated_blocks(child, f"{prefix}{name}.")
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, _CALLED_BY_NOBODY) or next(module.parameters(), None) is None:
+    if isinstance(module, _MODULES_WITHOUT_FORWARD) or next(module.parameters(), None) is None:
         return False
     return next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
 
 
 def compile_model(
-    loaded: Loaded, model: nn.Module, *, ranks_here: int = 1, backend: str = "inductor"
+    loaded: LoadedPipeline, model: nn.Module, *, ranks_here: int = 1, backend: str = "inductor"
 ) -> tuple[GraphCompiler, dict[str, nn.Module]]:
     """Have the model, or its blocks, compiled when they are first called; gives the blocks by name, too.
 
@@ -229,12 +233,12 @@ def compile_model(
     """
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
-    blocks = blocks_of(loaded, model, settings)
+    blocks = select_blocks(loaded, model, settings)
     import torch._inductor.config
 
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit = _SIZES * len(blocks)
-    torch._dynamo.config.accumulated_recompile_limit = 32 * _SIZES * len(blocks)
+    torch._dynamo.config.recompile_limit = _MAX_GRAPHS_PER_BLOCK * len(blocks)
+    torch._dynamo.config.accumulated_recompile_limit = 32 * _MAX_GRAPHS_PER_BLOCK * len(blocks)
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch._inductor.config.compile_threads = max(1, min(32, cores // ranks_here))
@@ -269,20 +273,19 @@ def describe(blocks: Mapping[str, nn.Module]) -> str:
     """What is compiled, in plain words."""
     if "" in blocks:
         return "the model"
-    classes = listed([*dict.fromkeys(type(block).__name__ for block in blocks.values())])
-    return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} of {classes} ({listed([*blocks])})"
+    classes = abbreviated_list([*dict.fromkeys(type(block).__name__ for block in blocks.values())])
+    return f"{len(blocks)} block{'s' if len(blocks) > 1 else ''} of {classes} ({abbreviated_list([*blocks])})"
 
 
-def as_fault(loaded: Loaded, error: BaseException, *, compiling: bool = False) -> PipelineError | None:
-    """A failure of torch.compile as an error at its place in the file; None: it is something else.
+def as_compile_error(
+    loaded: LoadedPipeline, error: BaseException, *, compiling: bool = False
+) -> PipelineError | None:
+    """A failure of torch.compile as a PipelineError at its place in the file; None: it is something else.
 
     `compiling`: whatever failed did so in a first pass, which had succeeded before the model was compiled.
     """
-    if (
-        loaded.pipeline.compile is None
-        or isinstance(error, PipelineError)
-        or not isinstance(error, Exception)
-    ):
+    ours = isinstance(error, PipelineError) or not isinstance(error, Exception)
+    if loaded.pipeline.compile is None or ours:
         return None
     from torch._inductor import exc as of_inductor
 
@@ -296,7 +299,7 @@ def as_fault(loaded: Loaded, error: BaseException, *, compiling: bool = False) -
     # What an operation refuses, such as shapes that do not fit, is no matter of compiling.
     of_the_model = any(isinstance(one, torch._dynamo.exc.TorchRuntimeError) for one in chain)
     if compiling or (not of_the_model and any(isinstance(one, kinds) for one in chain)):
-        return _refused(loaded, error)
+        return _compile_error(loaded, error)
     return None
 
 
@@ -306,34 +309,34 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _refused(loaded: Loaded, error: BaseException) -> PipelineError:
+def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineError:
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
     text, cause = str(error), type(error).__name__
     if "InvalidCxxCompiler" in f"{cause} {text}" or "No working C++ compiler" in text:
-        found = "torch.compile finds no C++ compiler on this host"
+        problem = "torch.compile finds no C++ compiler on this host"
         hint = 'install g++ (in the image: --build-arg PACKAGES="gcc g++ python3-dev"), or name one in CXX'
-        return loaded.error("compile", found, hint)
+        return loaded.error("compile", problem, hint)
     if "Python.h" in text:
-        found = "torch.compile finds no Python.h on this host"
-        return loaded.error("compile", found, "install the headers of Python (python3-dev)")
+        problem = "torch.compile finds no Python.h on this host"
+        return loaded.error("compile", problem, "install the headers of Python (python3-dev)")
     if "failed to map segment" in text:
-        return loaded.error("compile", "torch.compile may not execute what it has built", _CACHE)
+        return loaded.error("compile", "torch.compile may not execute what it has built", _CACHE_HINT)
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        found = f'"fullgraph: true" clashes with batches of more sizes than {_SIZES}'
-        return loaded.error("compile.fullgraph", found, "write dynamic: true")
+        problem = f'"fullgraph: true" clashes with batches of more sizes than {_MAX_GRAPHS_PER_BLOCK}'
+        return loaded.error("compile.fullgraph", problem, "write dynamic: true")
     if settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
         place = re.findall(r'File "([^"]+)", line ([0-9]+)', text)
         at = f" ({place[-1][0]}:{place[-1][1]})" if place else ""
-        found = f"the graph breaks: {_worded(text)}{at}"
+        problem = f"the graph breaks: {_reason_line(text)}{at}"
         hint = "change the model there, or write fullgraph: false"
-        return loaded.error("compile.fullgraph", found, hint)
-    found = f"torch.compile failed: {_worded(text) or cause}"
+        return loaded.error("compile.fullgraph", problem, hint)
+    problem = f"torch.compile failed: {_reason_line(text) or cause}"
     hint = "write compile: false, or compile other blocks; TORCH_LOGS=dynamo,inductor says more"
-    return loaded.error("compile", found, hint)
+    return loaded.error("compile", problem, hint)
 
 
-def _worded(reason: str) -> str:
+def _reason_line(reason: str) -> str:
     """Torch's reason for a graph break, or its error, in one line."""
     if reason.startswith("generic_jump") or "data-dependent branching" in reason:
         return "a branch depends on a tensor's value"

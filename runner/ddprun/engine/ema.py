@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ddprun.sync.exchanger import has_mean
+from ddprun.sync.exchanger import can_be_averaged
 
 
 class WeightAverage:
@@ -23,12 +23,12 @@ class WeightAverage:
         self._model = model
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
-        self.apart = False  # the ranks' averages differ
-        self.tensors = averages_of(model)
+        self.ranks_differ = False  # the ranks' averages differ
+        self.tensors = initial_averages(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.tensors}
 
-    def update(self, *, apart: bool) -> None:
-        """The optimizer has taken a step; `apart`: the ranks' weights may differ."""
+    def update(self, *, ranks_differ: bool) -> None:
+        """The optimizer has taken a step; `ranks_differ`: the ranks' weights may differ."""
         averages = list(self.tensors.values())
         weights: Any = [
             param.detach().to(own.dtype) for param, own in zip(self._params.values(), averages, strict=True)
@@ -39,7 +39,7 @@ class WeightAverage:
             else:
                 torch._foreach_copy_(averages, weights)
         self.updates += 1
-        self.apart = self.apart or apart
+        self.ranks_differ = self.ranks_differ or ranks_differ
 
     def copy_to_model(self) -> None:
         """Overwrite the model's weights."""
@@ -49,22 +49,24 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it; its tensors, not copies."""
-        return {"tensors": dict(self.tensors), "updates": self.updates, "apart": self.apart}
+        return {"tensors": dict(self.tensors), "updates": self.updates, "apart": self.ranks_differ}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Bring it back; without one, begin with the model's weights as they are now."""
+        """Restore all but the tensors, which the caller copies; None: begin with the model's weights as they
+        are now.
+        """
         if state is None:
-            self.tensors = averages_of(self._model)
+            self.tensors = initial_averages(self._model)
             return
-        self.updates, self.apart = state["updates"], state["apart"]
+        self.updates, self.ranks_differ = state["updates"], state["apart"]
 
 
-def averages_of(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
+def initial_averages(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
     """The average before the first update: the parameters that are trained, by name, at least in fp32;
     `device`: not that of the model.
     """
     return {
         name: param.detach().to(device, torch.promote_types(param.dtype, torch.float32), copy=True)
         for name, param in model.named_parameters()
-        if param.requires_grad and has_mean(param)
+        if param.requires_grad and can_be_averaged(param)
     }

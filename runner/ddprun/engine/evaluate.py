@@ -11,35 +11,48 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import BEST_FILE, Choice, EarlyStop, Evaluate, KeepBest, Stage, metric_names
+from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
 from ddprun.engine import build, seeding
-from ddprun.engine.data import Batches, Refuse, is_iterable, loading, of_all, refuse_odd_lengths
-from ddprun.engine.objective import Objective, Outcome
-from ddprun.engine.samples import BatchError, collate, differing, digest_of, shards_itself
-from ddprun.engine.save import noted_step, pipeline_path, write_weights
+from ddprun.engine.data import (
+    BatchDataset,
+    ErrorFactory,
+    all_gather_number,
+    dataloader_options,
+    is_iterable,
+    require_equal_lengths,
+)
+from ddprun.engine.objective import ForwardResult, Objective
+from ddprun.engine.samples import (
+    BatchError,
+    collate,
+    differing_samples_message,
+    digest_of,
+    self_sharding_name,
+)
+from ddprun.engine.save import pipeline_path, saved_step, write_weights
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_to_measure
+from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_for_evaluation
 from ddprun.engine.stateful_metric import StatefulMetric
 
 _T = TypeVar("_T")
 
 Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
-Measure = Callable[[Outcome, int], Sums]  # from an outcome and its number of samples
+MetricFunction = Callable[[ForwardResult, int], Sums]  # from a forward pass and its number of samples
 
 
 @dataclass(frozen=True, slots=True)
 class MeanMetric:
     """A mean over the held-out data, and what is made of it."""
 
-    measure: Measure
+    measure: MetricFunction
     finish: Callable[[float], float] = float
 
 
-def evaluate(session: Session, stage: Evaluate) -> dict[str, Any]:
+def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     """Run an evaluate stage; gives its entry in the summary."""
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
-    with averaged_weights(session), session.runtime.evaluating(stage):
+    with averaged_weights(session), session.runtime.use_stage_held_out(stage):
         found, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
@@ -53,7 +66,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate
     assert wanted is not None, "the stage evaluates"
-    with model_to_measure(session):
+    with model_for_evaluation(session):
         found, _ = measure(session, wanted.metrics, f"{stage.path}.evaluate.metrics")
         evaluations.step = state.step
         shown = _report(session, stage, found)
@@ -62,7 +75,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
             _keep_if_best(session, stage.keep_best, found)
     session.runtime.recorder.write_between_steps(stage.index, state.step)
     if stage.stop is not None and not at_end:
-        _judge(run, stage.stop, found[stage.stop.metric])
+        _update_early_stop(run, stage.stop, found[stage.stop.metric])
 
 
 def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
@@ -99,13 +112,12 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
         session.reporter.note(f"step {state.step} has the best {wanted.metric}, but {BEST_FILE}: {problem}")
 
 
-def check_best(session: Session) -> None:
+def discard_stale_best(session: Session) -> None:
     """In a resumed run, forget the best weights if their file is gone, or is of a step after the checkpoint:
     these steps are taken again, perhaps with other settings. Such a file is removed, as their records are.
     """
     runtime, evaluations = session.runtime, session.state.evaluations
-    noted = partial(noted_step, runtime.run_dir, BEST_FILE)
-    step = runtime.ranks.from_rank_0("resume/best", noted)
+    step = runtime.ranks.from_rank_0("resume/best", partial(saved_step, runtime.run_dir, BEST_FILE))
     if evaluations.kept is not None and evaluations.kept.step == step:
         return
     evaluations.kept = None
@@ -117,7 +129,7 @@ def check_best(session: Session) -> None:
         session.reporter.note(f"{BEST_FILE} is of step {step}, which is taken again: removed")
 
 
-def _judge(run: StageRun, wanted: EarlyStop, value: float) -> None:
+def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
     """Count evaluations without improvement, and report it if the stage ends by that."""
     session, state, evaluations = run.session, run.session.state, run.session.state.evaluations
     best = evaluations.best
@@ -160,24 +172,24 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
     with torch.no_grad():
         for content, samples in _batches(session):
             with runtime.precision.autocast():
-                outcome = runtime.objective(runtime.model, runtime.precision.to_device(content))
+                result = runtime.objective(runtime.model, runtime.precision.to_device(content))
             if not samples:
                 continue
             counted += samples
             for index, mean in enumerate(means.values()):
-                value, count = mean.measure(outcome, samples)
+                value, count = mean.measure(result, samples)
                 sums[index, 0] += value
                 sums[index, 1] += count
             for metric in stateful.values():
-                metric.update(outcome)
+                metric.update(result)
     mine = [*sums.flatten().tolist(), counted]
     *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
-    found = {
+    values = {
         name: mean.finish(value / count) if count else math.nan
         for (name, mean), value, count in zip(means.items(), totals[::2], totals[1::2], strict=True)
     }
-    found |= {name: metric.compute(control) for name, metric in stateful.items()}
-    return {name: found[name] for name in wanted}, int(samples)
+    values |= {name: metric.compute(control) for name, metric in stateful.items()}
+    return {name: values[name] for name in wanted}, int(samples)
 
 
 def _metrics(
@@ -186,14 +198,14 @@ def _metrics(
     loaded, objective = session.runtime.loaded, session.runtime.objective
     mean_loss = partial(_mean_loss, objective)
     found: dict[str, MeanMetric | StatefulMetric]
-    found = {"loss": MeanMetric(_summed_loss if objective.summed else mean_loss)}
+    found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         if choice.source != "built-in":
             metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
             if isinstance(metric, StatefulMetric):
                 found[name] = metric
             else:
-                found[name] = MeanMetric(partial(_dotted, objective, metric))
+                found[name] = MeanMetric(partial(_custom_metric, objective, metric))
         elif choice.name == "accuracy":
             found[name] = MeanMetric(partial(_accuracy, objective.ignore_index))
         else:
@@ -201,37 +213,39 @@ def _metrics(
     return found
 
 
-def _summed_loss(outcome: Outcome, samples: int) -> Sums:
-    return outcome.loss.double(), samples
+def _summed_loss(result: ForwardResult, samples: int) -> Sums:
+    return result.loss.double(), samples
 
 
-def _mean_loss(objective: Objective, outcome: Outcome, samples: int) -> Sums:
+def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sums:
     """By `weight_by`, or of a cross-entropy the mean over the targets that count; of another loss, over
     samples.
     """
-    loss, count = outcome.loss.double(), objective.weight_of_mean(outcome, samples)
-    if objective.summed:
+    loss, count = result.loss.double(), objective.weight_in_mean(result, samples)
+    if objective.loss_is_sum:
         return loss, count
     if isinstance(count, Tensor):  # the mean over no target at all is not a number
         return torch.where(count > 0, loss * count, 0.0), count
     return loss * count if count else 0.0, count
 
 
-def _accuracy(ignored: int | None, outcome: Outcome, samples: int) -> Sums:
+def _accuracy(ignored: int | None, result: ForwardResult, samples: int) -> Sums:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
-    target = outcome.target
-    if target.is_floating_point() and target.shape == outcome.output.shape:
+    target = result.target
+    if target.is_floating_point() and target.shape == result.output.shape:
         target = target.argmax(1)  # of probabilities
-    right = outcome.output.argmax(1) == target
+    right = result.output.argmax(1) == target
     if ignored is None:
         return right.sum(), right.numel()
     counts = target != ignored
     return (right & counts).sum(), counts.sum()
 
 
-def _dotted(objective: Objective, metric: Callable[[Any, Any], Any], outcome: Outcome, samples: int) -> Sums:
-    count = objective.weigh(outcome.content) if objective.weighs else samples
-    return float(metric(outcome.output, outcome.target)) * count if count else 0.0, count
+def _custom_metric(
+    objective: Objective, metric: Callable[[Any, Any], Any], result: ForwardResult, samples: int
+) -> Sums:
+    count = objective.batch_weight(result.content) if objective.has_batch_weights else samples
+    return float(metric(result.output, result.target)) * count if count else 0.0, count
 
 
 def _batches(session: Session) -> Iterator[tuple[Any, int]]:
@@ -239,39 +253,40 @@ def _batches(session: Session) -> Iterator[tuple[Any, int]]:
     its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
     """
     iterable = is_iterable(session.runtime.held_out.dataset)
-    for content, samples in _from_iterable(session) if iterable else _from_map(session):
+    for content, samples in _iterable_batches(session) if iterable else _map_style_batches(session):
         if isinstance(content, BatchError):
-            raise _refused(session)(content.problem, content.allowed)
+            raise _error_factory(session)(content.problem, content.allowed)
         yield content, samples
 
 
-def _from_map(session: Session) -> Iterator[tuple[Any, int]]:
+def _map_style_batches(session: Session) -> Iterator[tuple[Any, int]]:
     """Of map-style data: all ranks know all lengths from the start."""
     runtime, dataset = session.runtime, session.runtime.held_out.dataset
     loader, rank, ranks = runtime.loaded.pipeline.loader, runtime.ranks.rank, runtime.ranks.size
-    lengths = of_all(runtime.exchange.control, len(dataset), "samples to evaluate on")
+    lengths = all_gather_number(runtime.exchange.control, len(dataset), "samples to evaluate on")
     if not _may_be_sharded(session):
-        refuse_odd_lengths(lengths, _refused(session))
-    _refuse_empty(session, lengths)
+        require_equal_lengths(lengths, _error_factory(session))
+    _require_samples(session, lengths)
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
-    if len(set(lengths)) > 1 or _sharded(session, lambda: [dataset[index] for index in compared]):
-        held = lengths
+    if len(set(lengths)) > 1 or _is_sharded(session, lambda: [dataset[index] for index in compared]):
+        samples_per_rank = lengths
     else:
-        held = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
+        samples_per_rank = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
         mine = mine[rank::ranks]
-    calls = list(_calls(mine, held, loader.batch_size, spare=mine or range(len(dataset))))
+    padding = mine or range(len(dataset))
+    padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
     batches = DataLoader(
-        Batches(dataset, None, runtime.feed.collate),
-        sampler=[list(part) for part, _ in calls],
+        BatchDataset(dataset, None, runtime.feed.collate),
+        sampler=[list(indices) for indices, _ in padded],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
-        **loading(loader.workers),
+        **dataloader_options(loader.workers),
     )
-    yield from zip(batches, [count for _, count in calls], strict=True)
+    yield from zip(batches, [count for _, count in padded], strict=True)
 
 
-def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
+def _iterable_batches(session: Session) -> Iterator[tuple[Any, int]]:
     """Of iterable data: a batch of every rank at a time."""
     runtime = session.runtime
     control, rank, ranks = runtime.exchange.control, runtime.ranks.rank, runtime.ranks.size
@@ -279,49 +294,52 @@ def _from_iterable(session: Session) -> Iterator[tuple[Any, int]]:
     samples = iter(runtime.held_out.dataset)
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
-    _refuse_empty(session, of_all(control, len(first), "samples to evaluate on"))
-    sharded = _sharded(session, lambda: first)
+    _require_samples(session, all_gather_number(control, len(first), "samples to evaluate on"))
+    sharded = _is_sharded(session, lambda: first)
     numbered = enumerate(chain(first, samples))
-    spare: list[tuple[int, Any]] = []
+    padding: list[tuple[int, Any]] = []
     while True:
         read = list(islice(numbered, size if sharded else size * ranks))
         if sharded:
-            own, held = read, of_all(control, len(read), "samples to evaluate on")
+            own, samples_per_rank = read, all_gather_number(control, len(read), "samples to evaluate on")
         else:
-            own, held = read[rank::ranks], [len(range(one, len(read), ranks)) for one in range(ranks)]
-        if not any(held):
+            own = read[rank::ranks]
+            samples_per_rank = [len(range(one, len(read), ranks)) for one in range(ranks)]
+        if not any(samples_per_rank):
             return
-        spare = spare or own or read
-        for part, count in _calls(own, held, size, spare):
+        padding = padding or own or read
+        for part, count in _padded_batches(own, samples_per_rank, size, padding):
             numbers, items = zip(*part, strict=True)
             yield collate(items, numbers, runtime.feed.collate), count
 
 
-def _calls(
-    own: Sequence[_T], held: Sequence[int], most: int, spare: Sequence[_T]
+def _padded_batches(
+    own: Sequence[_T], samples_per_rank: Sequence[int], max_size: int, padding: Sequence[_T]
 ) -> Iterator[tuple[Sequence[_T], int]]:
-    """What this rank takes in each call, and how much of it counts: its own, or else what is to spare."""
+    """The samples of this rank in each forward pass, and how many of them count; a rank that has none left
+    gets samples from `padding` that do not count.
+    """
     taken = 0
-    for size in call_sizes(held, most):
+    for size in batch_sizes(samples_per_rank, max_size):
         part = own[taken : taken + size]
         taken += len(part)
-        yield part or [spare[index % len(spare)] for index in range(size)], len(part)
+        yield part or [padding[index % len(padding)] for index in range(size)], len(part)
 
 
-def call_sizes(held: Sequence[int], most: int) -> list[int]:
-    """Sizes of batches, at `most` so many, call by call: each rank takes so many of the samples that it
-    has left; it begins with those `held`.
+def batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
+    """The batch size of each forward pass, at most `max_size`: every rank that has samples left takes so
+    many; `samples_per_rank` is how many each rank has.
     """
-    left, sizes = list(held), list[int]()
+    left, sizes = list(samples_per_rank), list[int]()
     while any(left):
         least = min(count for count in left if count)
-        size, calls = (most, least // most) if least >= most else (least, 1)
-        sizes += [size] * calls
-        left = [max(0, count - size * calls) for count in left]
+        size, times = (max_size, least // max_size) if least >= max_size else (least, 1)
+        sizes += [size] * times
+        left = [max(0, count - size * times) for count in left]
     return sizes
 
 
-def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
+def _is_sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
     """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
 
     Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
@@ -335,19 +353,20 @@ def _sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
         seeding.seed_everything(runtime.loaded.pipeline.seed)
         digest = digest_of(first())
     digests = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
-    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if runtime.held_out.sharded:
-        runtime.held_out.sharded = bool(odd)
-        if not odd and runtime.ranks.size > 1:
+        runtime.held_out.sharded = bool(differing)
+        if not differing and runtime.ranks.size > 1:
             reporter.events.info("data_not_sharded", held_out=True)
             reporter.note(
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
-    elif odd:
-        how = shards_itself(runtime.held_out.dataset)
-        reporter.events.warning("data_differs", ranks=odd, sharded_by=how, held_out=True)
-        known = runtime.feed.odd_ranks == odd and shards_itself(runtime.feed.dataset) == how
-        text = "the same holds as for data" if known else differing(odd, runtime.ranks.size, how)
+    elif differing:
+        how, feed = self_sharding_name(runtime.held_out.dataset), runtime.feed
+        reporter.events.warning("data_differs", ranks=differing, sharded_by=how, held_out=True)
+        text = differing_samples_message(differing, runtime.ranks.size, how)
+        if feed.differing_ranks == differing and self_sharding_name(feed.dataset) == how:
+            text = "the same holds as for data"
         reporter.note(f"held-out data: {text}")
     return runtime.held_out.sharded
 
@@ -359,18 +378,18 @@ def _may_be_sharded(session: Session) -> bool:
     return session.runtime.loaded.pipeline.loader.sharded and choice.source != "built-in"
 
 
-def _refuse_empty(session: Session, held: Sequence[int]) -> None:
-    """Data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
-    none = [rank for rank, count in enumerate(held) if not count]
+def _require_samples(session: Session, samples_per_rank: Sequence[int]) -> None:
+    """Refuse data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
+    none = [rank for rank, count in enumerate(samples_per_rank) if not count]
     if none:
-        whose = "" if len(none) == len(held) else f" for rank {none[0]}"
-        raise _refused(session)(
+        whose = "" if len(none) == len(samples_per_rank) else f" for rank {none[0]}"
+        raise _error_factory(session)(
             f"it has no sample to evaluate on{whose}",
             "data that can be read only once serves one evaluation: have its __iter__ begin again",
         )
 
 
-def _refused(session: Session) -> Refuse:
+def _error_factory(session: Session) -> ErrorFactory:
     held_out = session.runtime.held_out
     assert held_out.choice is not None
-    return partial(build.refused_data, session.runtime.loaded, held_out.path, held_out.choice)
+    return partial(build.data_error, session.runtime.loaded, held_out.path, held_out.choice)

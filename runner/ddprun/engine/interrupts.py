@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from ddprun import COMPARED, LAUNCHED
-from ddprun.host.processes import handle
+from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
+from ddprun.host.processes import set_signal_handler
 from ddprun.parallel.ranks import Ranks
 
-_STOP, _ASK_EVERY_S = "stop", 1.0
+_STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
 
 
-class StopRequest:
+class SignalRequests:
     """Notes SIGINT and SIGTERM, after which all ranks stop after the same step, and SIGUSR1, after which all
     take a checkpoint and continue.
 
@@ -26,40 +26,40 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.wanted = self._checkpoint_wanted = False
-        self._asked_s = 0.0
-        if LAUNCHED in os.environ:
-            signal.signal(signal.SIGINT, self._note)
+        self.stop_requested = self._checkpoint_requested = False
+        self._store_checked_s = 0.0
+        if LAUNCHED_VARIABLE in os.environ:
+            signal.signal(signal.SIGINT, self._on_stop_signal)
         else:
             for number in (signal.SIGINT, signal.SIGTERM):
-                handle(number, self._note)
-        signal.signal(signal.SIGUSR1, self._note_checkpoint)
+                set_signal_handler(number, self._on_stop_signal)
+        signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
 
     def take_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
-        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
-        return wanted
+        requested, self._checkpoint_requested = self._checkpoint_requested, False
+        return requested
 
-    def known_to_all(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
-        """Whether this rank is to stop, by a signal or because it has `failed`, or another one is: for ranks
-        that exchange nothing else. It asks their store once a second.
+    def stop_requested_by_any(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
+        """Whether this rank is to stop (by a signal, or because it has `failed`) or any other rank is. For
+        ranks that exchange nothing else: it asks the store once a second.
         """
-        if not self.wanted:
-            if time.monotonic() - self._asked_s < _ASK_EVERY_S:
+        if not self.stop_requested:
+            if time.monotonic() - self._store_checked_s < _CHECK_STORE_EVERY_S:
                 return False
-            self._asked_s = time.monotonic()
+            self._store_checked_s = time.monotonic()
             if not failed():
-                with ranks.asking():
-                    return bool(ranks.store.check([_STOP]))
-        with ranks.asking():
-            ranks.store.set(_STOP, "")
+                with ranks.watch_store_query():
+                    return bool(ranks.store.check([_STOP_KEY]))
+        with ranks.watch_store_query():
+            ranks.store.set(_STOP_KEY, "")
         return True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
+    def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
 
-    def _note_checkpoint(self, number: int, frame: FrameType | None) -> None:
-        self._checkpoint_wanted = True
+    def _on_checkpoint_signal(self, number: int, frame: FrameType | None) -> None:
+        self._checkpoint_requested = True
 
 
 @dataclass(slots=True)
@@ -70,16 +70,16 @@ class TimeSliceClient:
     only one works at a time. Nothing of a run changes by that but when it happens.
     """
 
-    every: int  # steps of a time slice
+    steps_per_slice: int
     _connection: socket.socket
-    _taken_at: int = -1
+    _slice_ended_at: int = -1
 
     @classmethod
-    def of(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
-        """As the environment says, of a rank and how many are on its host; None if this run is not one of
-        several. An OSError: the comparison has ended.
+    def from_environment(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
+        """The client of this process, from the environment; None if the run is not part of a comparison.
+        Raises OSError if the comparison has ended. `ranks`: how many are on this host.
         """
-        text = os.environ.get(COMPARED)
+        text = os.environ.get(TURNS_VARIABLE)
         if text is None:
             return None
         settings = json.loads(text)
@@ -89,16 +89,16 @@ class TimeSliceClient:
         connection.sendall(json.dumps(hello).encode() + b"\n")
         return cls(settings["every"], connection)
 
-    def due(self, step: int) -> bool:
+    def ends_after(self, step: int) -> bool:
         """Whether a time slice ends after so many steps of the run."""
-        return step % self.every == 0 and step != self._taken_at
+        return step % self.steps_per_slice == 0 and step != self._slice_ended_at
 
     def wait(self, step: int) -> float:
         """End this time slice, and wait for the next one; gives the seconds that took. A ConnectionError: the
         comparison has ended.
         """
         started = time.monotonic()
-        self._taken_at = step
+        self._slice_ended_at = step
         self._connection.sendall(b"p")
         if self._connection.recv(1) != b"g":
             raise ConnectionError("the comparison that this run belongs to has ended")

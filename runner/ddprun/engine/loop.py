@@ -17,7 +17,7 @@ for each step:
     between_steps         act on what all ranks know by them:
                           progress, stop, checkpoint, clocks            sync_us of the next step
                           evaluate_in_stage, if the stage asks for it   no step's time
-end_of_steps              read all messages that are left; how did the steps end?
+agree_on_stage_end        read all messages that are left; how did the steps end?
 end_stage                 make ranks equal; evaluate_in_stage once more
 ```
 """
@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddprun.config import Forward, StepStage
+from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
@@ -48,7 +48,7 @@ StepFunction = Callable[[StageRun, StepBatches, int], None]
 Here and below `stage_step` counts from 1 in the stage, and `step`, as in records, from 1 in the run.
 """
 
-Update = Callable[[nn.Module, Callable[[], Tensor]], Any]
+UpdateFunction = Callable[[nn.Module, Callable[[], Tensor]], Any]
 """What a forward stage does in a step: a function of the model and of a closure that gives its loss."""
 
 StageEnd = Literal["complete", "stopped", "failed"]
@@ -67,14 +67,14 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     step_function: StepFunction = train_step
-    if isinstance(stage, Forward):
+    if isinstance(stage, ForwardStage):
         path, choice = f"{stage.path}.update", stage.update
         update = None if choice is None else build.build_function(runtime.loaded, path, choice)
         step_function = partial(forward_step, update)
     run = begin_stage(session, stage)
-    reporter.begin_stage(stage.name, run.steps, first=state.cursor.first_step, step=state.step)
+    reporter.begin_stage(stage.name, run.steps, steps_before=state.cursor.first_step, step=state.step)
     runtime.model.train()
-    state.cursor.tick(in_stage=False)
+    state.cursor.count_time(in_stage=False)
     try:
         end = run_steps(run, step_function)
     finally:
@@ -89,14 +89,14 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     else:
         if end == "stopped":
             take_checkpoint(session, at_end=True)
-        run.synchronizer.finish(reconcile=False)  # nothing may be under way when the process groups go
+        run.synchronizer.finish(reconcile=False)  # nothing may be in flight when the process groups go
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
-    state.cursor.tick(in_stage=True)
+    state.cursor.count_time(in_stage=True)
     entry = {
         "steps": run.steps_done,
         "seconds": state.cursor.seconds,
-        "sync": run.settings.sync.plain(),
+        "sync": run.settings.sync.to_plain_data(),
         "hooks": list(runtime.stacks.all_ranks[stage.index].names),
         "loss": state.loss,
         "interrupted": end != "complete",
@@ -115,11 +115,11 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
     while not run.stopped_early:
         pause_before_step(run)
         step, stage_step = state.current_step, run.steps_done + 1
-        reporter.where = f"{run.stage.path}, step {step}"
-        watchdog.step(step)
+        reporter.location = f"{run.stage.path}, step {step}"
+        watchdog.set_step(step)
         watchdog.set_phase(b"data")
         recorder.begin_step(step, run.stage.index)
-        run.session.runtime.take_marks(detailed=recorder.records_step)
+        run.session.runtime.set_mark_detail(detailed=recorder.records_step)
         batches = next(batches_of_steps, None)
         if batches is None:
             recorder.cancel_step()
@@ -133,10 +133,10 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
             case "stopped" | "failed" as end:
                 return end
             case "stop alone":
-                break  # and wait for the other ranks in `end_of_steps`
+                break  # and wait for the other ranks in `agree_on_stage_end`
             case "continue":
                 pass
-    return end_of_steps(run)
+    return agree_on_stage_end(run)
 
 
 # One step.
@@ -149,14 +149,14 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """
     runtime = run.session.runtime
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
-    replica = runtime.replica if run.settings.gradients else None
+    replica = runtime.replica if run.settings.gradient_averaging else None
     model = runtime.model if replica is None else replica.ddp
     scale = precision.loss_scale()
     measure_fidelity = replica is not None and run.measures_fidelity(run.session.state.current_step)
     if replica is not None:
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
     for index, micro in enumerate(batches.micro_batches, start=1):
-        last = index == batches.count
+        last = index == batches.micro_batch_count
         content = precision.to_device(micro.content)
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
@@ -165,13 +165,14 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         with nullcontext() if last or replica is None else replica.ddp.no_sync():
             with precision.autocast():
                 loss = runtime.objective(model, content).loss
-            weight = loss_weight(run.session, micro, batches.total)
+            weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
             if scale is not None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
             backward(run, replica, weighted, last=last)
-        recorder.note_loss(mean_loss(run.session, loss.detach(), micro.samples), micro.samples, micro.counts)
+        mean = mean_loss(run.session, loss.detach(), micro.samples)
+        recorder.note_loss(mean, micro.samples, micro.effective_weight)
     if replica is None:
         precision.unscale(runtime.model.parameters())  # under DDP the dispatcher has unscaled each bucket
     elif measure_fidelity:
@@ -195,18 +196,18 @@ def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: b
         loss.backward()  # type: ignore[no-untyped-call]
     elif missing := replica.backward(loss, recorder.traces, exchange=last):
         where = f"the loss of rank {runtime.ranks.rank} in step {run.session.state.current_step}"
-        raise runtime.objective.unused(missing, where)
+        raise runtime.objective.unused_parameters_error(missing, where)
     if not last:
         watchdog.set_phase(b"data")
-    elif runtime.gradients is not None:
-        recorder.current.gradients = runtime.gradients.take()
+    elif runtime.gradient_times is not None:
+        recorder.current.gradient_marks = runtime.gradient_times.take()
     if last and replica is not None:
         recorder.end_backward()
     else:
         recorder.lap("backward_us")
 
 
-def forward_step(update: Update | None, run: StageRun, batches: StepBatches, stage_step: int) -> None:
+def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """A batch, forward passes on it, and what the update makes of their losses."""
     session, runtime = run.session, run.session.runtime
     recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
@@ -216,26 +217,26 @@ def forward_step(update: Update | None, run: StageRun, batches: StepBatches, sta
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")
     runtime.ranks.watchdog.set_phase(b"forward")
-    draws: Callable[[], AbstractContextManager[None]] = nullcontext
+    fixed_rng: Callable[[], AbstractContextManager[None]] = nullcontext
     if update is not None:
-        draws = seeding.SameDraws(runtime.device)
-    weight = loss_weight(session, micro, batches.total)
+        fixed_rng = seeding.RepeatableRng(runtime.device)
+    weight = loss_weight(session, micro, batches.total_weight)
     losses: list[Tensor] = []
 
     def closure() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all calls in a step draw alike."""
-        with torch.no_grad(), draws(), precision.autocast():
+        with torch.no_grad(), fixed_rng(), precision.autocast():
             losses.append(runtime.objective(model, content).loss)
         # Of no target at all the mean is not a number.
-        return losses[-1] * weight if micro.counts else torch.zeros_like(losses[-1])
+        return losses[-1] * weight if micro.effective_weight else torch.zeros_like(losses[-1])
 
     if update is None:
         closure()
-    elif micro.counts:  # a rank without samples has nothing to go by
+    elif micro.effective_weight:  # a rank without samples has nothing to go by
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
-    counts = (micro.samples, micro.counts) if losses else (0, 0)
-    recorder.note_loss(mean_loss(session, mean, micro.samples), *counts)
+    samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
+    recorder.note_loss(mean_loss(session, mean, micro.samples), samples, effective_weight)
     recorder.lap("forward_us")
     if update is None:
         return
@@ -287,8 +288,8 @@ def after_update(run: StageRun) -> None:
     if state.schedule is not None:
         state.schedule.step()
     if runtime.ema is not None:
-        equal = run.settings.gradients == "all" and state.replicas.parameters == "common"
-        runtime.ema.update(apart=not equal)
+        equal = run.settings.gradient_averaging == "all" and state.replicas.parameters == "common"
+        runtime.ema.update(ranks_differ=not equal)
 
 
 def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
@@ -297,14 +298,14 @@ def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
 
     1 where all ranks hold equally much and there is one micro-batch. A loss that is a sum stays as it is.
     """
-    if session.runtime.objective.summed:
+    if session.runtime.objective.loss_is_sum:
         return 1.0 if micro.samples else 0.0
-    return micro.counts * session.runtime.ranks.size / total if micro.counts else 0.0
+    return micro.effective_weight * session.runtime.ranks.size / total if micro.effective_weight else 0.0
 
 
 def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
     """The mean over samples of a loss, shape ()."""
-    return loss / samples if session.runtime.objective.summed and samples else loss
+    return loss / samples if session.runtime.objective.loss_is_sum and samples else loss
 
 
 def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
@@ -387,9 +388,9 @@ def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
     """
     session, runtime = run.session, run.session.runtime
     agreed_steps = runtime.recorder.end_step(
-        stop=runtime.stop.wanted,
-        checkpoint=exchanged and runtime.stop.take_checkpoint_request(),
-        compare_clocks=session.clocks_are_old,
+        stop=runtime.signals.stop_requested,
+        checkpoint=exchanged and runtime.signals.take_checkpoint_request(),
+        compare_clocks=session.clock_offsets_are_stale,
         exchanged=exchanged,
     )
     pauses = _profiler_toggles(run) or _time_slice_is_over(run)
@@ -412,7 +413,7 @@ def between_steps(
     requested = any(one.checkpoint for one in agreed_steps)
     if agreed_steps:
         session.record_agreed(agreed_steps)
-        if runtime.finite.after_steps(agreed_steps, run.settings.on_nan, step):
+        if runtime.finite_check.check_after_steps(agreed_steps, run.settings.on_nan, step):
             return "failed"
         if any(one.stop for one in agreed_steps):
             # The checkpoint at the end holds what has been added up to here.
@@ -435,7 +436,7 @@ def between_steps(
     return "continue"
 
 
-def end_of_steps(run: StageRun) -> StageEnd:
+def agree_on_stage_end(run: StageRun) -> StageEnd:
     """Read all messages that are left, and have all ranks agree on how the steps ended.
 
     Ranks that never synchronise come here each after a step of its own, and wait for each other. Only here
@@ -444,12 +445,12 @@ def end_of_steps(run: StageRun) -> StageEnd:
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
     agreed_steps = runtime.recorder.end_stage()
     session.record_agreed(agreed_steps)
-    failed = runtime.finite.after_steps(agreed_steps, on_nan, session.state.step)
+    failed = runtime.finite_check.check_after_steps(agreed_steps, on_nan, session.state.step)
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
-    mine = [float(runtime.stop.wanted), float(runtime.finite.first_lost())]
-    stops, lost = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
-    if runtime.finite.at_end([int(one) for one in lost], on_nan, session.state.step):
+    mine = [float(runtime.signals.stop_requested), float(runtime.finite_check.first_nonfinite_number())]
+    stops, numbers = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
+    if runtime.finite_check.check_at_stage_end([int(one) for one in numbers], on_nan, session.state.step):
         return "failed"
     return "stopped" if any(stops) else "complete"
 
@@ -491,7 +492,7 @@ def _drain_before(run: StageRun, phase: bytes) -> None:
 
 def _time_slice_is_over(run: StageRun) -> bool:
     slices = run.session.runtime.time_slices
-    return slices is not None and slices.due(run.session.state.step)
+    return slices is not None and slices.ends_after(run.session.state.step)
 
 
 def _profiler_toggles(run: StageRun) -> bool:

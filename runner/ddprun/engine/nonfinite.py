@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.control import ControlChannel
 
 OnNan = Literal["continue", "stop"]
 
@@ -31,8 +31,8 @@ class Nonfinite:
     def describe(self) -> str:
         """For the screen."""
         if self.value is None:
-            lost = f"{self.parameter} is not finite on rank {self.rank}, though every loss was"
-            return f"step {self.step}: {lost}"
+            what = f"{self.parameter} is not finite on rank {self.rank}, though every loss was"
+            return f"step {self.step}: {what}"
         then = "all parameters are still finite"
         if self.parameter is not None:
             then = f"{self.parameter} is the first parameter that is not finite"
@@ -46,59 +46,64 @@ class FiniteCheck:
     """
 
     def __init__(
-        self, model: nn.Module, control: Control, recorder: StepRecorder, report: Callable[[Nonfinite], None]
+        self,
+        model: nn.Module,
+        control: ControlChannel,
+        recorder: StepRecorder,
+        report: Callable[[Nonfinite], None],
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self.infinite_at_first = frozenset(_not_finite(named))
-        self._params = {name: param for name, param in named.items() if name not in self.infinite_at_first}
+        self.initially_nonfinite = frozenset(_nonfinite_names(named))
+        self._params = {name: param for name, param in named.items() if name not in self.initially_nonfinite}
         self._names = list(self._params)
         self._control, self._recorder, self._report = control, recorder, report
-        self.found: Nonfinite | None = None
-        self.lost_parameter: str | None = None  # that was not finite in the last check
+        self.first_nonfinite: Nonfinite | None = None
+        self.nonfinite_parameter: str | None = None  # that was not finite in the last check
         self.failed = False  # the run ends because weights are not finite any more
 
-    def first_lost(self) -> int:
+    def first_nonfinite_number(self) -> int:
         """The number of the first parameter that is not finite, from 1; 0: all are. Waits for the device."""
-        return next((1 + self._names.index(name) for name in _not_finite(self._params)), 0)
+        return next((1 + self._names.index(name) for name in _nonfinite_names(self._params)), 0)
 
-    def after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
-        """Check the parameters if a loss is not finite in the steps that all ranks newly know of; whether the
-        run fails. Called by all ranks, after so many steps of the run.
+    def check_after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
+        """Check the parameters if some rank's loss was not finite in `agreed_steps`. Returns whether the run
+        fails. Called by all ranks after step `step`.
         """
-        if not any(one.nonfinite for one in agreed_steps) or (self.found and on_nan == "continue"):
+        if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
-        at, loss = self._recorder.nonfinite or (0, 0.0)
-        rows = self._control.all_gather([at, loss, self.first_lost()], "losses that are not finite").tolist()
-        lost = [int(row[2]) for row in rows]
-        first_lost = next(filter(None, lost), 0)
-        if self.found is None:
+        at, loss = self._recorder.first_nonfinite_loss or (0, 0.0)
+        mine = [at, loss, self.first_nonfinite_number()]
+        rows = self._control.all_gather(mine, "losses that are not finite").tolist()
+        numbers = [int(row[2]) for row in rows]
+        number = next(filter(None, numbers), 0)
+        if self.first_nonfinite is None:
             own = [(int(row[0]), rank) for rank, row in enumerate(rows) if row[0]]
             # A resumed run may have got a sum of losses from the checkpoint, of which no rank knows the step.
             at, rank = min(own, default=(step, 0))
-            self._note(at, rank, str(rows[rank][1]) if own else "nan", lost[rank] or first_lost)
-        return self._fail_if_lost(first_lost, on_nan)
+            self._report_first(at, rank, str(rows[rank][1]) if own else "nan", numbers[rank] or number)
+        return self._fail_if_nonfinite(number, on_nan)
 
-    def at_end(self, lost: Sequence[int], on_nan: OnNan, step: int) -> bool:
-        """The same at a stage's end, by `first_lost` of every rank."""
-        rank = next((rank for rank, number in enumerate(lost) if number), None)
+    def check_at_stage_end(self, numbers: Sequence[int], on_nan: OnNan, step: int) -> bool:
+        """The same check at a stage's end; `numbers` are `first_nonfinite_number` of each rank."""
+        rank = next((rank for rank, number in enumerate(numbers) if number), None)
         if rank is None:
             return self.failed
-        if self.found is None:
-            self._note(step, rank, None, lost[rank])
-        return self._fail_if_lost(lost[rank], on_nan)
+        if self.first_nonfinite is None:
+            self._report_first(step, rank, None, numbers[rank])
+        return self._fail_if_nonfinite(numbers[rank], on_nan)
 
-    def _note(self, step: int, rank: int, value: str | None, lost: int) -> None:
-        self.found = Nonfinite(step, rank, value, self._names[lost - 1] if lost else None)
-        self._report(self.found)
+    def _report_first(self, step: int, rank: int, value: str | None, number: int) -> None:
+        self.first_nonfinite = Nonfinite(step, rank, value, self._names[number - 1] if number else None)
+        self._report(self.first_nonfinite)
 
-    def _fail_if_lost(self, lost: int, on_nan: OnNan) -> bool:
-        self.lost_parameter = self._names[lost - 1] if lost else None
-        self.failed = self.failed or (lost > 0 and on_nan == "stop")
+    def _fail_if_nonfinite(self, number: int, on_nan: OnNan) -> bool:
+        self.nonfinite_parameter = self._names[number - 1] if number else None
+        self.failed = self.failed or (number > 0 and on_nan == "stop")
         return self.failed
 
 
-def _not_finite(named: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that are not, in order."""
+def _nonfinite_names(named: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors that are not finite, in order."""
     if not named:
         return []
     flags = torch.stack([torch.isfinite(param.detach()).all().cpu() for param in named.values()]).tolist()

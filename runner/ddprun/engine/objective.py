@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.config import Loaded, PipelineError
-from ddprun.config.options import Targets
+from ddprun.config import LoadedPipeline, PipelineError
+from ddprun.config.options import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
-from ddprun.parallel.ddp import DdpReplica, buffers_kept
-from ddprun.sync.buffers import BufferUse, counters_of, probe
+from ddprun.parallel.ddp import DdpReplica, restore_buffers_on_exit
+from ddprun.sync.buffers import BufferUse, counter_names, probe_buffer_use
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
-_NAME_THEM = "write weight_by: {targets: {of: labels}}, with the key of the targets"
+_TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,32 +69,32 @@ class Precision:
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if self.pure else 2.0**16
         self.scaler = Scaler(device.type, first_scale) if name in ("fp16", "pure_fp16") else None
-        self._half = _HALF.get(name.removeprefix("pure_"))
-        self._copies = CopyStream(Gpu(device)) if device.type == "cuda" else None
+        self._half_dtype = _HALF.get(name.removeprefix("pure_"))
+        self._copy_stream = CopyStream(Gpu(device)) if device.type == "cuda" else None
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """What the model's floating-point parameters become; None leaves them as they are."""
-        return self._half if self.pure else None
+        return self._half_dtype if self.pure else None
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward and loss; does nothing for `fp32`, nor where weights are half themselves."""
-        if self._half is None or self.pure:
+        if self._half_dtype is None or self.pure:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._half)
+        return torch.autocast(self.device.type, dtype=self._half_dtype)
 
     def to_device(self, content: Any) -> Any:
         """Move a batch (tensors in tuples, lists, mappings and dataclasses) to the device, floats in the
         model's type. A GPU copies while it still computes the batch before.
         """
-        if self._copies is not None:
-            content = _each(content, self._copies.send)
-            self._copies.join()
-        return _each(content, self._fitting)
+        if self._copy_stream is not None:
+            content = _map_tensors(content, self._copy_stream.copy_to_gpu)
+            self._copy_stream.wait_for_copies()
+        return _map_tensors(content, self._to_device_dtype)
 
-    def _fitting(self, tensor: Tensor) -> Tensor:
+    def _to_device_dtype(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        return tensor.to(self._half) if self.pure and tensor.is_floating_point() else tensor
+        return tensor.to(self._half_dtype) if self.pure and tensor.is_floating_point() else tensor
 
     def loss_scale(self) -> Tensor | None:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
@@ -133,24 +133,24 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def _each(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A batch, each of its tensors changed."""
     if isinstance(content, Tensor):
         return change(content)
     if isinstance(content, Mapping):
-        return {key: _each(value, change) for key, value in content.items()}
+        return {key: _map_tensors(value, change) for key, value in content.items()}
     if isinstance(content, tuple | list):
-        items = [_each(value, change) for value in content]
+        items = [_map_tensors(value, change) for value in content]
         return type(content)(*items) if hasattr(content, "_fields") else items
     if is_dataclass(content) and not isinstance(content, type):
         changed = copy.copy(content)
         for field in fields(content):
-            object.__setattr__(changed, field.name, _each(getattr(content, field.name), change))
+            object.__setattr__(changed, field.name, _map_tensors(getattr(content, field.name), change))
         return changed
     return content
 
 
-class Outcome(NamedTuple):
+class ForwardResult(NamedTuple):
     """What one forward pass gave."""
 
     loss: Tensor  # shape ()
@@ -174,43 +174,43 @@ class Objective:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedPipeline,
         loss: Callable[[Any, Any], Tensor] | None,
         weight: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._loaded, self._loss, self._weight = loaded, loss, weight
+        self._loaded, self._loss, self._weight_function = loaded, loss, weight
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
-        self.summed = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
+        self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
         ignored = getattr(loss, "ignore_index", options.get("ignore_index"))
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
-    def __call__(self, model: nn.Module, content: Any) -> Outcome:
+    def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
         """Forward and loss; raises a PipelineError if batches, model and loss do not fit together."""
-        positional, named, target = self._parts(content)
+        positional, named, target = self._split_batch(content)
         try:
             output = model(*positional, **named)
         except Exception as error:
-            error.add_note(f"the model was called as {_call('model', positional, named)}")
+            error.add_note(f"the model was called as {_describe_call('model', positional, named)}")
             if self._loss is None and self._batch.inputs is None and positional:
                 error.add_note("write batch: {inputs: …} if its arguments are others")
             raise
         if self._loss is None:
-            return Outcome(self._own_loss(output), output, content, content)
+            return ForwardResult(self._loss_from_output(output), output, content, content)
         try:
             loss = self._loss(output, target)
         except Exception as error:
-            error.add_note(f"the loss was called as {_call('loss', (output, target))}")
+            error.add_note(f"the loss was called as {_describe_call('loss', (output, target))}")
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise self._loaded.error(
                 "loss", f"gives {shape}", "one number is wanted: the mean over the batch"
             )
-        return Outcome(loss.reshape(()), output, target, content)
+        return ForwardResult(loss.reshape(()), output, target, content)
 
-    def _parts(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
+    def _split_batch(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
         """The model's positional and named arguments, and the target."""
         wanted = self._batch
         if wanted.inputs is not None:
@@ -264,15 +264,15 @@ class Objective:
         raise self._loaded.error(path, f"batches have no {shown}", f"they {has}")
 
     @property
-    def weighs(self) -> bool:
+    def has_batch_weights(self) -> bool:
         """Whether the file says what a batch's mean loss counts, and that is not its samples."""
         return self._weight_by is not None and self._weight_by.name != "samples"
 
-    def weigh(self, content: Any) -> float:
-        """What the mean loss of a batch counts, by the file's `weight_by`."""
-        if self._weight is None:
+    def batch_weight(self, content: Any) -> float:
+        """The weight of a batch's mean loss, by the file's `weight_by`."""
+        if self._weight_function is None:
             return float(self._count_targets(content))
-        found = self._weight(content)
+        found = self._weight_function(content)
         value = float(found) if not isinstance(found, Tensor) or found.numel() == 1 else math.nan
         if not (math.isfinite(value) and value >= 0):
             raise self._loaded.error("weight_by", f"gives {found!r:.60}", "a number is wanted, at least 0")
@@ -281,48 +281,48 @@ class Objective:
     def _count_targets(self, content: Any) -> Tensor | int:
         """How many targets of a batch count; of a cross-entropy each by its class's weight."""
         wanted = self._weight_by.settings if self._weight_by is not None else None
-        assert isinstance(wanted, Targets)
+        assert isinstance(wanted, WeightByTargets)
         loss = self._loss if wanted.of is None else None
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
         elif self._loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
-            raise self._loaded.error(
-                "weight_by", "which part of a batch the targets are is not known", _NAME_THEM
-            )
+            problem = "which part of a batch the targets are is not known"
+            raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         else:
-            target = content[1] if self._loss is None else self._parts(content)[2]
+            target = content[1] if self._loss is None else self._split_batch(content)[2]
         if not isinstance(target, Tensor):
             problem = f"the targets are {type(target).__name__}, and a tensor is wanted"
-            raise self._loaded.error("weight_by", problem, _NAME_THEM)
+            raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         target = target[..., wanted.shift :] if wanted.shift else target
-        return _count(target, loss, -100 if ignored is None else ignored)
+        return _count_weighted_targets(target, loss, -100 if ignored is None else ignored)
 
-    def weight_of_mean(self, outcome: Outcome, samples: int) -> Tensor | float:
-        """What the loss of a batch of so many samples counts in a mean over batches: what `weight_by` says;
-        without it, of a cross-entropy how many targets count, each by its class's weight, and of another loss
-        its samples.
+    def weight_in_mean(self, result: ForwardResult, samples: int) -> Tensor | float:
+        """The weight of a batch's loss in a mean over batches: by `weight_by`; without it, the number of
+        targets that count for a cross-entropy (each by its class's weight), and the number of samples for
+        another loss.
         """
         if self._weight_by is not None:
-            return self.weigh(outcome.content) if self.weighs else samples
-        loss, target = self._loss, outcome.target
+            return self.batch_weight(result.content) if self.has_batch_weights else samples
+        loss, target = self._loss, result.target
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(target, Tensor):
             return samples
-        return _count(target, loss, loss.ignore_index)
+        return _count_weighted_targets(target, loss, loss.ignore_index)
 
-    def unused(self, names: Sequence[str], of: str) -> PipelineError:
+    def unused_parameters_error(self, names: Sequence[str], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.has(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        problem = f"{false}, but {shown} took no part in {loss_name}"
         return self._loaded.error(
             key,
-            f"{false}, but {shown} took no part in {of}, so ranks would wait for their gradients forever",
+            f"{problem}, so ranks would wait for their gradients forever",
             "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
             "(requires_grad_(False))",
         )
 
-    def _own_loss(self, returned: Any) -> Tensor:
+    def _loss_from_output(self, returned: Any) -> Tensor:
         loss = returned
         if isinstance(returned, Mapping):
             loss = returned.get("loss")
@@ -337,7 +337,7 @@ class Objective:
         return loss.reshape(())
 
 
-def _count(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
+def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
     """How many targets count; of a cross-entropy each by its class's weight."""
     by_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
     if target.is_floating_point():  # of a cross-entropy probabilities of classes, which lie on dimension 1
@@ -358,26 +358,30 @@ def find_buffer_use(
     """
     named = dict(model.named_buffers())
     if not automatic or not named:
-        counters = counters_of(model)
+        counters = counter_names(model)
         return BufferUse(tuple(name for name in named if name not in counters), (), counters)
     with seeding.preserve_rng_state(precision.device):
         content = precision.to_device(feed.first_batch())
-        same_draws = seeding.SameDraws(precision.device)
+        fixed_rng = seeding.RepeatableRng(precision.device)
         model.train()
 
         def forward() -> Tensor:
-            with same_draws(), precision.autocast():
+            with fixed_rng(), precision.autocast():
                 return objective(model, content).loss
 
-        return probe(model, forward)
+        return probe_buffer_use(model, forward)
 
 
-def first_pass(
+def warmup_pass(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, backward: bool
 ) -> None:
-    """A pass on this rank's first batch that leaves no trace, forwards alone or `backward`, too."""
+    """One pass on this rank's first batch that leaves no trace: forward, and backward too if `backward`."""
     model.train()
-    with seeding.preserve_rng_state(precision.device), buffers_kept(model), torch.set_grad_enabled(backward):
+    with (
+        seeding.preserve_rng_state(precision.device),
+        restore_buffers_on_exit(model),
+        torch.set_grad_enabled(backward),
+    ):
         content = precision.to_device(feed.first_batch())
         with precision.autocast():
             loss = objective(model, content).loss
@@ -386,7 +390,7 @@ def first_pass(
         model.zero_grad(set_to_none=True)
 
 
-def _call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
+def _describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
     """A call with the types and shapes of its arguments: `model(float32 (8, 4), mask=bool (8, 4))`."""
     given = [_type_and_shape(value) for value in positional]
     given += [f"{key}={_type_and_shape(value)}" for key, value in (named or {}).items()]
@@ -415,8 +419,7 @@ def freeze_layout(
             with precision.autocast():
                 return objective(replica.ddp, content).loss
 
-        replica.freeze_layout(
-            loss,
-            unused=lambda names: objective.unused(names, "the loss of a rank's first batch"),
-            barrier=barrier,
-        )
+        def make_unused_error(names: Sequence[str]) -> PipelineError:
+            return objective.unused_parameters_error(names, "the loss of a rank's first batch")
+
+        replica.freeze_layout(loss, make_unused_error=make_unused_error, barrier=barrier)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddprun import BAD_INPUT, FAILED, __version__, screen
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, __version__, screen
 from ddprun.checkpoint import folder
 from ddprun.config import BEST_FILE, PipelineError
 from ddprun.config.secrets import Secrets
@@ -25,73 +25,74 @@ from ddprun.engine.session import Session
 from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.run_files import replacing, resume_command
+from ddprun.run_files import replace_atomically, resume_command
 from ddprun.sync.audit import DriftError
 from ddprun.telemetry.steps import VERSION, Totals
-from ddprun.telemetry.writer import Writer, event_log, finite
-from ddprun.watchdog.hang import Report, RunContext, handle_hang, open_log
+from ddprun.telemetry.writer import Writer, event_log, nonfinite_to_none
+from ddprun.watchdog.hang import HangReport, RunContext, handle_hang, open_log
 from ddprun.watchdog.rank_watchdog import RankWatchdog
 from ddprun_hooks.errors import DisagreementError
 
 Status = Literal["done", "interrupted", "failed"]
 
 
-class LostError(Exception):
+class OutputWriteError(Exception):
     """Something that a run leaves behind could not be written."""
 
 
 def finish_run(session: Session, status: Status) -> list[str]:
     """Write the summary, end the records and the trackers, and show the closing table; called by all ranks.
 
-    Gives what is lost of the run's purpose, the same on all ranks: the last checkpoint, the summary. Records
-    that could not be written are reported, and no more.
+    Returns descriptions of outputs that could not be written (last checkpoint, summary), the same on all
+    ranks. Records that could not be written are reported, and no more.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    ranks, records, finite_check = runtime.ranks, runtime.records, runtime.finite
+    ranks, records = runtime.ranks, runtime.records
     records.writer.flush()
     failures = ranks.gather("records", records.writer.failure or "")
     if incomplete := [(rank, why) for rank, why in enumerate(failures) if why]:
         (rank, why), *others = incomplete
         more = f" (and of {len(others)} more)" if others else ""
         reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
-    found = summarize(session, status)
+    raw_summary = summarize(session, status)
     if status == "failed":
-        assert finite_check.found is not None
-        message = _lost_weights(session) if ranks.rank == 0 else ""
-        found["error"] = {"rank": finite_check.found.rank, "message": message}
-    summary = {**runtime.loaded.secrets.redact_all(found), "run_dir": found["run_dir"]}
+        first = runtime.finite_check.first_nonfinite
+        assert first is not None
+        message = _nonfinite_message(session) if ranks.rank == 0 else ""
+        raw_summary["error"] = {"rank": first.rank, "message": message}
+    summary = {**runtime.loaded.secrets.redact_all(raw_summary), "run_dir": raw_summary["run_dir"]}
     writer = runtime.checkpoints
-    lost = [writer.lost] if writer is not None and writer.lost is not None else []
+    unwritten = [writer.final_problem] if writer is not None and writer.final_problem is not None else []
     if ranks.rank == 0:
         reporter.events.info("finished", status=status, step=state.step)
         try:
             write_summary(runtime.run_dir, summary)
         except OSError as error:
-            lost.append(f"summary.json: {error.strerror or error}")
-    if late := reporter.trackers.close(summary):
-        reporter.note(f"{', '.join(late)}: still flushing; the run does not wait for it")
+            unwritten.append(f"summary.json: {error.strerror or error}")
+    if unflushed_trackers := reporter.trackers.close(summary):
+        reporter.note(f"{', '.join(unflushed_trackers)}: still flushing; the run does not wait for it")
     records.close()
     if ranks.rank == 0:
-        reporter.screen.closing(summary)
+        reporter.screen.show_summary(summary)
         if status == "failed":
-            reporter.note(f"ddprun: the run failed ({reporter.where}): {summary['error']['message']}")
-        if lost:
+            reporter.note(f"ddprun: the run failed ({reporter.location}): {summary['error']['message']}")
+        if unwritten:
             ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
             screen.print_stderr(
-                f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(lost)}"
+                f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(unwritten)}"
             )
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
         screen.print_stdout(str(runtime.run_dir))
-    return list(ranks.from_rank_0("lost", lambda: lost))
+    return list(ranks.from_rank_0("lost", lambda: unwritten))
 
 
-def _lost_weights(session: Session) -> str:
+def _nonfinite_message(session: Session) -> str:
     """Why the run has ended as its weights are not finite, and how to resume it; on rank 0."""
-    finite_check, run_dir = session.runtime.finite, session.runtime.run_dir
-    assert finite_check.found is not None
-    first, step = finite_check.found, folder.last_finite(run_dir / folder.FOLDER)
-    lines = [f"{finite_check.lost_parameter} is not finite any more, and on_nan is stop"]
+    finite_check, run_dir = session.runtime.finite_check, session.runtime.run_dir
+    assert finite_check.first_nonfinite is not None
+    first, step = finite_check.first_nonfinite, folder.newest_finite_step(run_dir / folder.CHECKPOINTS_FOLDER)
+    lines = [f"{finite_check.nonfinite_parameter} is not finite any more, and on_nan is stop"]
     if first.value is not None:
         lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
     again = "no finite checkpoint is left: start again"
@@ -108,6 +109,7 @@ def _lost_weights(session: Session) -> str:
 def summarize(session: Session, status: Status) -> dict[str, Any]:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
     runtime, state, audit = session.runtime, session.state, session.state.last_audit
+    nonfinite = runtime.finite_check.first_nonfinite
     rows = runtime.exchange.control.all_gather(runtime.recorder.totals.numbers(), "totals for the summary")
     totals = [Totals.of(row) for row in rows.tolist()]
 
@@ -124,7 +126,7 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
         "loss": state.loss,
         "metrics": state.metrics or {},
         **({} if kept is None else {"best": {**asdict(kept), "file": BEST_FILE}}),
-        "nonfinite": None if runtime.finite.found is None else asdict(runtime.finite.found),
+        "nonfinite": None if nonfinite is None else asdict(nonfinite),
         "seconds": state.cursor.run_seconds,
         "seconds_in_steps": mean_s("step_us"),
         "steps_per_s": state.step / train_s if train_s else 0.0,
@@ -155,13 +157,13 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write `summary.json`, whole or not at all; NaN and infinities become null."""
-    with replacing(run_dir, "summary.json") as file:
-        file.write(json.dumps(finite(summary), indent=2, allow_nan=False).encode() + b"\n")
+    with replace_atomically(run_dir, "summary.json") as file:
+        file.write(json.dumps(nonfinite_to_none(summary), indent=2, allow_nan=False).encode() + b"\n")
 
 
 # Failures.
 
-_LOST_PEER = (
+_LOST_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -172,7 +174,7 @@ _LOST_PEER = (
     "left the exchange",
 )  # Gloo raises plain RuntimeErrors, whatever has gone wrong
 _NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
-_EXCHANGING = (
+_EXCHANGE_MODULES = (
     "ddprun_hooks.",
     "ddprun.parallel.ranks.",
     "torch.distributed.",
@@ -180,10 +182,10 @@ _EXCHANGING = (
     "torch.nn.parallel.distributed.",
     "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
 )  # where collectives and the store are called from
-_GLOO_GUESSES = ". This is typically caused by"
-_LAUNCHER_NOTICES_S, _OTHERS_READ_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
+_GLOO_CAUSE_PREFIX = ". This is typically caused by"
+_LAUNCHER_REACTION_S, _STORE_GRACE_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
 
-_NCCL = {
+_NCCL_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -196,68 +198,68 @@ _NCCL = {
 _HEARTBEAT_S = 480
 """Torch's default: its monitor ends a process whose NCCL watchdog has been stuck for so long."""
 
-_HEARTBEAT_LATER_S = 60  # than a rank's watchdog, which knows more
+_HEARTBEAT_MARGIN_S = 60  # than a rank's watchdog, which knows more
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a run has come, for reports of a failure."""
+class RunProgress:
+    """What of the run exists so far, for reports of a failure: its folder and its session."""
 
     run_dir: Path | None = None
     session: Session | None = None
 
 
-def report_failure(error: BaseException, ranks: Ranks, progress: Progress, secrets: Secrets) -> int:
+def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, secrets: Secrets) -> int:
     """Report what went wrong, unless another rank failed first; gives the exit code."""
-    rank_files.drop_pid()
+    rank_files.unregister_pid()
     session = progress.session
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If it was killed it cannot say so; its launcher can, and ends this rank.
-        time.sleep(_LAUNCHER_NOTICES_S)
-    first, code = ranks.first_to_fail(BAD_INPUT if bad_input else FAILED)
+        time.sleep(_LAUNCHER_REACTION_S)
+    is_first, code = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
     if session is not None:
         session.reporter.screen.end()
-        session.reporter.trackers.hold()  # the failure is reported first
+        session.reporter.trackers.delay_close_as_failed()  # the failure is reported first
     headline = _headline(error, secrets)
-    if not first:
-        note_failure(progress.run_dir, ranks.rank, f"after another rank had failed: {headline}")
+    if not is_first:
+        append_to_rank_log(progress.run_dir, ranks.rank, f"after another rank had failed: {headline}")
         if session is not None:
-            session.reporter.trackers.fail()
-        time.sleep(_LAUNCHER_NOTICES_S)
+            session.reporter.trackers.close_as_failed()
+        time.sleep(_LAUNCHER_REACTION_S)
         return code
     if isinstance(error, PipelineError):
         message = str(error)
-    elif bad_input or isinstance(error, LostError):
+    elif bad_input or isinstance(error, OutputWriteError):
         message = secrets.redact(f"ddprun: {error}")
     else:
-        where = session.reporter.where if session is not None else "before the first stage"
+        where = session.reporter.location if session is not None else "before the first stage"
         head = f"ddprun: rank {ranks.rank} failed ({where}): {headline}"
         if isinstance(error, DriftError | DisagreementError):
             detail = str(error)  # all ranks found it; where in the code says nothing
             head = f"ddprun: the run failed ({where}):"
         elif _is_lost_peer(error):
-            head = head.partition(_GLOO_GUESSES)[0]
+            head = head.partition(_GLOO_CAUSE_PREFIX)[0]
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
         message = secrets.redact(f"{head}\n{detail}")
     screen.print_stderr(message)
     if not bad_input:
-        note_failure(progress.run_dir, ranks.rank, message)
+        append_to_rank_log(progress.run_dir, ranks.rank, message)
     if session is not None:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
             session.runtime.recorder.salvage()
         session.runtime.records.writer.flush()
-    _keep_failure(progress, {"rank": ranks.rank, "message": headline})
+    _write_failure_summary(progress, {"rank": ranks.rank, "message": headline})
     if session is not None:
-        session.reporter.trackers.fail()
+        session.reporter.trackers.close_as_failed()
     if ranks.holds_store:
-        time.sleep(_OTHERS_READ_S)  # so that the others can still read whose failure was first
+        time.sleep(_STORE_GRACE_S)  # so that the others can still read whose failure was first
     return code
 
 
-def _keep_failure(progress: Progress, failure: dict[str, object]) -> bool:
+def _write_failure_summary(progress: RunProgress, failure: dict[str, object]) -> bool:
     """Write a failure into the run's folder, if this host sees it."""
     if progress.run_dir is None or not progress.run_dir.is_dir():
         return False
@@ -267,14 +269,14 @@ def _keep_failure(progress: Progress, failure: dict[str, object]) -> bool:
     return True
 
 
-def log_of(run_dir: Path | None, rank: int) -> Path | None:
+def rank_log_path(run_dir: Path | None, rank: int) -> Path | None:
     """A rank's log, made only when something is written to it; None where no run folder is known."""
     return None if run_dir is None else run_dir / "logs" / f"rank-{rank:05}.log"
 
 
-def note_failure(run_dir: Path | None, rank: int, text: str) -> None:
+def append_to_rank_log(run_dir: Path | None, rank: int, text: str) -> None:
     """Append to a rank's log, if there can be one."""
-    log = log_of(run_dir, rank)
+    log = rank_log_path(run_dir, rank)
     if log is not None:
         with suppress(OSError), open_log(log) as file:
             file.write(f"{text}\n".encode(errors="backslashreplace"))
@@ -303,9 +305,10 @@ def _is_lost_peer(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError):
         return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or not f"{frames[-1].f_globals.get('__name__', '')}.".startswith(_EXCHANGING):
+    if not frames or not f"{frames[-1].f_globals.get('__name__', '')}.".startswith(_EXCHANGE_MODULES):
         return False
-    return isinstance(error, _NETWORK_ERRORS) or any(sign in str(error).lower() for sign in _LOST_PEER)
+    text = str(error).lower()
+    return isinstance(error, _NETWORK_ERRORS) or any(sign in text for sign in _LOST_PEER_MESSAGES)
 
 
 # Hangs.
@@ -315,29 +318,29 @@ def prepare_nccl(timeout_s: float) -> None:
     """Set torch's and NCCL's variables, where the user has not, before any process group is made. A hang is
     reported after `timeout_s`.
     """
-    heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_LATER_S)
+    heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
     # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
         del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-    for name, value in _NCCL.items():
+    for name, value in _NCCL_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def open_watchdog(
-    environment: Environment, timeout_s: float, progress: Progress, ranks: Callable[[], Ranks]
+    environment: Environment, timeout_s: float, progress: RunProgress, ranks: Callable[[], Ranks]
 ) -> RankWatchdog:
     """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
 
-    def speak(report: Report) -> None:
+    def speak(report: HangReport) -> None:
         session, run_dir = progress.session, progress.run_dir
         if session is not None:
             session.reporter.screen.end()
         screen.print_stderr(report.message)
         failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
-        if run_dir is None or not _keep_failure(progress, failure):
+        if run_dir is None or not _write_failure_summary(progress, failure):
             return
         # Rank 0's own writer may be what hangs.
         writer = Writer(run_dir)
@@ -349,7 +352,7 @@ def open_watchdog(
 
     def leave() -> None:
         if progress.session is not None:
-            progress.session.reporter.trackers.fail(_TRACKERS_END_S)
+            progress.session.reporter.trackers.close_as_failed(_TRACKERS_END_S)
 
     context = RunContext(
         rank=environment.rank,
@@ -357,10 +360,10 @@ def open_watchdog(
         host=os.uname().nodename,
         peers=lambda: ranks().peers(),
         holds_store=lambda: ranks().holds_store,
-        first=lambda: ranks().first_to_fail(FAILED)[0],
-        log=lambda: log_of(progress.run_dir, environment.rank),
-        speak=speak,
-        leave=leave,
+        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE)[0],
+        log_path=lambda: rank_log_path(progress.run_dir, environment.rank),
+        publish_report=speak,
+        before_exit=leave,
     )
     return RankWatchdog(
         environment.rank, timeout_s, rank_files.attempt_folder(), partial(handle_hang, context)

@@ -15,19 +15,19 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from ddprun import LAUNCHED
-from ddprun.config import Loaded, PipelineError
+from ddprun import LAUNCHED_VARIABLE
+from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.plugins import TRACKERS
-from ddprun.sync.audit import Finding
+from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import Overflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
-from ddprun.track.trackers import Trackers, nobody
-from ddprun.units import count
+from ddprun.track.trackers import Trackers, no_trackers
+from ddprun.units import format_count
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -36,9 +36,9 @@ class Reporter:
 
     def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
         self.screen, self.events, self._recorder = screen, events, recorder
-        self.trackers: Trackers = nobody()
-        self.where = "before the first stage"  # for an error's message
-        self.apart_reported = False  # that ranks differ, and not yet that they are equal again
+        self.trackers: Trackers = no_trackers()
+        self.location = "before the first stage"  # for an error's message
+        self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
         self._recompile_limit_reported = False
 
@@ -48,13 +48,13 @@ class Reporter:
 
     # Of the stage that is running.
 
-    def begin_stage(self, name: str, steps: int | None, *, first: int, step: int) -> None:
-        """A stage of so many steps begins, after `first` steps of the run, or is resumed after `step`."""
-        self._first, self._resumed_at, self._started = first, step, time.monotonic()
+    def begin_stage(self, name: str, steps: int | None, *, steps_before: int, step: int) -> None:
+        """A stage of so many steps begins, after `steps_before` of the run, or is resumed after `step`."""
+        self._steps_before_stage, self._resumed_at, self._started = steps_before, step, time.monotonic()
         self._newest: AgreedSteps | None = None
         self._shown = self._overflows = 0
         self._straggler = None
-        self.screen.begin(name, steps, first)
+        self.screen.begin(name, steps, steps_before)
 
     def end_stage(self) -> None:
         """The stage is over."""
@@ -77,7 +77,7 @@ class Reporter:
                     self._report_straggler(at, found)
         if agreed_steps:
             self._newest = agreed_steps[-1]
-            self._show(self._newest.steps[-1] - self._first, step)
+            self._show(self._newest.steps[-1] - self._steps_before_stage, step)
 
     def progress_without_exchange(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
@@ -91,10 +91,10 @@ class Reporter:
 
     def _report_uncounted(self) -> None:
         """Report collectives that hooks issue by themselves: each once, as all ranks run the same hooks."""
-        for step, note in self._recorder.uncounted:
+        for step, note in self._recorder.uncounted_collectives:
             self.events.warning("uncounted", step=step, hook=note.hook, op=note.op)
             self.note(str(note))
-        self._recorder.uncounted.clear()
+        self._recorder.uncounted_collectives.clear()
 
     def _report_straggler(self, step: int, now: Straggler | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""
@@ -122,15 +122,17 @@ class Reporter:
                 "loss (clip_norm comes too late)"
             )
 
-    def nonfinite(self, found: Nonfinite) -> None:
+    def report_nonfinite(self, found: Nonfinite) -> None:
         """Report the first loss or parameter that is not finite."""
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())
 
-    def compiled(self, compiler: GraphCompiler, what: str, blocks: Sequence[str], seconds: float) -> None:
+    def report_compilation(
+        self, compiler: GraphCompiler, what: str, blocks: Sequence[str], seconds: float
+    ) -> None:
         """Report what has been compiled before the first step, and how long it took."""
         graphs, parts = len(compiler.graphs), sum(len(graph.parts) for graph in compiler.graphs)
-        compiler.reported = graphs
+        compiler.reported_graphs = graphs
         self.events.info(
             "compiled",
             blocks=list(blocks),
@@ -139,21 +141,21 @@ class Reporter:
             breaks=[asdict(one) for one in compiler.breaks],
             seconds=round(seconds, 3),
         )
-        made = count(graphs, "graph") + (
+        made = format_count(graphs, "graph") + (
             f", cut into {parts} at the size of buckets" if parts > graphs else ""
         )
-        made += f", {count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
+        made += f", {format_count(len(compiler.breaks), 'graph break')}" if compiler.breaks else ""
         self.note(f"compiled {what} in {seconds:.1f} s: {made}")
 
     def report_recompiles(self, compiler: GraphCompiler, step: int) -> None:
         """Report graphs that were compiled in a step or an evaluation, whose time holds theirs."""
-        more = len(compiler.graphs) - compiler.reported
-        compiler.reported += more
+        more = len(compiler.graphs) - compiler.reported_graphs
+        compiler.reported_graphs += more
         if more:
-            self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported)
+            self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported_graphs)
         if compiler.at_recompile_limit and not self._recompile_limit_reported:
             self._recompile_limit_reported = True
-            self._report_recompile_limit(compiler.reported, step)
+            self._report_recompile_limit(compiler.reported_graphs, step)
 
     def _report_recompile_limit(self, graphs: int, step: int) -> None:
         """Warn that torch compiles no further sizes of batches."""
@@ -163,33 +165,33 @@ class Reporter:
             "batches of further sizes run uncompiled: write compile: {dynamic: true}"
         )
 
-    def frozen_differ(self, names: Sequence[str]) -> None:
+    def report_frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""
-        self.events.warning("frozen_differ", where=self.where, params=list(names))
+        self.events.warning("frozen_differ", where=self.location, params=list(names))
         shown = names[0] if len(names) == 1 else f"{len(names)} parameters ({names[0]} … {names[-1]})"
         verb = "requires" if len(names) == 1 else "require"
         self.note(
-            f"{self.where}: {shown} {verb} no gradient, but something has changed them, and not alike on all "
-            "ranks: where ranks synchronise, they are made equal"
+            f"{self.location}: {shown} {verb} no gradient, but something has changed them, and not alike on "
+            "all ranks: where ranks synchronise, they are made equal"
         )
 
-    def audited(self, finding: Finding, step: int, *, at_end: bool) -> None:
+    def report_audit(self, result: AuditResult, step: int, *, at_end: bool) -> None:
         """Report when ranks first differ in a stage, and when a stage's end has made them equal again."""
-        if finding.farthest and not self.apart_reported:
-            self.apart_reported = True
+        if result.farthest and not self.difference_reported:
+            self.difference_reported = True
             self.note(
-                f"audit, step {step}: the ranks differ by up to {finding.largest_distance:.3g} "
-                f"(in {finding.farthest})"
+                f"audit, step {step}: the ranks differ by up to {result.largest_distance:.3g} "
+                f"(in {result.farthest})"
             )
-        elif at_end and not finding.farthest and self.apart_reported:
-            self.apart_reported = False
+        elif at_end and not result.farthest and self.difference_reported:
+            self.difference_reported = False
             self.note(f"audit, step {step}: the ranks hold the same parameters again")
 
 
 # Trackers.
 
 
-def check_trackers(loaded: Loaded) -> None:
+def check_trackers(loaded: LoadedPipeline) -> None:
     """Raise a PipelineError that names the packages which trackers need and which are not installed."""
     faults = []
     for index, choice in enumerate(loaded.pipeline.track):
@@ -203,24 +205,24 @@ def check_trackers(loaded: Loaded) -> None:
         raise PipelineError(faults)
 
 
-def open_trackers(loaded: Loaded, run_dir: Path, reporter: Reporter, recorder: StepRecorder) -> None:
+def open_trackers(loaded: LoadedPipeline, run_dir: Path, reporter: Reporter, recorder: StepRecorder) -> None:
     """Open the trackers of the run, and give them every step; on rank 0 alone."""
 
     def failed(name: str, why: str) -> None:
         reporter.events.warning("tracker_failed", tracker=name, reason=why)
         reporter.note(f"{name} has failed and gets no more of this run: {why}")
 
-    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.plain()))
+    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()))
     makers = {}
     for index, choice in enumerate(loaded.pipeline.track):
-        filled = loaded.filled(f"track[{index}]", choice).options
+        filled = loaded.fill_placeholders(f"track[{index}]", choice).options
         changed = {key: value for key, value in filled.items() if value != choice.options[key]}
         assert choice.settings is not None
         options = choice.settings.model_copy(update=changed)
         tracker: type[Tracker] = TRACKERS.load(choice.name)
         makers[choice.name] = partial(tracker, options)
     trackers = reporter.trackers = Trackers(makers, run, failed)
-    _fail_when_ended(trackers)
+    _fail_trackers_on_sigterm(trackers)
 
     def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:
         sent: Counter[tuple[str, str]] = Counter()
@@ -228,16 +230,16 @@ def open_trackers(loaded: Loaded, run_dir: Path, reporter: Reporter, recorder: S
             sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes
         trackers.step(StepInfo(record, sent))
 
-    recorder.observe = observe
+    recorder.on_step_record = observe
 
 
-def _fail_when_ended(trackers: Trackers) -> None:
+def _fail_trackers_on_sigterm(trackers: Trackers) -> None:
     """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
     one has failed. Without ddprun's launcher SIGTERM is a request to stop, and stays one.
 
     A thread does it, since the main thread may be waiting in a collective, where no handler runs.
     """
-    if LAUNCHED not in os.environ:
+    if LAUNCHED_VARIABLE not in os.environ:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -247,7 +249,7 @@ def _fail_when_ended(trackers: Trackers) -> None:
     def end() -> None:
         while signal.SIGTERM not in os.read(read, 64):
             pass
-        trackers.fail()
+        trackers.close_as_failed()
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=end, name="ddprun-ended", daemon=True).start()

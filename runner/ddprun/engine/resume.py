@@ -14,15 +14,15 @@ from typing import Any
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, UnreadableError
-from ddprun.checkpoint.folder import FOLDER, Checkpoint, Files, rank_name
+from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, Checkpoint, FileRecords, rank_part_name
 from ddprun.config import AverageStage, BroadcastStage, StepStage
-from ddprun.config.changes import changes, schedule_changed
+from ddprun.config.changes import check_changes, schedule_changed
 from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, check_fields, layout_of, reading, restore
-from ddprun.sync.exchanger import has_mean, mean_of, mean_state
-from ddprun.telemetry.control_message import NOTHING_ADDED
+from ddprun.engine.state import StateError, hook_state_layout, raise_damaged_on_error, restore, validate_state
+from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
+from ddprun.telemetry.control_message import EMPTY_ACCUMULATOR_STATE
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import truncate_records
 
@@ -37,27 +37,27 @@ def resume(session: Session) -> None:
         RunFolderError: there are checkpoints, but none can be read.
     """
     runtime, reporter, state = session.runtime, session.reporter, session.state
-    found = _newest_whole(session)
+    checkpoint = _newest_valid_checkpoint(session)
     if runtime.ranks.rank == 0:
         try:
-            truncate_records(runtime.run_dir, 0 if found is None else found.step)
+            truncate_records(runtime.run_dir, 0 if checkpoint is None else checkpoint.step)
         except OSError as error:
             problem = f"cannot resume in the run folder {runtime.run_dir}: {error.strerror}"
             raise RunFolderError(problem) from None
-    if found is None:
+    if checkpoint is None:
         reporter.note("no whole checkpoint: the run starts from the beginning")
         return
-    with TemporaryDirectory(prefix="ddprun-") as scratch, agreed(session, found, "state"):
-        saved = _read_state(session, found, Path(scratch))
+    with TemporaryDirectory(prefix="ddprun-") as scratch, fail_on_all_ranks(session, checkpoint, "state"):
+        saved = _read_state(session, checkpoint, Path(scratch))
         before, cursor = saved["pipeline"], saved["position"]
-        with reading("pipeline"):
-            _reopen(session, before, cursor)
-    notes = changes(runtime.loaded, before, next_stage=cursor["next"], begun=cursor["stage"])
-    with agreed(session, found, "session"):
+        with raise_damaged_on_error("pipeline"):
+            _reopen_longer_stage(session, before, cursor)
+    notes = check_changes(runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"])
+    with fail_on_all_ranks(session, checkpoint, "session"):
         restore(session, saved)
     if state.cursor.mid_stage:
         new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
-        state.mid_stage = {**saved, "new_rates": new_rates, "checkpoint": found}
+        state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     else:
         session.schedule_steps = (saved["schedule"] or {}).get("last_epoch", 0)
     for note in notes:
@@ -66,19 +66,20 @@ def resume(session: Session) -> None:
         "resumed",
         step=state.step,
         stage=state.cursor.next,
-        checkpoint=str(found.path),
-        world_size_before=found.world_size,
+        checkpoint=str(checkpoint.path),
+        world_size_before=checkpoint.world_size,
         changed=notes,
     )
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; every stage is done, so nothing is left to do" if done else ""
-    reporter.note(f"resuming after step {state.step} from {found.path}{left}")
+    reporter.note(f"resuming after step {state.step} from {checkpoint.path}{left}")
 
 
 @contextmanager
-def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, another one each time: all ranks fail with the first error of
-    one, a PipelineError if the state does not fit the model, a RunFolderError if it is damaged.
+def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    """Context around reading a part of a checkpoint: if it fails on one rank, it fails on all with the same
+    error, a PipelineError if the state does not fit the model, a RunFolderError if it is damaged. `part` must
+    differ at each use.
     """
     runtime = session.runtime
     kind = problem = ""
@@ -91,12 +92,14 @@ def agreed(session: Session, found: Checkpoint, part: str) -> Iterator[None]:
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
-        raise runtime.loaded.error("model", f"{problem} ({found.path})")
+        raise runtime.loaded.error("model", f"{problem} ({checkpoint.path})")
     if kind:
-        raise RunFolderError(f"the checkpoint of step {found.step} is damaged: {problem} ({found.path})")
+        raise RunFolderError(
+            f"the checkpoint of step {checkpoint.step} is damaged: {problem} ({checkpoint.path})"
+        )
 
 
-def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:
+def _reopen_longer_stage(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:
     """Move the cursor back into the last stage that took steps, if it is longer now and nothing has changed
     the weights since it ended.
     """
@@ -118,30 +121,30 @@ def _reopen(session: Session, before: Mapping[str, Any], cursor: dict[str, Any])
 # Which checkpoint.
 
 
-def _newest_whole(session: Session) -> Checkpoint | None:
+def _newest_valid_checkpoint(session: Session) -> Checkpoint | None:
     """The newest checkpoint that every rank finds whole, and whose weights and optimizer state are finite
     unless `on_nan` of the stage is `continue`. A RunFolderError: there are some, but they cannot be read here
     or now.
     """
-    ranks, root = session.runtime.ranks, session.runtime.run_dir / FOLDER
+    ranks, root = session.runtime.ranks, session.runtime.run_dir / CHECKPOINTS_FOLDER
     steps = _list_steps(session, root)
     skipped: list[tuple[int, str, str]] = []
-    found = None
+    checkpoint = None
     for step in steps:
         problem = _check_share(session, root, step)
-        judge = partial(_judge, session, root, step, problem)
-        why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", judge)
+        assess = partial(_assess_checkpoint, session, root, step, problem)
+        why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", assess)
         if not why:
-            found = Checkpoint(root / folder.name_of(step), step, world_size, files)
+            checkpoint = Checkpoint(root / folder.folder_name(step), step, world_size, files)
             break
         skipped.append((step, why, reason))
     unreadable = [reason for _, why, reason in skipped if why == "unused"]
-    if unreadable and found is None:
+    if unreadable and checkpoint is None:
         raise RunFolderError(f"no checkpoint in {root} can be read by all ranks: {unreadable[0]}")
     if ranks.rank == 0:
         for step, why, reason in skipped:
             _set_aside(session, root, step, why, reason)
-    return found
+    return checkpoint
 
 
 def _list_steps(session: Session, root: Path) -> list[int]:
@@ -166,64 +169,73 @@ def _check_share(session: Session, root: Path, step: int) -> str | None:
     checking = [rank for rank in range(ranks.size) if rank not in remote]
     problem = ""
     if ranks.rank in checking:
+        share = checking.index(ranks.rank)
         try:
-            _check(folder.opened(root, step), share=checking.index(ranks.rank), shares=len(checking))
+            _verify_share(folder.open_checkpoint(root, step), share, len(checking))
         except DamagedError as error:
             problem = str(error)
     return next(filter(None, ranks.gather(f"resume/{step}", problem)), None)
 
 
-def _check(found: Checkpoint, share: int = 0, shares: int = 1) -> None:
+def _verify_share(checkpoint: Checkpoint, share: int = 0, shares: int = 1) -> None:
     """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run, or
     raise a DamagedError.
     """
-    folder.verify(found, folder.part_names(found.world_size)[share::shares])
-    for rank in range(found.world_size)[share::shares]:
-        state = _outline(found, rank)
+    folder.verify(checkpoint, folder.part_names(checkpoint.world_size)[share::shares])
+    for rank in range(checkpoint.world_size)[share::shares]:
+        state = _read_without_data(checkpoint, rank)
         try:
-            check_fields(state)
-            if not 0 <= state["step"] <= found.step:  # ranks that exchange nothing stop each for itself
+            validate_state(state)
+            if not 0 <= state["step"] <= checkpoint.step:  # ranks that exchange nothing stop each for itself
                 raise ValueError(f"its step is {state['step']}")
         except ValueError as error:
-            raise DamagedError(f"{found.path / rank_name(rank)}.json: {error}") from None
+            raise DamagedError(f"{checkpoint.path / rank_part_name(rank)}.json: {error}") from None
 
 
-def _outline(found: Checkpoint, rank: int) -> dict[str, Any]:
+def _read_without_data(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """A rank's state, with tensors that have no data."""
-    shared, own = (folder.read(found, name, outline=True) for name in ("shared", rank_name(rank)))
+    shared, own = (
+        folder.read_part(checkpoint, name, header_only=True) for name in ("shared", rank_part_name(rank))
+    )
     return {**shared, **own}
 
 
-def _judge(session: Session, root: Path, step: int, problem: str | None) -> tuple[str, str, int, Files]:
-    """On rank 0: why a checkpoint is not used, in a word and a sentence (empty: it is); its ranks, its files.
+def _assess_checkpoint(
+    session: Session, root: Path, step: int, problem: str | None
+) -> tuple[str, str, int, FileRecords]:
+    """On rank 0: why a checkpoint is not used, as a word and a sentence (both empty: it is used), its world
+    size, and its files.
 
-    With a `problem` of some rank it is `damaged`, or else `unused`: that rank does not see it as it is.
+    With a `problem` of some rank the word is `damaged` if rank 0 sees damage too, or else `unused`.
     """
     if problem is not None:
         why = "unused"
         try:
-            _check(folder.opened(root, step))
+            _verify_share(folder.open_checkpoint(root, step))
         except DamagedError as error:
             unreadable = isinstance(error, UnreadableError)
             if not unreadable or isinstance(error.__context__, FileNotFoundError):
                 why = "damaged"
         return why, problem, 0, {}
-    found = folder.opened(root, step)
-    lost = None if found.nonfinite == folder.LOSS else found.nonfinite
-    if lost is not None and _on_nan(session, _outline(found, 0)["position"]) == "continue":
-        session.reporter.note(f"using the checkpoint of step {step}, though {lost} is not finite in it")
-        lost = None
-    why, reason = ("nonfinite", f"{lost} is not finite in it") if lost else ("", "")
-    return why, reason, found.world_size, found.files
+    checkpoint = folder.open_checkpoint(root, step)
+    nonfinite = None if checkpoint.nonfinite == folder.NONFINITE_LOSS else checkpoint.nonfinite
+    if nonfinite is not None:
+        cursor = _read_without_data(checkpoint, 0)["position"]
+        if _on_nan_setting(session, cursor) == "continue":
+            text = f"using the checkpoint of step {step}, though {nonfinite} is not finite in it"
+            session.reporter.note(text)
+            nonfinite = None
+    why, reason = ("nonfinite", f"{nonfinite} is not finite in it") if nonfinite else ("", "")
+    return why, reason, checkpoint.world_size, checkpoint.files
 
 
-def _on_nan(session: Session, cursor: Mapping[str, Any]) -> str:
+def _on_nan_setting(session: Session, cursor: Mapping[str, Any]) -> str:
     """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
     pipeline = session.runtime.loaded.pipeline
     for index in (cursor["next"], cursor["stage"]):
         stage = pipeline.stages[index] if index is not None and index < len(pipeline.stages) else None
         if isinstance(stage, StepStage):
-            return stage.effective(pipeline).on_nan
+            return stage.effective_settings(pipeline).on_nan
     return pipeline.on_nan
 
 
@@ -242,38 +254,38 @@ def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -
 # Its state.
 
 
-def _read_state(session: Session, found: Checkpoint, scratch: Path) -> dict[str, Any]:
+def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict[str, Any]:
     """This rank's state: what all ranks share, and its own."""
     runtime, rank, ranks = session.runtime, session.runtime.ranks.rank, session.runtime.ranks.size
     layout = runtime.ranks.from_rank_0(
-        "resume/layout", lambda: str(folder.read_json(found, found.path / "shared.json")["layout"])
+        "resume/layout", lambda: str(folder.read_json(checkpoint, checkpoint.path / "shared.json")["layout"])
     )
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
-    merging = found.world_size != ranks or layout != layout_of(session)
-    source = found
+    merging = checkpoint.world_size != ranks or layout != hook_state_layout(session)
+    source = checkpoint
     for reader in runtime.records.remote_ranks:  # these do not see the run's folder
-        parts = folder.part_names(found.world_size) if merging else ["shared", rank_name(reader)]
-        names = [path.name for part in parts for path in folder.paths(found.path, part)]
+        parts = folder.part_names(checkpoint.world_size) if merging else ["shared", rank_part_name(reader)]
+        names = [path.name for part in parts for path in folder.part_paths(checkpoint.path, part)]
         if rank == 0:
-            folder.send(runtime.exchange.control, reader, found.path, names, found.root)
+            folder.send_files(runtime.exchange.control, reader, checkpoint.path, names, checkpoint.root)
         elif rank == reader:
-            files = {name: found.files[name] for name in names}
-            folder.receive(runtime.exchange.control, 0, scratch, files)
-            source = Checkpoint(scratch, found.step, found.world_size, found.files, own=True)
-    shared = folder.read(source, "shared")
+            files = {name: checkpoint.files[name] for name in names}
+            folder.receive_files(runtime.exchange.control, 0, scratch, files)
+            source = Checkpoint(
+                scratch, checkpoint.step, checkpoint.world_size, checkpoint.files, outside_run=True
+            )
+    shared = folder.read_part(source, "shared")
     if not merging:
-        return {**shared, **folder.read(source, rank_name(rank))}
-    own = [folder.read(source, rank_name(old)) for old in range(found.world_size)]
-    if found.world_size != ranks:
-        with reading("state of other ranks"):
-            return _for_another_world(session, shared, own)
-    with reading("hooks"):
+        return {**shared, **folder.read_part(source, rank_part_name(rank))}
+    own = [folder.read_part(source, rank_part_name(old)) for old in range(checkpoint.world_size)]
+    if checkpoint.world_size != ranks:
+        with raise_damaged_on_error("state of other ranks"):
+            return _reshard_state(session, shared, own)
+    with raise_damaged_on_error("hooks"):
         return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
 
 
-def _for_another_world(
-    session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """State for another number of ranks: nothing that was learned is lost, and no sample is seen twice.
 
     Ranks whose parameters differed become equal, as in a synchronisation. The hooks' residuals are divided
@@ -285,7 +297,7 @@ def _for_another_world(
     cursor, stages = state["position"], loaded.pipeline.stages
     stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
     refused = None
-    if isinstance(stage, StepStage) and stage.effective(loaded.pipeline).plan.keeps_apart:
+    if isinstance(stage, StepStage) and stage.effective_settings(loaded.pipeline).plan.keeps_apart:
         refused = stage.path, "its ranks train independently, so another number of ranks cannot resume it"
     elif loaded.pipeline.loader.sharded and any(
         feed["samples"] for feed in (state["feed"], *state["stage_feeds"].values())
@@ -296,11 +308,11 @@ def _for_another_world(
         raise loaded.error(*refused, "resume on as many ranks as before")
     if "parameters" not in shared:
         state["parameters"] = {  # what has no mean (quantised weights) is rank 0's
-            name: mean_of([one["parameters"][name] for one in own]) if has_mean(value) else value
+            name: mean_of([one["parameters"][name] for one in own]) if can_be_averaged(value) else value
             for name, value in own[0]["parameters"].items()
         }
     if "optimizer" not in shared:
-        state["optimizer"] = mean_state([one["optimizer"] for one in own])
+        state["optimizer"] = mean_optimizer_state([one["optimizer"] for one in own])
     if state["ema"] is not None and "ema" not in shared:
         averages = [one["ema"]["tensors"] for one in own]
         merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
@@ -312,7 +324,7 @@ def _for_another_world(
     totals = [one["telemetry"]["totals"] for one in own[rank::ranks]]
     state["telemetry"] = {
         "totals": [sum(column) for column in zip(*totals, strict=True)] if totals else Totals().numbers(),
-        "round": NOTHING_ADDED,
+        "round": EMPTY_ACCUMULATOR_STATE,
         "own_loss": own[0]["telemetry"]["own_loss"],
         "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],
     }

@@ -10,17 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ddprun import __version__
-from ddprun.checkpoint.folder import FOLDER as CHECKPOINTS
-from ddprun.config import Loaded
+from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
+from ddprun.config import LoadedPipeline
 from ddprun.parallel.ranks import Ranks
-from ddprun.run_files import Resuming, check_folder, open_file, read_object
-from ddprun.telemetry.writer import FOLDERS, truncate_torn_event
+from ddprun.run_files import ResumeMode, check_folder, open_file, read_json_object
+from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 
-PIPELINE, ABOUT, SUMMARY = "pipeline.yaml", "run.json", "summary.json"
+PIPELINE_FILE, RUN_INFO_FILE, SUMMARY_FILE = "pipeline.yaml", "run.json", "summary.json"
 _LOCK = "run.lock"
 _WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
-_MOST_BYTES = 1 << 20
-_FOLDERS = (*FOLDERS, CHECKPOINTS, "logs")  # what a resumed run may write into, or clear
+_MAX_FILE_BYTES = 1 << 20
+_FOLDERS = (*RECORD_FOLDERS, CHECKPOINTS_FOLDER, "logs")  # what a resumed run may write into, or clear
 
 
 class RunFolderError(Exception):
@@ -41,25 +41,26 @@ class RunFolder:
 
 
 def agree_on_folder(
-    loaded: Loaded, wanted: Path | None, ranks: Ranks, *, resuming: Resuming, known: Path | None
+    loaded: LoadedPipeline, wanted: Path | None, ranks: Ranks, *, resuming: ResumeMode, known: Path | None
 ) -> RunFolder:
-    """Make, or find, the run's folder on rank 0, for all ranks; the one `wanted` by the command line.
+    """Create or reuse the run's folder on rank 0, and tell all ranks.
 
-    Ranks that were restarted keep the folder that is `known` to their host.
+    `wanted`: from the command line. `known`: the folder that this host's ranks used before they were
+    restarted.
 
     Raises:
         RunFolderError: on rank 0: it cannot be made, is not empty, is not a run's, or is in use.
     """
-    before = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
+    known_folder = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
 
     def make() -> tuple[str, str, bool]:
         # Others may see that the run was begun as soon as rank 0 begins it: so rank 0 decides.
         begun = resuming == "yes" or (
-            resuming == "if begun" and wanted is not None and (wanted / ABOUT).exists()
+            resuming == "if begun" and wanted is not None and (wanted / RUN_INFO_FILE).exists()
         )
-        if before is not None:
-            folder = Path(before)
-            _take_over(folder, _wait_s(loaded), restarted=True)
+        if known_folder is not None:
+            folder = Path(known_folder)
+            _take_over(folder, _lock_wait_s(loaded), restarted=True)
         elif begun and wanted is not None:
             folder = wanted
             _take_over(folder, _WAIT_S)
@@ -67,7 +68,7 @@ def agree_on_folder(
             now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
             _make(folder, loaded)
-        return str(folder), secrets.token_hex(4), before is not None or begun
+        return str(folder), secrets.token_hex(4), known_folder is not None or begun
 
     path, token, resumed = ranks.from_rank_0("run_dir", make)
     return RunFolder(Path(path), token, resumed)
@@ -76,12 +77,12 @@ def agree_on_folder(
 def pipeline_folder(run_dir: Path) -> Path | None:
     """Where the pipeline file of a run was: what it names is looked up there."""
     try:
-        return Path(read_object(run_dir, ABOUT, _MOST_BYTES)["pipeline_folder"])
+        return Path(read_json_object(run_dir, RUN_INFO_FILE, _MAX_FILE_BYTES)["pipeline_folder"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _make(folder: Path, loaded: Loaded) -> None:
+def _make(folder: Path, loaded: LoadedPipeline) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(entry.name != _LOCK for entry in folder.iterdir()):
@@ -90,14 +91,17 @@ def _make(folder: Path, loaded: Loaded) -> None:
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             raise RunFolderError(f"the run folder {folder} was just taken by another run")
         about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-        for name, text in ((PIPELINE, loaded.resolved()), (ABOUT, json.dumps(about) + "\n")):
+        for name, text in (
+            (PIPELINE_FILE, loaded.resolved_yaml()),
+            (RUN_INFO_FILE, json.dumps(about) + "\n"),
+        ):
             with open_file(folder, name, "xb") as file:
                 file.write(text.encode())
     except OSError as error:
         raise RunFolderError(f"cannot make the run folder {folder}: {error.strerror}") from None
 
 
-def _wait_s(loaded: Loaded) -> float:
+def _lock_wait_s(loaded: LoadedPipeline) -> float:
     """How long a host that is lost may keep the lock: a network disk releases it when its lease is over."""
     return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
@@ -113,15 +117,16 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
         for name in _FOLDERS:
             check_folder(folder, name)
         try:
-            open_file(folder, ABOUT).close()
+            open_file(folder, RUN_INFO_FILE).close()
         except FileNotFoundError:
+            host = os.uname().nodename
             raise RunFolderError(
-                f"cannot resume in the run folder {folder}: it has no {ABOUT} on {os.uname().nodename}, "
-                "where rank 0 is now; if hosts do not share a disk, start rank 0 on the same host as before"
+                f"cannot resume in the run folder {folder}: it has no {RUN_INFO_FILE} on {host}, where rank "
+                "0 is now; if hosts do not share a disk, start rank 0 on the same host as before"
             ) from None
         _lock(folder, wait_s)
         truncate_torn_event(folder)
-        (folder / SUMMARY).unlink(missing_ok=True)  # of an attempt that has failed
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an attempt that has failed
     except FolderInUseError as error:
         if restarted:
             raise TimeoutError(f"{error}, which has not released it within {wait_s:g} s") from None
@@ -141,7 +146,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
             break
         except BlockingIOError:
             if time.monotonic() > until:
-                by = os.pread(handle, _MOST_BYTES, 0).decode(errors="replace").strip() or "another run"
+                by = os.pread(handle, _MAX_FILE_BYTES, 0).decode(errors="replace").strip() or "another run"
                 os.close(handle)
                 raise FolderInUseError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)

@@ -22,20 +22,20 @@ Collate = Callable[[list[Any]], Any]
 """Makes a batch of samples, of which there is one at least."""
 
 
-def collate(samples: Sequence[Any], numbers: Sequence[int], by: Collate | None = None) -> Any:
+def collate(samples: Sequence[Any], numbers: Sequence[int], custom_collate: Collate | None = None) -> Any:
     """A batch of samples, as torch's `default_collate` makes it.
 
     Args:
         samples: one at least.
         numbers: of the samples: their indices, or their positions in an iterable dataset.
-        by: the pipeline's own function instead, whose errors are raised.
+        custom_collate: the pipeline's own function instead, whose errors are raised.
 
     Returns:
         The batch, or a `BatchError`: returned, because an error that is raised in a loading process reaches
         the training process as text.
     """
-    if by is not None:
-        return by(list(samples))
+    if custom_collate is not None:
+        return custom_collate(list(samples))
     try:
         return default_collate(list(samples))
     except Exception as error:  # what it raises depends on the samples' types, and so does its text
@@ -43,7 +43,7 @@ def collate(samples: Sequence[Any], numbers: Sequence[int], by: Collate | None =
 
 
 def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exception) -> BatchError:
-    shown = [shape_of(sample) for sample in samples]
+    shown = [describe_sample(sample) for sample in samples]
     other = next((index for index, shape in enumerate(shown) if shape != shown[0]), None)
     first = f"sample {numbers[0]} is {shown[0]}"
     if other is not None:
@@ -52,7 +52,7 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
             "give all samples one shape (resize, crop or pad them in the data set), or write "
             "loader: {batch_size: 1}",
         )
-    kinds = list(_unknown(samples[0]))
+    kinds = list(_uncollatable_types(samples[0]))
     if kinds:
         return BatchError(
             f"{first}, and {kinds[0]} cannot be put into a batch",
@@ -66,48 +66,48 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
     )
 
 
-def shape_of(sample: Any) -> str:
+def describe_sample(sample: Any) -> str:
     """What a sample is made of, with the shapes of its tensors."""
     if isinstance(sample, Tensor):
         return f"a tensor {tuple(sample.shape)}"
     if isinstance(sample, np.ndarray):
         return f"an array {sample.shape}"
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{key}: {shape_of(value)}" for key, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{key}: {describe_sample(value)}" for key, value in sample.items()) + "}"
     if isinstance(sample, tuple):
-        return "(" + ", ".join(map(shape_of, sample)) + ")"
+        return "(" + ", ".join(map(describe_sample, sample)) + ")"
     if isinstance(sample, list):
         if len(sample) > 4:
             return f"a list of {len(sample)}"
-        return "[" + ", ".join(map(shape_of, sample)) + "]"
+        return "[" + ", ".join(map(describe_sample, sample)) + "]"
     kind = type(sample)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _unknown(sample: Any) -> Iterator[str]:
+def _uncollatable_types(sample: Any) -> Iterator[str]:
     """Types that `default_collate` does not take."""
     if isinstance(sample, Mapping):
         for value in sample.values():
-            yield from _unknown(value)
+            yield from _uncollatable_types(value)
     elif isinstance(sample, tuple | list):
         for value in sample:
-            yield from _unknown(value)
+            yield from _uncollatable_types(value)
     elif isinstance(sample, np.ndarray):
         if sample.dtype.kind in "OSUV":
             yield f"an array of {sample.dtype}"
     elif not isinstance(sample, Tensor | np.generic | int | float | str | bytes):
-        yield shape_of(sample)
+        yield describe_sample(sample)
 
 
 def digest_of(samples: Iterable[Any]) -> bytes:
     """A digest of samples by their values, of 32 bytes. Objects of unknown types count by their type."""
     found = hashlib.sha256()
     for sample in samples:
-        _add(found, sample)
+        _update_digest(found, sample)
     return found.digest()
 
 
-def _add(found: Any, sample: Any) -> None:
+def _update_digest(found: Any, sample: Any) -> None:
     found.update(type(sample).__name__.encode() + b"\0")
     if isinstance(sample, Tensor):
         if sample.layout == torch.strided and not sample.is_meta:
@@ -119,17 +119,17 @@ def _add(found: Any, sample: Any) -> None:
         found.update(sample.tobytes() if sample.dtype.kind != "O" else b"")
     elif isinstance(sample, Mapping):
         for key, value in sample.items():
-            _add(found, key)
-            _add(found, value)
+            _update_digest(found, key)
+            _update_digest(found, value)
     elif isinstance(sample, tuple | list):
         for value in sample:
-            _add(found, value)
+            _update_digest(found, value)
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
     found.update(b"\1")
 
 
-def shards_itself(dataset: Any) -> str | None:
+def self_sharding_name(dataset: Any) -> str | None:
     """What in a dataset of a known kind gives each rank samples of its own; None: nothing that is known."""
     if getattr(dataset, "_distributed", None) is not None:
         return "split_dataset_by_node"  # Hugging Face's datasets
@@ -140,8 +140,9 @@ def shards_itself(dataset: Any) -> str | None:
     return None
 
 
-def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
-    """What to say if `odd` ranks read other samples of shared data than rank 0; `how`: from `shards_itself`.
+def differing_samples_message(differing_ranks: Sequence[int], ranks: int, how: str | None) -> str:
+    """The message for ranks (`differing_ranks`) that read other samples of shared data than rank 0; `how`:
+    from `self_sharding_name`.
 
     Two lines, the likely cause first.
     """
@@ -151,7 +152,7 @@ def differing(odd: Sequence[int], ranks: int, how: str | None) -> str:
             f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
             "  write loader: {sharded: true} to use the data set as it is"
         )
-    some = ", ".join(map(str, odd[:4])) + (", …" if len(odd) > 4 else "")
+    some = ", ".join(map(str, differing_ranks[:4])) + (", …" if len(differing_ranks) > 4 else "")
     return (
         f"rank {some} and rank 0 read different first samples; if it shards itself, {lost}\n"
         "  write loader: {sharded: true} then; if it draws at random, use torch, NumPy or random, which are "

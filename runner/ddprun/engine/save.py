@@ -14,24 +14,24 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from ddprun import __version__
-from ddprun.checkpoint.codec import order_metadata
+from ddprun.checkpoint.codec import sort_metadata
 from ddprun.checkpoint.folder import sync_folder
-from ddprun.config import Save
-from ddprun.engine.outcome import LostError
+from ddprun.config import SaveStage
+from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name
-from ddprun.run_files import as_path, open_file
+from ddprun.run_files import encodable_path, open_file
 
 _STEP = "step"
-MADE = "# Written by ddprun next to weights: the pipeline that made them.\n"
+PIPELINE_HEADER = "# Written by ddprun next to weights: the pipeline that made them.\n"
 """First line of the pipeline that save writes; a file without it is somebody else's."""
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """A disk that takes nothing more; every other error is the pipeline's."""
 
 
-def save(session: Session, stage: Save) -> dict[str, Any]:
+def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     """Write the model's parameters and buffers, or what `only` leaves of them; gives the stage's entry in the
     summary.
 
@@ -41,7 +41,7 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
 
     Raises:
         PipelineError: the file cannot be written there.
-        LostError: the disk is full, or fails.
+        OutputWriteError: the disk is full, or fails.
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
@@ -52,9 +52,9 @@ def save(session: Session, stage: Save) -> dict[str, Any]:
     return {"file": str(target)}
 
 
-def _save(session: Session, stage: Save) -> Path:
+def _save(session: Session, stage: SaveStage) -> Path:
     runtime, reporter = session.runtime, session.reporter
-    target = runtime.run_dir / as_path(runtime.loaded.filled(f"{stage.path}.to", stage.to))
+    target = runtime.run_dir / encodable_path(runtime.loaded.fill_placeholders(f"{stage.path}.to", stage.to))
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def _save(session: Session, stage: Save) -> Path:
                 reporter.note(f"{stage.name}: {note}")
         except OSError as error:
             problem = f"cannot write {target}: {error.strerror or error}"
-            if error.errno in _DISK:
-                raise LostError(f"{stage.path}: {problem}") from None
+            if error.errno in _DISK_ERRNOS:
+                raise OutputWriteError(f"{stage.path}: {problem}") from None
             raise runtime.loaded.error(f"{stage.path}.to", problem) from None
     runtime.exchange.control.barrier("rank 0's file")
     return target
@@ -79,21 +79,23 @@ def write_weights(
     the pipeline's file. Raises OSError.
     """
     notes = {"format": "pt", "ddprun": __version__} | ({} if step is None else {_STEP: str(step)})
-    with _replacing(target) as unfinished:
+    with _replace_atomically(target) as unfinished:
         try:
-            kept = _Kept(session.runtime.model, only_trainable=only_trainable)
+            kept = _SavedWeights(session.runtime.model, only_trainable=only_trainable)
             save_model(kept, str(unfinished), notes)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
-        order_metadata(unfinished)
+        sort_metadata(unfinished)
     pipeline = pipeline_path(target)
-    with _replacing(pipeline) as unfinished:
-        unfinished.write_text(MADE + session.runtime.loaded.resolved(), encoding="utf-8")
+    with _replace_atomically(pipeline) as unfinished:
+        unfinished.write_text(PIPELINE_HEADER + session.runtime.loaded.resolved_yaml(), encoding="utf-8")
     return pipeline
 
 
-def noted_step(folder: Path, name: str) -> int | None:
-    """The step that `write_weights` has noted in a file of a run; None: there is no such file or note."""
+def saved_step(folder: Path, name: str) -> int | None:
+    """The step stored in the metadata of a weights file by `write_weights`; None: no such file, or no step in
+    it.
+    """
     try:
         with open_file(folder, name) as file, safe_open(f"/dev/fd/{file.fileno()}", "pt") as weights:
             return int((weights.metadata() or {})[_STEP])
@@ -101,7 +103,7 @@ def noted_step(folder: Path, name: str) -> int | None:
         return None
 
 
-class _Kept(nn.Module):
+class _SavedWeights(nn.Module):
     """What is saved of a model, by the names that it has without `torch.compile`."""
 
     def __init__(self, model: nn.Module, *, only_trainable: bool) -> None:
@@ -125,22 +127,22 @@ def pipeline_path(weights: Path) -> Path:
         (f"{weights.name}.{number}.yaml" for number in itertools.count(2)),
     )
     paths = (weights.with_name(name) for name in names)
-    return next(path for path in paths if not os.path.lexists(path) or _is_made(path))
+    return next(path for path in paths if not os.path.lexists(path) or _is_written_by_save(path))
 
 
-def _is_made(path: Path) -> bool:
+def _is_written_by_save(path: Path) -> bool:
     """Whether save has written the file."""
     if path.is_symlink() or not path.is_file():
         return False
     try:
         with path.open("rb") as file:
-            return file.read(len(MADE)) == MADE.encode()
+            return file.read(len(PIPELINE_HEADER)) == PIPELINE_HEADER.encode()
     except OSError:  # what cannot be read is somebody else's
         return False
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def _replace_atomically(target: Path) -> Iterator[Path]:
     """A path next to `target` that takes its place when the block ends without an error."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)

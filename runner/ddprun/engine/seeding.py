@@ -23,11 +23,11 @@ def seed_host(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def make_deterministic(device: torch.device, *, everything: bool = False) -> None:
-    """Choose algorithms that repeat bit for bit where torch leaves a choice on a GPU; `everything`: or raise
-    where there is none, as in the backward pass of some attention.
+def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
+    """Choose deterministic algorithms on a GPU where torch offers them. `strict`: raise where there is none,
+    as in the backward pass of some attention.
     """
-    if everything:
+    if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS on several streams may differ
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
@@ -68,8 +68,8 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
         restore_generators(state, device)
 
 
-class SameDraws:
-    """`with same_draws():` again and again draws the same from torch's generators, and leaves them alone."""
+class RepeatableRng:
+    """Each `with fixed_rng():` starts torch's generators from one state, and restores them afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = [device] if device.type == "cuda" else []

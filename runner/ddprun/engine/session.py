@@ -1,4 +1,6 @@
-"""What the stages of one run work with, in three drawers: what stays, what changes, what you see."""
+"""What the stages of one run work with: Runtime (what stays), RunState (what changes), Reporter (what you
+see).
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.writer import CheckpointWriter
-from ddprun.config import Loaded, Stage
-from ddprun.engine.build import Feeds, HeldOut, Stacks
+from ddprun.config import LoadedPipeline, Stage
+from ddprun.engine.build import Feeds, HeldOutData, Stacks
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
-from ddprun.engine.interrupts import StopRequest, TimeSliceClient
+from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
-from ddprun.sync.audit import Finding
+from ddprun.sync.audit import AuditResult
 from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
@@ -37,7 +39,7 @@ from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.gpu import Staging
+from ddprun_hooks.comm.gpu import PinnedStaging
 
 _CLOCKS_EVERY_S = 60.0
 
@@ -46,12 +48,12 @@ _CLOCKS_EVERY_S = 60.0
 class Runtime:
     """What `engine/setup.py` builds once. The same objects serve every stage of the run."""
 
-    loaded: Loaded
+    loaded: LoadedPipeline
     run_dir: Path
     ranks: Ranks
     device: torch.device
     backend: str  # `gloo` or `nccl`
-    stop: StopRequest
+    signals: SignalRequests
     exchange: Exchange
     exchanger: ParameterExchanger
     records: RecordFiles
@@ -68,28 +70,28 @@ class Runtime:
     precision: Precision
     objective: Objective
     feeds: Feeds
-    held_out: HeldOut  # of the stage that is evaluating, or else what `data` holds out
-    own_held_out: dict[int, HeldOut]  # of stages that name data to evaluate on, by their index in `stages`
+    held_out: HeldOutData  # of the stage that is evaluating, or else what `data` holds out
+    stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
-    staging: Staging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
-    finite: FiniteCheck
-    gradients: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
+    staging: PinnedStaging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
+    finite_check: FiniteCheck
+    gradient_times: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
     compiler: GraphCompiler | None = None  # None: the model is not compiled
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
 
-    def take_marks(self, *, detailed: bool) -> None:
-        """A step begins: whether all marks are wanted of it, for its record."""
-        if self.clock.lag:  # a GPU's
+    def set_mark_detail(self, *, detailed: bool) -> None:
+        """A step begins; `detailed`: it gets a record, so GPU marks and gradient times are taken in it."""
+        if self.clock.lag_steps:  # a GPU's
             self.exchange.begin_step(recorded=detailed)
-        if self.gradients is not None:
-            self.gradients.wanted = detailed
+        if self.gradient_times is not None:
+            self.gradient_times.enabled = detailed
 
     @contextmanager
-    def evaluating(self, stage: Stage) -> Iterator[None]:
-        """Inside, the data to evaluate on is that of a stage."""
+    def use_stage_held_out(self, stage: Stage) -> Iterator[None]:
+        """Inside, `held_out` is the data that the stage names, if it names any."""
         usual = self.held_out
-        self.held_out = self.own_held_out.get(stage.index, usual)
+        self.held_out = self.stage_held_out.get(stage.index, usual)
         try:
             yield
         finally:
@@ -131,7 +133,7 @@ class Cursor:
         self.entries.append(entry)
         self.next += 1
 
-    def tick(self, *, in_stage: bool) -> None:
+    def count_time(self, *, in_stage: bool) -> None:
         """Count the time since the last call as the run's and, if it was spent `in_stage`, the stage's."""
         now = time.monotonic()
         spent, self.ticked_at = now - self.ticked_at, now
@@ -174,7 +176,7 @@ class Evaluations:
         self.best, self.since = None, 0
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Evaluations:
+    def from_dict(cls, state: Mapping[str, Any]) -> Evaluations:
         """From what `asdict` gives."""
         kept, best = (Best(**state[name]) if state[name] else None for name in ("kept", "best"))
         return cls(**{**state, "kept": kept, "best": best})
@@ -182,7 +184,7 @@ class Evaluations:
 
 @dataclass(slots=True)
 class RunState:
-    """What changes during the run. A checkpoint holds all of it but `mid_stage` (`engine/state.py`), which
+    """What changes during the run. A checkpoint holds all of it but `resume_state` (`engine/state.py`), which
     `tests/engine/test_session.py` checks field by field.
     """
 
@@ -193,11 +195,11 @@ class RunState:
     cursor: Cursor = field(default_factory=Cursor)
     replicas: ReplicaConsistency = field(default_factory=ReplicaConsistency)
     outer_momentum: dict[str, Tensor] = field(default_factory=dict)  # DiLoCo's, by parameter name
-    last_audit: Finding | None = None
+    last_audit: AuditResult | None = None
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
     synchronizer: Synchronizer | None = None  # of the stage that is running
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
-    mid_stage: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
+    resume_state: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
 
     @property
     def current_step(self) -> int:
@@ -224,11 +226,11 @@ class Session:
     @property
     def checkpoint_is_due(self) -> bool:
         """Whether one is taken after this step of the run; the same on all ranks."""
-        every = 0 if self.runtime.checkpoints is None else self.runtime.checkpoints.every
+        every = 0 if self.runtime.checkpoints is None else self.runtime.checkpoints.interval_steps
         return every > 0 and self.state.step % every == 0
 
     @property
-    def clocks_are_old(self) -> bool:
+    def clock_offsets_are_stale(self) -> bool:
         """The offsets between the ranks' clocks were measured a while ago; no clock runs like another."""
         return time.monotonic() - self.clocks_measured_s > _CLOCKS_EVERY_S
 

@@ -8,46 +8,51 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import Loaded
+from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
-from ddprun.engine.interrupts import StopRequest
+from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, first_pass, freeze_layout
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout, warmup_pass
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
-from ddprun.engine.samples import differing, shards_itself
+from ddprun.engine.samples import differing_samples_message, self_sharding_name
 from ddprun.engine.session import RunState, Runtime, Session
-from ddprun.engine.state import check_state, open_checkpoints
+from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import load_weights
 from ddprun.host import shared_memory
-from ddprun.host.device import Place
+from ddprun.host.device import DeviceAndBackend
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.screen import print_stderr
-from ddprun.sync.buffers import BufferSync, agree
+from ddprun.sync.buffers import BufferSync, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
-from ddprun.sync.synchronizer import QueueRequirements, requirements
+from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import screen_for
 from ddprun.telemetry.recorder import StepRecorder
-from ddprun.telemetry.stragglers import Stragglers
+from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, event_log
-from ddprun_hooks.comm.control import Control, open_control
+from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.gpu import Gpu, Staging
+from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError
 
-_SAY_COMPILING_AFTER_S = 3.0
-_TAKE_BLOCKS = "write compile: false, or name other modules in blocks"
+_COMPILE_NOTICE_AFTER_S = 3.0
+_BLOCKS_HINT = "write compile: false, or name other modules in blocks"
 
 
 def open_session(
-    loaded: Loaded, run_dir: Path, ranks: Ranks, place: Place, stop: StopRequest, token: str = "0"
+    loaded: LoadedPipeline,
+    run_dir: Path,
+    ranks: Ranks,
+    place: DeviceAndBackend,
+    signals: SignalRequests,
+    token: str = "0",
 ) -> Session:
     """Build everything, then freeze the bucket layout.
 
@@ -64,19 +69,19 @@ def open_session(
     pipeline, device = loaded.pipeline, place.device
     ranks.watchdog.set_phase(b"building")
     make_folder_importable(loaded.folder)
-    seeding.make_deterministic(device, everything=pipeline.deterministic)
+    seeding.make_deterministic(device, strict=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if ranks.rank == 0:
         load_weights(loaded, model)  # from which all others get them
     data = build.build_data(loaded)
-    own_held_out = build.held_out_of_stages(loaded)
+    stage_held_out = build.build_stage_held_out(loaded)
     check_trackers(loaded)
     compiling.check_dynamo(loaded)
     compiling.check_compiler(loaded, device)
     build.check_metrics(loaded, device)
-    objective = Objective(loaded, build.build_loss(loaded, device), build.build_weight(loaded))
+    objective = Objective(loaded, build.build_loss(loaded, device), build.build_batch_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
@@ -87,10 +92,10 @@ def open_session(
     feed = feeds.main
     build.check_sync(loaded, model, ranks.size)
 
-    control = open_control(ranks.timeout, ranks.watchdog)
-    control.agree("the pipeline", loaded.digest())
+    control = open_control_channel(ranks.timeout, ranks.watchdog)
+    control.check_agreement("the pipeline", loaded.digest())
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-    control.agree("the model", repr(shapes))
+    control.check_agreement("the model", repr(shapes))
     exchange = _open_exchange(loaded, control, ranks, place, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
@@ -102,41 +107,46 @@ def open_session(
     event_writer = records.writer if ranks.rank == 0 else None
     events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
     clock, timings = clock_for(device), pipeline.timings
-    late = Stragglers(timings.straggler_window, timings.straggler_over) if control.rank == 0 else None
+    stragglers = None
+    if control.rank == 0:
+        stragglers = StragglerDetector(timings.straggler_window, timings.straggler_over)
     recorder = StepRecorder(
-        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=late
+        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
     )
     reporter = Reporter(screen, events, recorder)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
-    wanted = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
-    automatic = any(setting.when == "auto" for setting in wanted)
+    buffer_settings = [
+        pipeline.buffers,
+        *(stage.effective_settings(pipeline).buffers for stage in pipeline.step_stages()),
+    ]
+    automatic = any(setting.when == "auto" for setting in buffer_settings)
     ranks.watchdog.set_phase(b"passes before step 1")
-    for name, each in feeds.named().items():
+    for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
-    buffers = BufferSync(model, exchanger, agree(use, model, control), pipeline.buffers)
+    buffer_use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
+    buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")
         compiler = _compile(loaded, model, objective, precision, feeds, ranks, reporter)
         ranks.watchdog.set_phase(b"warm-up passes")
     replica = None
-    if any(stage.effective(pipeline).gradients for stage in pipeline.train_stages()):
-        replica = DdpReplica(model, pipeline.ddp, device, exchange.gradients, stacks.first)
+    if any(stage.effective_settings(pipeline).gradient_averaging for stage in pipeline.train_stages()):
+        replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first)
         barrier = partial(control.barrier, "freezing the bucket layout")
         freeze_layout(replica, objective, precision, feed, barrier)
-        if not clock.lag:  # else marks of the step before would have to be waited for
-            replica.dispatcher.meanwhile = recorder.deferred.do_some
-    _check_room(loaded, feed, ranks, place.backend)
+        if not clock.lag_steps:  # else marks of the step before would have to be waited for
+            replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
+    _check_shared_memory(loaded, feed, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
-    finite = FiniteCheck(model, control, recorder, reporter.nonfinite)
+    finite_check = FiniteCheck(model, control, recorder, reporter.report_nonfinite)
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
         ranks=ranks,
         device=device,
         backend=place.backend,
-        stop=stop,
+        signals=signals,
         exchange=exchange,
         exchanger=exchanger,
         records=records,
@@ -146,24 +156,24 @@ def open_session(
         replica=replica,
         stacks=stacks,
         buffers=buffers,
-        frozen=FrozenParameters(model, exchanger, reporter.frozen_differ),
+        frozen=FrozenParameters(model, exchanger, reporter.report_frozen_differ),
         optimizer=optimizer,
         optimizer_settings=optimizer_settings,
         ema=None if pipeline.ema is None else WeightAverage(model, pipeline.ema),
         precision=precision,
         objective=objective,
         feeds=feeds,
-        held_out=build.held_out(loaded, data.evaluate),
-        own_held_out=own_held_out,
-        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite),
-        staging=Staging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
-        finite=finite,
-        gradients=GradientTimes(model, clock.mark) if timings.gradients else None,
+        held_out=build.build_held_out(loaded, data.evaluate),
+        stage_held_out=stage_held_out,
+        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite_check),
+        staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
+        finite_check=finite_check,
+        gradient_times=GradientTimes(model, clock.mark) if timings.gradients else None,
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
         compiler=compiler,
     )
     session = Session(runtime, RunState(), reporter)
-    check_state(session)
+    check_state_storable(session)
     session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         open_trackers(loaded, run_dir, reporter, recorder)
@@ -171,7 +181,7 @@ def open_session(
 
 
 def _compile(
-    loaded: Loaded,
+    loaded: LoadedPipeline,
     model: nn.Module,
     objective: Objective,
     precision: Precision,
@@ -180,40 +190,39 @@ def _compile(
     reporter: Reporter,
 ) -> compiling.GraphCompiler:
     """Compile the model, by passes as its stages take them, so that no step's time holds that."""
-    stages = [(feeds.of(stage.index), stage.name == "train") for stage in loaded.pipeline.step_stages()]
+    step_stages = loaded.pipeline.step_stages()
+    stages = [(feeds.for_stage(stage.index), stage.name == "train") for stage in step_stages]
     for feed in {feed: None for feed, _ in stages}:  # what fails here has nothing to do with compiling
-        first_pass(model, objective, precision, feed, backward=False)
+        warmup_pass(model, objective, precision, feed, backward=False)
     started = time.monotonic()
     compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
     what = compiling.describe(blocks)
-    soon = threading.Timer(
-        _SAY_COMPILING_AFTER_S, reporter.note, [f"compiling {what}: this may take minutes"]
-    )
-    soon.daemon = True
-    soon.start()
+    text = f"compiling {what}: this may take minutes"
+    notice = threading.Timer(_COMPILE_NOTICE_AFTER_S, reporter.note, [text])
+    notice.daemon = True
+    notice.start()
     try:
         for feed, backward in dict.fromkeys(stages):
-            first_pass(model, objective, precision, feed, backward=backward)
+            warmup_pass(model, objective, precision, feed, backward=backward)
     except Exception as error:
-        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
-            raise fault from error
+        if (compile_error := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
+            raise compile_error from error
         raise
     finally:
-        soon.cancel()
+        notice.cancel()
     if stages and not compiler.graphs:
         why = "; ".join(one.reason for one in compiler.breaks) or "torch says no reason"
-        raise loaded.error(
-            "compile", f"torch.compile found nothing to compile in {what}: {why}", _TAKE_BLOCKS
-        )
-    reporter.compiled(compiler, what, list(blocks), time.monotonic() - started)
+        problem = f"torch.compile found nothing to compile in {what}: {why}"
+        raise loaded.error("compile", problem, _BLOCKS_HINT)
+    reporter.report_compilation(compiler, what, list(blocks), time.monotonic() - started)
     return compiler
 
 
-def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
+def _check_shared_memory(loaded: LoadedPipeline, feed: Feed, ranks: Ranks, backend: str) -> None:
     """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
     loading processes cannot even be started.
     """
-    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.room()
+    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.shm_space()
     shortage = shared_memory.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
         sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
@@ -228,12 +237,16 @@ def _check_room(loaded: Loaded, feed: Feed, ranks: Ranks, backend: str) -> None:
 
 
 def _open_exchange(
-    loaded: Loaded, control: Control, ranks: Ranks, place: Place, stacks: build.Stacks
+    loaded: LoadedPipeline,
+    control: ControlChannel,
+    ranks: Ranks,
+    place: DeviceAndBackend,
+    stacks: build.Stacks,
 ) -> Exchange:
     """Make the process groups that the stages need."""
-    stages = [(stage, stage.effective(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
+    stages = [(stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
     needed = QueueRequirements.of_stages(
-        requirements(
+        queue_requirements(
             settings.plan, stacks.all_ranks[stage.index], stacks.within_hosts[stage.index], ranks.size
         )
         for stage, settings in stages
@@ -253,12 +266,12 @@ def _open_exchange(
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
         at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
         for stage, _ in stages:
-            if place.device.type == "cuda" and stacks.all_ranks[stage.index].shared:
+            if place.device.type == "cuda" and stacks.all_ranks[stage.index].uses_shared_memory:
                 at = stage.key_path("hooks")
         raise loaded.error(at, str(error)) from None
 
 
-def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -> None:
+def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Reporter) -> None:
     """Report if ranks read different samples, though each takes its share of them; or if they read the same
     from a data set that is said to shard itself.
     """
@@ -268,15 +281,15 @@ def _compare_data(feed: Feed, name: str, control: Control, reporter: Reporter) -
         reporter.note(f"{name}: {text}")
 
     feed.on_samples_lost = note_lost_samples
-    odd = feed.compare_ranks(control)
-    if feed.ranks > 1 and feed.sharded and not odd:
+    differing = feed.compare_ranks(control)
+    if feed.ranks > 1 and feed.sharded and not differing:
         reporter.events.warning("data_not_sharded")
         reporter.note(
             f"{name}: loader.sharded is true, but all ranks read the same first samples. If the data set "
             f"does not shard itself, each sample is used {feed.ranks} times in an epoch: "
             "remove loader.sharded"
         )
-    if odd and not feed.sharded:
-        how = shards_itself(feed.dataset)
-        reporter.events.warning("data_differs", ranks=odd, sharded_by=how)
-        reporter.note(f"{name}: {differing(odd, feed.ranks, how)}")
+    if differing and not feed.sharded:
+        how = self_sharding_name(feed.dataset)
+        reporter.events.warning("data_differs", ranks=differing, sharded_by=how)
+        reporter.note(f"{name}: {differing_samples_message(differing, feed.ranks, how)}")

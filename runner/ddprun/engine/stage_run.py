@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from ddprun.config import (
     AverageStage,
     BroadcastStage,
-    Evaluate,
+    EvaluateStage,
     RunSchedule,
-    Save,
+    SaveStage,
     StepStage,
-    TrainSettings,
+    StepStageSettings,
 )
 from ddprun.engine import build, seeding
-from ddprun.engine.data import StepBatches, weighed
-from ddprun.engine.resume import agreed
+from ddprun.engine.data import StepBatches, with_batch_weights
+from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.session import Session
-from ddprun.engine.state import replay, restore_stage
+from ddprun.engine.state import replay_schedule, restore_stage
 from ddprun.sync.audit import DriftError, audit
-from ddprun.sync.exchanger import average_state
+from ddprun.sync.exchanger import average_optimizer_state
 from ddprun.sync.plan import Effect
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun_hooks.buckets import ParameterBuckets
@@ -40,11 +40,11 @@ class StageRun:
 
     session: Session
     stage: StepStage
-    settings: TrainSettings
+    settings: StepStageSettings
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
-    noop: bool  # its hooks give each rank its own values back
+    has_noop_hook: bool  # its hooks give each rank its own values back
 
     @property
     def steps_done(self) -> int:
@@ -60,18 +60,18 @@ class StageRun:
             left = settings.steps - self.steps_done
         if settings.epochs is not None:
             epochs = _epochs_left(session, self.stage, settings.epochs)
-        feed = session.runtime.feeds.of(self.stage.index)
+        feed = session.runtime.feeds.for_stage(self.stage.index)
         steps = islice(feed.steps(settings.accumulate, epochs=epochs), left)
         objective = session.runtime.objective
-        if not objective.weighs:
+        if not objective.has_batch_weights:
             return steps
-        return (weighed(step, objective.weigh, self._total_weight) for step in steps)
+        return (with_batch_weights(step, objective.batch_weight, self._total_weight) for step in steps)
 
     def _total_weight(self, mine: float) -> float:
         """What counts in a step on all ranks that average gradients with this one, as if it was of all ranks;
         where ranks train apart, nothing is exchanged for it.
         """
-        runtime, gradients = self.session.runtime, self.settings.gradients
+        runtime, gradients = self.session.runtime, self.settings.gradient_averaging
         ranks = [runtime.ranks.rank]
         if gradients is None:
             return mine * runtime.ranks.size
@@ -80,9 +80,8 @@ class StageRun:
             ranks = list(range(runtime.ranks.size))
         else:
             placement = Placement(runtime.ranks.rank, runtime.ranks.hosts, runtime.ranks.local_sizes)
-            ranks = next(
-                block for block in placement.blocks(self.settings.plan.hosts) if runtime.ranks.rank in block
-            )
+            by_host = placement.split_by_host(self.settings.plan.hosts)
+            ranks = next(block for block in by_host if runtime.ranks.rank in block)
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
     def measures_norm(self, step: int) -> bool:
@@ -93,7 +92,7 @@ class StageRun:
     def measures_fidelity(self, step: int) -> bool:
         """Whether the gradients of this step of the run are compared with the exact mean."""
         every = self.session.runtime.loaded.pipeline.timings.fidelity_every
-        return bool(every) and step % every == 0 and self.settings.gradients == "all"
+        return bool(every) and step % every == 0 and self.settings.gradient_averaging == "all"
 
     def audits(self, stage_step: int) -> bool:
         """Whether all ranks' parameters are compared after this step of the stage."""
@@ -126,25 +125,27 @@ class StageRun:
     @property
     def never_synchronizes(self) -> bool:
         """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
-        runtime = self.session.runtime
-        audited = runtime.loaded.pipeline.audit.every > 0
-        return self.settings.plan.never and not audited and not runtime.buffers.plan.goes_by_steps
+        pipeline, buffers = self.session.runtime.loaded.pipeline, self.session.runtime.buffers.plan
+        exchanges = pipeline.audit.every > 0 or buffers.has_own_schedule
+        return self.settings.plan.never_exchanges and not exchanges
 
     def stops_alone(self) -> bool:
         """Whether this rank is to stop, or another one that exchanges nothing with it is known to."""
         runtime = self.session.runtime
-        suspect = self.settings.on_nan == "stop" and runtime.recorder.nonfinite is not None
-        return runtime.stop.known_to_all(runtime.ranks, lambda: suspect and runtime.finite.first_lost() > 0)
+        suspect = self.settings.on_nan == "stop" and runtime.recorder.first_nonfinite_loss is not None
+        return runtime.signals.stop_requested_by_any(
+            runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_number() > 0
+        )
 
     def note_effect(self, effect: Effect) -> None:
         """Note which ranks hold the same after a step, or at the stage's end."""
-        self.session.state.replicas.note(effect, self.settings.plan, noop=self.noop)
+        self.session.state.replicas.apply_effect(effect, self.settings.plan, noop=self.has_noop_hook)
 
     def mutate_weights(self, step: int) -> None:
         """Change each rank's weights as `mutate` says, after `step` steps of the run."""
         if self.mutate is not None:
             self.mutate(self.session.runtime.model)
-            self.session.state.replicas.mutated(step)
+            self.session.state.replicas.mark_mutated(step)
 
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
@@ -163,8 +164,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     """Begin a stage, or resume in the middle of one: settings, hooks and policy, on which all ranks agree."""
     runtime, state = session.runtime, session.state
     loaded, cursor = runtime.loaded, state.cursor
-    settings, feed = stage.effective(loaded.pipeline), runtime.feeds.of(stage.index)
-    saved, state.mid_stage = state.mid_stage, None
+    settings, feed = stage.effective_settings(loaded.pipeline), runtime.feeds.for_stage(stage.index)
+    saved, state.resume_state = state.resume_state, None
     if saved is None:
         if settings.epochs is not None:
             feed.start_epoch()
@@ -176,20 +177,19 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
-    over_run = isinstance(settings.schedule, RunSchedule)
-    if state.schedule is None or not over_run:
+    spans_whole_run = isinstance(settings.schedule, RunSchedule)
+    if state.schedule is None or not spans_whole_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
-        for group, own in zip(
-            runtime.optimizer.param_groups, runtime.optimizer_settings[stage.index], strict=True
-        ):
+        own_settings = runtime.optimizer_settings[stage.index]
+        for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
             group.update(own)
-        length = steps_of_run(session) if over_run else steps
+        length = steps_of_run(session) if spans_whole_run else steps
         state.schedule = build.build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
-        if over_run and state.schedule is not None and saved is None:
-            replay(state.schedule, session.schedule_steps)
+        if spans_whole_run and state.schedule is not None and saved is None:
+            replay_schedule(state.schedule, session.schedule_steps)
     mutate = None
     if settings.mutate is not None:
         mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
@@ -206,30 +206,30 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.recorder.control_delay_steps = plan.control_delay_steps
     exchanged = () if replica is None else replica.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
-    signature = f"{synchronizer.describe()}; {stack.described}"
+    signature = f"{synchronizer.describe()}; {stack.description}"
     if replica is not None:
-        hooks, ranks = stack, runtime.exchange.gradients.world
+        hooks, ranks = stack, runtime.exchange.gradient_queue.world
         if plan.gradients == "host":
             hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
         signature += replica.begin_stage(hooks, ranks)
-    runtime.exchange.control.agree("the buckets, the hooks and the sync policy", signature)
+    runtime.exchange.control.check_agreement("the buckets, the hooks and the sync policy", signature)
     session.reporter.events.info(
         "stage_started",
         stage=stage.index,
         kind=stage.name,
         steps=steps,
-        sync=settings.sync.plain(),
+        sync=settings.sync.to_plain_data(),
         hooks=list(stack.names),
-        buffers=settings.buffers.plain(),
+        buffers=settings.buffers.to_plain_data(),
     )
     run = StageRun(session, stage, settings, synchronizer, mutate, steps, "noop" in stack.names)
     if saved is not None:
         synchronizer.begin()
-        with agreed(session, saved["checkpoint"], "stage"):
+        with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
             restore_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
-    if state.replicas.needs_equal_state(plan):
-        average_state(runtime.optimizer, runtime.exchanger)
+    if state.replicas.needs_state_averaging(plan):
+        average_optimizer_state(runtime.optimizer, runtime.exchanger)
         runtime.recorder.write_between_steps(stage.index, state.step)
         state.replicas.optimizer = "common"
         session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
@@ -242,14 +242,14 @@ def steps_of_run(session: Session) -> int | None:
     """Steps of all stages that update the weights; None where nobody can know."""
     pipeline, total = session.runtime.loaded.pipeline, 0
     for stage in pipeline.step_stages():
-        settings = stage.effective(pipeline)
+        settings = stage.effective_settings(pipeline)
         steps, epochs = settings.steps, settings.epochs
         if epochs is not None:
-            per_epoch = session.runtime.feeds.of(stage.index).steps_per_epoch(settings.accumulate)
+            per_epoch = session.runtime.feeds.for_stage(stage.index).steps_per_epoch(settings.accumulate)
             steps = None if per_epoch is None else epochs * per_epoch
         if steps is None:
             return None
-        total += steps if settings.updates else 0
+        total += steps if settings.updates_weights else 0
     return total
 
 
@@ -257,7 +257,7 @@ def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, state = run.session, run.stage, run.session.state
     replicas = state.replicas
-    reconcile = session.runtime.loaded.pipeline.reconciles_after(stage)
+    reconcile = session.runtime.loaded.pipeline.averages_after(stage)
     effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
     if effect != "nothing":
         run.note_effect(effect)
@@ -271,7 +271,7 @@ def end_stage(run: StageRun) -> None:
         )
         effect = "common"
     elif reconcile and effect == "nothing":
-        session.runtime.frozen.post()
+        session.runtime.frozen.post_checksum()
         session.runtime.frozen.make_equal()
     if reconcile:
         _make_averages_equal(session)
@@ -281,7 +281,7 @@ def end_stage(run: StageRun) -> None:
 
 def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
     """Epochs of the stage that are not over, the current one included."""
-    return epochs - (session.runtime.feeds.of(stage.index).epoch - session.state.cursor.first_epoch)
+    return epochs - (session.runtime.feeds.for_stage(stage.index).epoch - session.state.cursor.first_epoch)
 
 
 # Making ranks equal, and the audit.
@@ -306,8 +306,8 @@ def make_parameters_equal(session: Session, source: int | None = None) -> None:
     and no hook is used.
     """
     frozen = session.runtime.frozen
-    _exchange_as_is(session, frozen.trained, source)
-    frozen.post()
+    _average_or_broadcast(session, frozen.trainable, source)
+    frozen.post_checksum()
     frozen.make_equal(source)
     session.state.replicas.parameters = "common"
     _make_averages_equal(session, source)
@@ -316,12 +316,12 @@ def make_parameters_equal(session: Session, source: int | None = None) -> None:
 def _make_averages_equal(session: Session, source: int | None = None) -> None:
     """The same for the weights' averages (`ema`), if there are any and ranks have different ones."""
     ema = session.runtime.ema
-    if ema is not None and ema.apart:
-        _exchange_as_is(session, ema.tensors, source)
-        ema.apart = False
+    if ema is not None and ema.ranks_differ:
+        _average_or_broadcast(session, ema.tensors, source)
+        ema.ranks_differ = False
 
 
-def _exchange_as_is(session: Session, named: Mapping[str, Tensor], source: int | None = None) -> None:
+def _average_or_broadcast(session: Session, named: Mapping[str, Tensor], source: int | None = None) -> None:
     """Overwrite tensors by their mean over ranks, or by those of rank `source`."""
     exchanger = session.runtime.exchanger
     buckets = ParameterBuckets(named, exchanger.cap_bytes)
@@ -337,37 +337,37 @@ def averaged_weights(session: Session) -> Iterator[None]:
     """Inside, the model has the weights that are measured and saved: the average (`ema`), if there is one,
     and the mean over ranks of what differs between them. Then each rank has its own again, bit for bit.
     """
-    trained, replicas, ema = session.runtime.frozen.trained, session.state.replicas, session.runtime.ema
-    apart = replicas.parameters != "common" or (ema is not None and ema.apart)
-    if ema is None and not apart:
+    trainable, replicas, ema = session.runtime.frozen.trainable, session.state.replicas, session.runtime.ema
+    ranks_differ = replicas.parameters != "common" or (ema is not None and ema.ranks_differ)
+    if ema is None and not ranks_differ:
         yield
         return
-    own = {name: param.detach().clone() for name, param in trained.items()}
+    own = {name: param.detach().clone() for name, param in trainable.items()}
     if ema is not None:
         ema.copy_to_model()
-    if apart:
-        _exchange_as_is(session, trained)
+    if ranks_differ:
+        _average_or_broadcast(session, trainable)
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, param in trained.items():
+            for name, param in trainable.items():
                 param.copy_(own[name])
 
 
 @contextmanager
-def model_to_measure(session: Session) -> Iterator[None]:
+def model_for_evaluation(session: Session) -> Iterator[None]:
     """Inside, the model is the one that an evaluate stage would see now: weights as in `averaged_weights`,
     equal frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
-    nothing has been drawn at random. An exchange of the sync policy that is under way goes on: this uses
+    nothing has been drawn at random. An exchange of the sync policy that is in flight goes on: this uses
     another queue.
     """
     runtime = session.runtime
     modes = [(module, module.training) for module in runtime.model.modules()]
     with (
         seeding.preserve_rng_state(runtime.device),
-        runtime.buffers.equal_meanwhile(),
-        runtime.frozen.equal_meanwhile(),
+        runtime.buffers.temporarily_equal(),
+        runtime.frozen.temporarily_equal(),
         averaged_weights(session),
     ):
         runtime.model.eval()
@@ -379,51 +379,53 @@ def model_to_measure(session: Session) -> Iterator[None]:
                 module.training = mode
 
 
-def make_buffers_equal(session: Session, stage: Evaluate | Save) -> None:
+def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> None:
     """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    names = runtime.buffers.before_reading()
+    names = runtime.buffers.before_evaluate_or_save()
     runtime.recorder.write_between_steps(stage.index, state.step)
     if not names:
         return
     if runtime.buffers.plan.setting.when == "never":
-        whose = "each rank measures with its own" if isinstance(stage, Evaluate) else "rank 0's are saved"
+        whose = (
+            "each rank measures with its own" if isinstance(stage, EvaluateStage) else "rank 0's are saved"
+        )
         reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
     else:
         reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))
 
 
 def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> None:
-    """Compare the ranks' parameters, and report; `at_end` of a stage that has made them equal, if they are.
-    Raises DriftError if ranks differ that have to be equal.
+    """Compare the ranks' parameters and report the result; `at_end`: a stage has just made them equal. Raises
+    DriftError if ranks differ that have to be equal.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     ranks, groups = runtime.ranks, None
     if state.replicas.parameters == "host":
-        groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).blocks(state.replicas.hosts)
-    not_judged = frozenset[str]()
+        groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).split_by_host(state.replicas.hosts)
+    exempt = frozenset[str]()
     if groups is not None:  # frozen ones are made equal where all ranks synchronise
-        not_judged = frozenset(runtime.frozen.named)
-    finding = audit(runtime.model, runtime.exchange, groups, not_judged)
+        exempt = frozenset(runtime.frozen.parameters)
+    result = audit(runtime.model, runtime.exchange, groups, exempt)
     reporter.events.info(
         "audit",
         step=step,
         where=where,
         expected=state.replicas.parameters,
-        equal=not finding.farthest,
-        largest_distance=finding.largest_distance,
-        farthest=finding.farthest or None,
-        differing=len(finding.differing),
+        equal=not result.farthest,
+        largest_distance=result.largest_distance,
+        farthest=result.farthest or None,
+        differing=len(result.differing),
     )
-    if finding.differing and state.replicas.parameters != "apart":
-        names, odd = finding.differing, ", ".join(map(str, finding.odd_ranks))
+    if result.differing and state.replicas.parameters != "apart":
+        names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
         more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
         raise DriftError(
             f"{where} the ranks hold different parameters, which the sync policy does not allow: "
-            f'"{names[0]}"{more} on rank {odd}; the largest difference is {finding.largest_distance:.3g}, '
-            f'in "{finding.farthest}". Something changes weights on one rank only: code that acts by rank, a '
-            "library that computes differently there, or failing memory"
+            f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '
+            f'{result.largest_distance:.3g}, in "{result.farthest}". Something changes weights on one rank '
+            "only: code that acts by rank, a library that computes differently there, or failing memory"
         )
-    state.last_audit = finding
-    state.farthest_apart = max(state.farthest_apart, finding.largest_distance)
-    reporter.audited(finding, step, at_end=at_end)
+    state.last_audit = result
+    state.farthest_apart = max(state.farthest_apart, result.largest_distance)
+    reporter.report_audit(result, step, at_end=at_end)

@@ -25,19 +25,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
-from ddprun.checkpoint.folder import FOLDER, LOSS, rank_name
-from ddprun.checkpoint.writer import BUSY, CheckpointWriter
-from ddprun.config import Loaded
+from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
+from ddprun.checkpoint.writer import STILL_WRITING_TEXT, CheckpointWriter
+from ddprun.config import LoadedPipeline
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.session import Evaluations, Session
-from ddprun.host.rank_files import keep_checkpoint
+from ddprun.host.rank_files import report_checkpoint
 from ddprun.parallel.ranks import Ranks
-from ddprun.sync.audit import Finding
+from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import RecordFiles
-from ddprun_hooks.comm.control import open_control
+from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.groups import Placement
 
 
@@ -45,10 +45,11 @@ class StateError(ValueError):
     """State that does not fit the model or the pipeline."""
 
 
-def state_of(session: Session) -> dict[str, Any]:
+def collect_state(session: Session) -> dict[str, Any]:
     """All of it, of this rank. Tensors are those that training continues with, not copies."""
     runtime, state, model = session.runtime, session.state, session.runtime.model
-    # First, because it waits for what is under way: until then hooks may still change their residuals.
+    nonfinite = runtime.finite_check.first_nonfinite
+    # First, because it waits for what is in flight: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
     return {
         "step": state.step,
@@ -76,8 +77,8 @@ def state_of(session: Session) -> dict[str, Any]:
             "metrics": state.metrics,
             "audit": asdict(state.last_audit) if state.last_audit is not None else None,
             "farthest_apart": state.farthest_apart,
-            "apart_reported": session.reporter.apart_reported,
-            "nonfinite": asdict(runtime.finite.found) if runtime.finite.found is not None else None,
+            "apart_reported": session.reporter.difference_reported,
+            "nonfinite": asdict(nonfinite) if nonfinite is not None else None,
         },
         "generators": seeding.generator_state(runtime.device),
     }
@@ -91,7 +92,7 @@ def shared_keys(session: Session) -> frozenset[str]:
     found = ["parameters"]
     if replicas.optimizer == "common":
         found.append("optimizer")
-    if ema is not None and not ema.apart:
+    if ema is not None and not ema.ranks_differ:
         found.append("ema")
     return frozenset(found)
 
@@ -179,7 +180,7 @@ class _StateSchema(BaseModel, strict=True):
     layout: str
 
 
-def check_fields(state: Mapping[str, Any]) -> None:
+def validate_state(state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a checkpoint holds the state of a run."""
     try:
         found = _StateSchema.model_validate(dict(state))
@@ -203,28 +204,36 @@ def check_fields(state: Mapping[str, Any]) -> None:
         done = found.schedule.get("last_epoch")
         if type(done) is not int or not 0 <= done <= found.step:
             raise ValueError(f"its schedule.last_epoch is {done!r:.40}")
-    with reading("telemetry"):
+    with raise_damaged_on_error("telemetry"):
         Totals.of(found.telemetry["totals"])
-        Accumulator.of(found.telemetry["round"])
+        Accumulator.from_state_dict(found.telemetry["round"])
         math.isfinite(found.telemetry["own_loss"])
-    with reading("reported"):
-        _findings(state["reported"])
+    with raise_damaged_on_error("reported"):
+        _read_findings(state["reported"])
 
 
 # What reading something other than expected ends in.
-_MISREAD = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_READ_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Around what reads a part of a checkpoint, which may hold anything: what it stumbles over is a
+def raise_damaged_on_error(what: str) -> Iterator[None]:
+    """Context around reading a part of a checkpoint, which may hold anything: errors become a
     DamagedError.
     """
     try:
         yield
     except (DamagedError, StateError, torch.OutOfMemoryError):
         raise
-    except _MISREAD as error:
+    except _READ_ERRORS as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
 
@@ -240,12 +249,12 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 
     def load_reported(reported: Mapping[str, Any]) -> None:
         run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
-        run_state.last_audit, runtime.finite.found = _findings(reported)
+        run_state.last_audit, runtime.finite_check.first_nonfinite = _read_findings(reported)
         run_state.farthest_apart = reported["farthest_apart"]
-        session.reporter.apart_reported = reported["apart_reported"]
+        session.reporter.difference_reported = reported["apart_reported"]
 
     def load_evaluations(evaluations: Mapping[str, Any]) -> None:
-        run_state.evaluations = Evaluations.of(evaluations)
+        run_state.evaluations = Evaluations.from_dict(evaluations)
 
     def load_ema(saved: Mapping[str, Any] | None) -> None:
         if runtime.ema is not None:
@@ -276,7 +285,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "generators": partial(seeding.restore_generators, device=runtime.device),
     }
     for part, load in parts.items():
-        with reading(part):
+        with raise_damaged_on_error(part):
             load(state[part])
 
 
@@ -287,26 +296,26 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
     """
     synchronizer, schedule, sync = session.state.synchronizer, session.state.schedule, state["sync"]
     assert synchronizer is not None
-    with reading("sync"):
+    with raise_damaged_on_error("sync"):
         if "sync_of_ranks" in state:
             sync = synchronizer.merge(state["sync_of_ranks"])
         if sync:
             synchronizer.load_state_dict(sync)
     if not new_rates:
         if schedule is not None:
-            with reading("schedule"):
+            with raise_damaged_on_error("schedule"):
                 _check_numbers(schedule.state_dict(), state["schedule"], "schedule", needed="last_epoch")
                 schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
-        with reading("optimizer"):
+        with raise_damaged_on_error("optimizer"):
             _load_optimizer(session.runtime.optimizer, state["optimizer"])
     elif schedule is not None:  # follow the new schedule from its start to here
-        replay(schedule, (state["schedule"] or {}).get("last_epoch", 0))
-    with reading("generators"):
+        replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
+    with raise_damaged_on_error("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)
 
 
-def replay(schedule: LRScheduler, steps: int) -> None:
+def replay_schedule(schedule: LRScheduler, steps: int) -> None:
     """Take so many steps of a schedule that has just been built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
@@ -338,8 +347,8 @@ def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, 
 
 def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
-        odd = min(targets.keys() ^ values.keys())
-        raise StateError(f'{what} "{odd}" is only in {"the model" if odd in targets else "the checkpoint"}')
+        name = min(targets.keys() ^ values.keys())
+        raise StateError(f'{what} "{name}" is only in {"the model" if name in targets else "the checkpoint"}')
     with torch.no_grad():
         for name, target in targets.items():
             value = values[name]
@@ -351,58 +360,63 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
             target.copy_(value)
 
 
-def _findings(reported: Mapping[str, Any]) -> tuple[Finding | None, Nonfinite | None]:
+def _read_findings(reported: Mapping[str, Any]) -> tuple[AuditResult | None, Nonfinite | None]:
     """The last audit's finding, and the first loss or parameter that was not finite."""
     audit, nonfinite = reported["audit"], reported["nonfinite"]
-    return Finding(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None
+    return AuditResult(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None
 
 
 # Taking checkpoints.
 
 
 def open_checkpoints(
-    loaded: Loaded, run_dir: Path, ranks: Ranks, records: RecordFiles, token: str, finite: FiniteCheck
+    loaded: LoadedPipeline,
+    run_dir: Path,
+    ranks: Ranks,
+    records: RecordFiles,
+    token: str,
+    finite_check: FiniteCheck,
 ) -> CheckpointWriter | None:
     """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
     wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
     if not wanted.keep:
         return None
     return CheckpointWriter(
-        run_dir / FOLDER,
+        run_dir / CHECKPOINTS_FOLDER,
         ranks.store,
         token=token,
         rank=ranks.rank,
-        ranks=ranks.size,
-        every=wanted.every,
+        world_size=ranks.size,
+        interval_steps=wanted.every,
         keep=wanted.keep,
-        remote=records.remote_ranks,
-        control=open_control(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
-        limit_s=timeout_s,
-        before=records.writer.flush,
-        after=keep_checkpoint,
-        not_finite=partial(_not_finite, infinite_at_first=finite.infinite_at_first),
+        remote_ranks=records.remote_ranks,
+        control=open_control_channel(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
+        parts_timeout_s=timeout_s,
+        before_write=records.writer.flush,
+        after_write=report_checkpoint,
+        find_nonfinite=partial(_find_nonfinite, initially_nonfinite=finite_check.initially_nonfinite),
     )
 
 
-def _not_finite(state: EncodedState, infinite_at_first: frozenset[str]) -> str | None:
+def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) -> str | None:
     """What of a checkpoint's part is not finite: a parameter, optimizer state, `loss`; None: all is."""
     for name, tensor in state.tensors.items():
         kind, _, rest = name.partition("/")
-        if kind not in ("parameters", "optimizer") or rest in infinite_at_first:
+        if kind not in ("parameters", "optimizer") or rest in initially_nonfinite:
             continue
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             return rest if kind == "parameters" else name
     # A number that JSON lacks is kept as a mapping.
     reported: Any = state.tree.get("reported")
-    return LOSS if isinstance(reported, dict) and isinstance(reported.get("loss"), dict) else None
+    return NONFINITE_LOSS if isinstance(reported, dict) and isinstance(reported.get("loss"), dict) else None
 
 
-def check_state(session: Session) -> None:
+def check_state_storable(session: Session) -> None:
     """Raise a PipelineError if a checkpoint cannot hold what the run starts with."""
     runtime = session.runtime
     if runtime.checkpoints is not None:
         try:
-            encode(state_of(session), copy=False)
+            encode(collect_state(session), copy=False)
         except UnstorableError as error:
             text, way_out = f"no checkpoint can be taken: {error}", "`checkpoint: {keep: 0}` takes none"
             raise runtime.loaded.error("checkpoint", text, way_out) from None
@@ -421,39 +435,41 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     if writer is None:
         return
     started = time.monotonic()
-    state.cursor.tick(in_stage=state.cursor.mid_stage)
+    state.cursor.count_time(in_stage=state.cursor.mid_stage)
     if at_end:  # ranks that exchange nothing have stopped each after a step of its own
-        known = runtime.exchange.control.all_gather([float(step), float(writer.count)])
+        known = runtime.exchange.control.all_gather([float(step), float(writer.enqueued_count)])
         step = int(known[:, 0].max())
         writer.skip_to(int(known[:, 1].max()))
-    whole, shared = state_of(session), shared_keys(session)
-    together = at_end or state.synchronizer is None or not state.synchronizer.plan.never
+    full_state, shared = collect_state(session), shared_keys(session)
+    together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
     if together and "parameters" not in shared:
-        differing = runtime.frozen.differing()
-        parameters = whole["parameters"]
-        equal = [name for name in runtime.frozen.named if name not in differing]
-        whole["frozen"] = {name: parameters.pop(name) for name in equal}
+        differing = runtime.frozen.differing_parameters()
+        parameters = full_state["parameters"]
+        equal = [name for name in runtime.frozen.parameters if name not in differing]
+        full_state["frozen"] = {name: parameters.pop(name) for name in equal}
         shared |= {"frozen"}
-    own = {key: value for key, value in whole.items() if key not in shared}
+    own = {key: value for key, value in full_state.items() if key not in shared}
     staged = None if runtime.staging is None else runtime.staging.begin()
-    parts = {rank_name(runtime.ranks.rank): encode(own, staged=staged)}
+    parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
     if runtime.ranks.rank == 0:
-        about = {
-            "pipeline": runtime.loaded.plain(),
+        metadata = {
+            "pipeline": runtime.loaded.as_dict(),
             "world_size": runtime.ranks.size,
-            "layout": layout_of(session),
+            "layout": hook_state_layout(session),
             "ddprun": __version__,
         }
-        parts["shared"] = encode({**{key: whole[key] for key in sorted(shared)}, **about}, staged=staged)
+        common = {key: full_state[key] for key in sorted(shared)}
+        parts["shared"] = encode({**common, **metadata}, staged=staged)
     if staged is not None:
-        staged.sent()
-    if runtime.records.remote_ranks and (state.synchronizer is None or not state.synchronizer.plan.never):
+        staged.mark_all_started()
+    synchronizer = state.synchronizer
+    if runtime.records.remote_ranks and (synchronizer is None or not synchronizer.plan.never_exchanges):
         runtime.records.collect()
     reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
-    writer.put(step, parts, staged=staged, wait=at_end)
+    writer.enqueue(step, parts, staged=staged, wait=at_end)
     report_checkpoints(session)
-    if at_end and writer.failed is not None:
-        writer.lost = f"the checkpoint of step {step}, the last one: {writer.failed}"
+    if at_end and writer.last_problem is not None:
+        writer.final_problem = f"the checkpoint of step {step}, the last one: {writer.last_problem}"
 
 
 def report_checkpoints(session: Session) -> None:
@@ -461,15 +477,15 @@ def report_checkpoints(session: Session) -> None:
     writer, reporter = session.runtime.checkpoints, session.reporter
     while writer is not None and not writer.outcomes.empty():
         outcome = writer.outcomes.get()
-        step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.written
+        step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
         if written is None:
             reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            cause = "skipped" if BUSY in str(outcome.problem) else "failed"
-            if cause not in writer.told:
-                writer.told.add(cause)
+            cause = "skipped" if STILL_WRITING_TEXT in str(outcome.problem) else "failed"
+            if cause not in writer.reported_causes:
+                writer.reported_causes.add(cause)
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
         else:
-            writer.told.clear()
+            writer.reported_causes.clear()
             reporter.events.info(
                 "checkpoint_written",
                 step=step,
@@ -478,7 +494,7 @@ def report_checkpoints(session: Session) -> None:
                 folder=str(written.path),
                 nonfinite=written.nonfinite,
             )
-        writer.failed = outcome.problem
+        writer.last_problem = outcome.problem
 
 
 def close_checkpoints(session: Session) -> None:
@@ -488,9 +504,11 @@ def close_checkpoints(session: Session) -> None:
         report_checkpoints(session)
 
 
-def layout_of(session: Session) -> str:
-    """What decides which share of the hooks' state each rank has."""
+def hook_state_layout(session: Session) -> str:
+    """What decides how the hooks' state is divided among ranks; state can be restored rank by rank only where
+    it is unchanged.
+    """
     runtime, ranks = session.runtime, session.runtime.ranks
-    cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.used)
-    hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).launched()
+    cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)
+    hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).ranks_by_host()
     return repr((cap_mb, hosts, hooks))

@@ -16,11 +16,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ddprun.checkpoint.codec import UnstorableError, decode, encode
-from ddprun.engine.objective import Outcome
-from ddprun_hooks.comm.control import Control
-
-Refuse = Callable[[str, str | None], Exception]
-"""Makes an error of what is wrong and what is allowed."""
+from ddprun.engine.data import ErrorFactory
+from ddprun.engine.objective import ForwardResult
+from ddprun_hooks.comm.control import ControlChannel
 
 _LENGTH_BYTES = 8
 
@@ -28,50 +26,50 @@ _LENGTH_BYTES = 8
 class StatefulMetric:
     """A metric of one evaluation, newly made: it keeps state over batches, as those of torchmetrics do."""
 
-    def __init__(self, make: Callable[[], Any], refuse: Refuse, device: torch.device) -> None:
-        self._make, self._refuse, self._device = make, refuse, device
-        self._metric = self._made()
+    def __init__(self, factory: Callable[[], Any], make_error: ErrorFactory, device: torch.device) -> None:
+        self._metric_factory, self._make_error, self._device = factory, make_error, device
+        self._metric = self._new_metric()
         self._updated = False
 
-    def _made(self) -> Any:
-        made = self._make()
-        if _parts(made) is None and not hasattr(made, "merge_state"):
-            raise self._refuse(
+    def _new_metric(self) -> Any:
+        made = self._metric_factory()
+        if _torchmetrics_parts(made) is None and not hasattr(made, "merge_state"):
+            raise self._make_error(
                 f"{type(made).__name__} has update and compute, but no merge_state",
                 "ranks merge what each has accumulated: give it merge_state(others), where others are "
                 "objects of its class",
             )
         return made.to(self._device) if hasattr(made, "to") else made
 
-    def update(self, outcome: Outcome) -> None:
+    def update(self, result: ForwardResult) -> None:
         """Add a batch, all of whose samples count."""
         try:
-            self._metric.update(outcome.output, outcome.target)
+            self._metric.update(result.output, result.target)
         except Exception as error:
             error.add_note(f"in the metric {type(self._metric).__name__}")
             raise
         self._updated = True
 
-    def compute(self, control: Control) -> float:
+    def compute(self, control: ControlChannel) -> float:
         """The value over the samples of all ranks, the same on each; called by all of them. One rank at least
         has been given a batch.
         """
         metric = self._metric
         if control.size > 1:
             own = self._own_bytes() if self._updated else b""
-            states = [_from_bytes(data, self._device) for data in _gathered(control, own) if data]
-            metric = self._merged(states)
-        for part in _parts(metric) or ():
+            states = [_from_bytes(data, self._device) for data in _all_gather_bytes(control, own) if data]
+            metric = self._merge_states(states)
+        for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
         value = metric.compute()
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise self._refuse(f"compute gives {given}", "one number is wanted, as with average: macro")
+            raise self._make_error(f"compute gives {given}", "one number is wanted, as with average: macro")
         # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
         return float(control.all_gather([float(value)], "a metric")[0, 0])
 
     def _state(self) -> dict[str, Any]:
-        parts = _parts(self._metric)
+        parts = _torchmetrics_parts(self._metric)
         if parts is not None:
             states = ({name: getattr(part, name) for name in part._reductions} for part in parts)
             return {str(index): state for index, state in enumerate(states)}
@@ -83,15 +81,15 @@ class StatefulMetric:
         try:
             return _to_bytes(self._state())
         except UnstorableError as error:
-            raise self._refuse(
+            raise self._make_error(
                 f"a rank's state cannot be sent: {error}",
                 "a state is made of tensors, numbers, text, lists and mappings",
             ) from None
 
-    def _merged(self, states: Sequence[Mapping[str, Any]]) -> Any:
+    def _merge_states(self, states: Sequence[Mapping[str, Any]]) -> Any:
         """A metric with what ranks have accumulated, of their states in rank order."""
-        first, *others = (self._made() for _ in states)
-        parts = _parts(first)
+        first, *others = (self._new_metric() for _ in states)
+        parts = _torchmetrics_parts(first)
         if parts is None:
             for made, state in zip((first, *others), states, strict=True):
                 if hasattr(made, "load_state_dict"):
@@ -113,7 +111,7 @@ class StatefulMetric:
         return first
 
 
-def _parts(metric: Any) -> list[Any] | None:
+def _torchmetrics_parts(metric: Any) -> list[Any] | None:
     """A metric of torchmetrics and those inside it, each with states of its own; None for another class."""
     if not hasattr(metric, "_reductions"):
         return None
@@ -133,10 +131,10 @@ def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
     return decode(json.loads(data[_LENGTH_BYTES:end]), tensors)
 
 
-def _gathered(control: Control, data: bytes) -> list[bytes]:
+def _all_gather_bytes(control: ControlChannel, data: bytes) -> list[bytes]:
     """Every rank's bytes, as many as there are, in rank order."""
     what = "states of a metric"
     lengths = [int(length) for length in control.all_gather([len(data)], what)[:, 0].tolist()]
     padded = bytearray(data.ljust(-(-max(lengths) // 8) * 8, b"\0"))  # as numbers, copied bit for bit
-    rows = control.post(torch.frombuffer(padded, dtype=torch.float64), what).wait()
+    rows = control.all_gather_async(torch.frombuffer(padded, dtype=torch.float64), what).wait()
     return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]

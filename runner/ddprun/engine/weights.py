@@ -8,19 +8,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddprun.config import Fault, Loaded, PipelineError
-from ddprun.config.patterns import listed, matches, unmatched
-from ddprun.run_files import as_path
+from ddprun.config import Fault, LoadedPipeline, PipelineError
+from ddprun.config.patterns import abbreviated_list, matches, unmatched
+from ddprun.run_files import encodable_path
 
-_COMPILED, _WRAPPED = "_orig_mod.", "module."
+_COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
 
 
 def plain_name(name: str) -> str:
     """The name that a weight has in a model without `torch.compile`."""
-    return name.replace(_COMPILED, "")
+    return name.replace(_COMPILE_PREFIX, "")
 
 
-def load_weights(loaded: Loaded, model: nn.Module) -> None:
+def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     """Give the model the weights of `init`, if the file names some.
 
     Raises:
@@ -29,7 +29,7 @@ def load_weights(loaded: Loaded, model: nn.Module) -> None:
     wanted = loaded.pipeline.init
     if wanted is None:
         return
-    path = loaded.folder / as_path(loaded.filled("init.file", wanted.file))
+    path = loaded.folder / encodable_path(loaded.fill_placeholders("init.file", wanted.file))
     try:
         read = load_file(path)
     except OSError as error:
@@ -37,48 +37,59 @@ def load_weights(loaded: Loaded, model: nn.Module) -> None:
     except SafetensorError as error:
         text = f"{path} is no file of safetensors: {error}"
         raise loaded.error("init.file", text, "`save` writes one, and so does safetensors.torch") from None
-    own = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    given = {plain_name(name): value for name, value in read.items()}
-    if given.keys().isdisjoint(own) and all(name.startswith(_WRAPPED) for name in given):
-        given = {name.removeprefix(_WRAPPED): value for name, value in given.items()}
-    fitting = [name for name, value in own.items() if name in given and given[name].shape == value.shape]
+    model_tensors = {
+        plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)
+    }
+    file_tensors = {plain_name(name): value for name, value in read.items()}
+    of_ddp = all(name.startswith(_DDP_PREFIX) for name in file_tensors)
+    if of_ddp and file_tensors.keys().isdisjoint(model_tensors):
+        file_tensors = {name.removeprefix(_DDP_PREFIX): value for name, value in file_tensors.items()}
+    fitting = [
+        name
+        for name, value in model_tensors.items()
+        if name in file_tensors and file_tensors[name].shape == value.shape
+    ]
     # Of weights that are tied, a file has one name.
-    covered = {own[name].data_ptr() for name in fitting if own[name].numel()}
+    covered = {model_tensors[name].data_ptr() for name in fitting if model_tensors[name].numel()}
     lacking = [
         name
-        for name, value in own.items()
+        for name, value in model_tensors.items()
         if name not in fitting and value.data_ptr() not in covered and not matches(name, wanted.missing)
     ]
-    reshaped = [
-        f"{name} is {list(given[name].shape)} in the file and {list(own[name].shape)} in the model"
-        for name in lacking
-        if name in given
-    ]
+    reshaped = []
+    for name in lacking:
+        if name in file_tensors:
+            in_file, in_model = list(file_tensors[name].shape), list(model_tensors[name].shape)
+            reshaped.append(f"{name} is {in_file} in the file and {in_model} in the model")
     lists = {
-        "missing": [name for name in lacking if name not in given],
-        "unexpected": [name for name in given if name not in own and not matches(name, wanted.unexpected)],
+        "missing": [name for name in lacking if name not in file_tensors],
+        "unexpected": [
+            name for name in file_tensors if not (name in model_tensors or matches(name, wanted.unexpected))
+        ],
         "other shapes": reshaped,
     }
     if any(lists.values()):
-        shown = "; ".join(f"{what}: {listed(names)}" for what, names in lists.items() if names)
+        shown = "; ".join(f"{what}: {abbreviated_list(names)}" for what, names in lists.items() if names)
         hint = 'allow some, as in init: {file: …, missing: ["head.*"], unexpected: ["old.*"]}'
         raise loaded.error("init", f"{path.name} does not fit the model: {shown}", hint)
     with torch.no_grad():
         for name in fitting:
-            own[name].copy_(given[name])
+            model_tensors[name].copy_(file_tensors[name])
 
 
-def freeze(loaded: Loaded, model: nn.Module) -> None:
+def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
     """Take parameters out of training, by the patterns of `freeze`; a PipelineError if one has none."""
     if not loaded.pipeline.freeze:
         return
-    for param in _matching(loaded, "freeze", loaded.pipeline.freeze, model):
+    for param in _matching_parameters(loaded, "freeze", loaded.pipeline.freeze, model):
         param.requires_grad_(False)
     if not any(param.requires_grad for param in model.parameters()):
         raise loaded.error("freeze", "no parameter is left to train", "freeze fewer")
 
 
-def parameter_groups(loaded: Loaded, model: nn.Module, options: Sequence[dict[str, Any]]) -> list[Any]:
+def parameter_groups(
+    loaded: LoadedPipeline, model: nn.Module, options: Sequence[dict[str, Any]]
+) -> list[Any]:
     """What an optimizer is made over: all parameters that are trained; with `groups`, those of each group
     with its `options`, and then all others.
 
@@ -95,7 +106,7 @@ def parameter_groups(loaded: Loaded, model: nn.Module, options: Sequence[dict[st
     for index, group in enumerate(groups):
         path = f"groups[{index}].match"
         try:
-            matching = set(_matching(loaded, path, group.match, model))
+            matching = set(_matching_parameters(loaded, path, group.match, model))
         except PipelineError as error:
             faults += error.faults
             continue
@@ -111,7 +122,9 @@ def parameter_groups(loaded: Loaded, model: nn.Module, options: Sequence[dict[st
     return [*found, {"params": rest}] if rest else found
 
 
-def _matching(loaded: Loaded, path: str, patterns: Sequence[str], model: nn.Module) -> Iterator[Tensor]:
+def _matching_parameters(
+    loaded: LoadedPipeline, path: str, patterns: Sequence[str], model: nn.Module
+) -> Iterator[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
     faults = [

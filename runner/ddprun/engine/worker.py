@@ -9,14 +9,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddprun import DONE, FAILED, INTERRUPTED, LAUNCHED, __version__, screen
-from ddprun.config import AverageStage, BroadcastStage, Evaluate, Forward, Loaded, Save, Stage, Train
-from ddprun.engine.compiling import as_fault
-from ddprun.engine.evaluate import check_best, evaluate
-from ddprun.engine.interrupts import StopRequest, TimeSliceClient
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__, screen
+from ddprun.config import (
+    AverageStage,
+    BroadcastStage,
+    EvaluateStage,
+    ForwardStage,
+    LoadedPipeline,
+    SaveStage,
+    Stage,
+    TrainStage,
+)
+from ddprun.engine.compiling import as_compile_error
+from ddprun.engine.evaluate import discard_stale_best, evaluate
+from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
-    Progress,
+    RunProgress,
     Status,
     finish_run,
     open_watchdog,
@@ -31,54 +40,63 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
-from ddprun.host.device import LaunchFacts, Place, agree_on_backend, device_of, launch_facts
+from ddprun.host.device import DeviceAndBackend, LaunchFacts, agree_on_backend, device_of, launch_facts
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.run_files import Resuming
-from ddprun.watchdog.rank_watchdog import GROUPS_LATER_S
+from ddprun.run_files import ResumeMode
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 
-_CODES: dict[Status, int] = {"done": DONE, "failed": FAILED, "interrupted": INTERRUPTED}
-
-_STAGES: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
-    Train: run_stage,
-    Forward: run_stage,
-    AverageStage: equalize,
-    BroadcastStage: equalize,
-    Evaluate: evaluate,
-    Save: save,
+_EXIT_CODES: dict[Status, int] = {
+    "done": EXIT_SUCCESS,
+    "failed": EXIT_FAILURE,
+    "interrupted": EXIT_INTERRUPTED,
 }
 
-_WATCH_ENDS_S = 10.0
-_DEFAULTS = (700, 2000)
-_YOUNG_THRESHOLD = 5_000
+_STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
+    TrainStage: run_stage,
+    ForwardStage: run_stage,
+    AverageStage: equalize,
+    BroadcastStage: equalize,
+    EvaluateStage: evaluate,
+    SaveStage: save,
+}
+
+_HANG_REPORT_S = 10.0
+_DEFAULT_GC_THRESHOLDS = (700, 2000)
+_GC_YOUNG_THRESHOLD = 5_000
 """Allocations before a collection of the youngest generation; Python's default is 700, or 2000 since 3.13.
-Telemetry keeps a few thousand objects for steps whose control messages are under way.
+Telemetry keeps a few thousand objects for steps whose control messages are in flight.
 """
 
 
-def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> int:
+def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: ResumeMode = "no") -> int:
     """Run this rank's share of the pipeline; gives the exit code.
 
     The run's files go to `run_dir`; None makes a new folder under `runs/<name>/`.
     """
     die_with_parent()
     _tune_garbage_collector()
-    stop = StopRequest()
-    rank_files.keep_pid()
+    signals = SignalRequests()
+    rank_files.register_pid()
     prepare_nccl(loaded.pipeline.launch.timeout_s)
-    progress = Progress()
+    progress = RunProgress()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
     watchdog = open_watchdog(environment, timeout_s, progress, lambda: ranks)
-    ranks = Ranks(environment, timedelta(seconds=timeout_s + GROUPS_LATER_S), watchdog, watchdog.page.path)
+    ranks = Ranks(
+        environment,
+        timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S),
+        watchdog,
+        watchdog.status_page.path,
+    )
     watchdog.start()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, stop, progress, resuming)
+        code = _run(loaded, run_dir, ranks, signals, progress, resuming)
     except BaseException as error:
         # A broken collective only shows that others have ended: the watchdog says why.
         if watchdog.hang_found:
-            time.sleep(_WATCH_ENDS_S)
-        code = report_failure(as_fault(loaded, error) or error, ranks, progress, loaded.secrets)
+            time.sleep(_HANG_REPORT_S)
+        code = report_failure(as_compile_error(loaded, error) or error, ranks, progress, loaded.secrets)
         screen.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
@@ -87,43 +105,44 @@ def work(loaded: Loaded, run_dir: Path | None, *, resuming: Resuming = "no") -> 
     gc.collect()
     ranks.leave()
     watchdog.close()
-    if LAUNCHED not in os.environ:
-        watchdog.page.remove()
-    return rank_files.keep_outcome(code)
+    if LAUNCHED_VARIABLE not in os.environ:
+        watchdog.status_page.remove()
+    return rank_files.report_outcome(code)
 
 
 def _run(
-    loaded: Loaded,
+    loaded: LoadedPipeline,
     run_dir: Path | None,
     ranks: Ranks,
-    stop: StopRequest,
-    progress: Progress,
-    resuming: Resuming,
+    signals: SignalRequests,
+    progress: RunProgress,
+    resuming: ResumeMode,
 ) -> int:
     environment = ranks.environment
     ranks.watchdog.set_phase(b"joining")
     device = device_of(loaded, environment.local_rank)
     facts = [LaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))]
-    place = Place(device, agree_on_backend(loaded, facts))
+    place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
     ranks.join(place)
-    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.run_dir())
+    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())
     progress.run_dir = folder.path
-    rank_files.keep_run_dir(folder.path)
-    session = progress.session = open_session(loaded, folder.path, ranks, place, stop, folder.token)
+    rank_files.report_run_dir(folder.path)
+    session = progress.session = open_session(loaded, folder.path, ranks, place, signals, folder.token)
     _announce(session)
     if folder.resumed:
         resume(session)
-        check_best(session)
-    session.runtime.time_slices = TimeSliceClient.of(ranks.rank, ranks.environment.local_world_size)
+        discard_stale_best(session)
+    local_ranks = environment.local_world_size
+    session.runtime.time_slices = TimeSliceClient.from_environment(ranks.rank, local_ranks)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
     cursor.ticked_at = time.monotonic()
     status = _run_stages(session)
-    cursor.tick(in_stage=False)
+    cursor.count_time(in_stage=False)
     close_checkpoints(session)
-    lost = finish_run(session, status)
+    unwritten = finish_run(session, status)
     session.runtime.exchange.control.barrier("the end of the run")
-    return FAILED if lost and status == "done" else _CODES[status]
+    return EXIT_FAILURE if unwritten and status == "done" else _EXIT_CODES[status]
 
 
 def _tune_garbage_collector() -> None:
@@ -133,8 +152,8 @@ def _tune_garbage_collector() -> None:
     importlib.import_module("torch._dynamo")  # DDP and optimizers would do it when they are made
     gc.freeze()
     young, *older = gc.get_threshold()
-    if young in _DEFAULTS:
-        gc.set_threshold(_YOUNG_THRESHOLD, *older)
+    if young in _DEFAULT_GC_THRESHOLDS:
+        gc.set_threshold(_GC_YOUNG_THRESHOLD, *older)
 
 
 def _run_stages(session: Session) -> Status:
@@ -143,11 +162,11 @@ def _run_stages(session: Session) -> Status:
     stages, watchdog = runtime.loaded.pipeline.stages, runtime.ranks.watchdog
     while cursor.next < len(stages):
         stage = stages[cursor.next]
-        session.reporter.where = stage.path
-        watchdog.stage(stage.path)
-        watchdog.step(0)
+        session.reporter.location = stage.path
+        watchdog.set_stage(stage.path)
+        watchdog.set_step(0)
         watchdog.set_phase(stage.name.encode())
-        entry = {"kind": stage.name, "index": stage.index, **_STAGES[type(stage)](session, stage)}
+        entry = {"kind": stage.name, "index": stage.index, **_STAGE_RUNNERS[type(stage)](session, stage)}
         if runtime.compiler is not None:
             session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
@@ -155,7 +174,7 @@ def _run_stages(session: Session) -> Status:
         runtime.records.collect()
         if entry.get("interrupted"):
             cursor.entries.append(entry)
-            return "failed" if runtime.finite.failed else "interrupted"
+            return "failed" if runtime.finite_check.failed else "interrupted"
         cursor.end(entry)
     take_checkpoint(session, at_end=True)
     return "done"
@@ -175,11 +194,10 @@ def _announce(session: Session) -> None:
             f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
         )
     least, most = launch.host_range
-    if not least <= environment.hosts <= most:
-        reporter.note(
-            f"launched on {environment.hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used"
-        )
-    queues = runtime.exchange.gradients, runtime.exchange.deltas
+    hosts = environment.host_count
+    if not least <= hosts <= most:
+        reporter.note(f"launched on {hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used")
+    queues = runtime.exchange.gradient_queue, runtime.exchange.delta_queue
     as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]
     if any(across.size == 1 for _, across in as_launched):
         reporter.note(
@@ -204,7 +222,10 @@ def _announce(session: Session) -> None:
     )
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
-    settings = [pipeline.buffers, *(stage.effective(pipeline).buffers for stage in pipeline.step_stages())]
+    settings = [
+        pipeline.buffers,
+        *(stage.effective_settings(pipeline).buffers for stage in pipeline.step_stages()),
+    ]
     automatic = any(setting.when == "auto" for setting in settings)
     reporter.events.info(
         "buffers",
@@ -212,8 +233,8 @@ def _announce(session: Session) -> None:
         changing=list(use.changing),
         constant=list(use.constant),
         counters=list(use.counters),
-        bytes=use.bytes,
-        read_in_training=use.read,
+        bytes=use.changing_bytes,
+        read_in_training=use.read_in_training,
         verdict=use.describe() if automatic else None,
     )
     if automatic and (use.changing or use.constant):

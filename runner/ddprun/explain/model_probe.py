@@ -1,4 +1,4 @@
-"""What a run finds out before its first step, found out by one process on its own."""
+"""What a run finds out about its model before its first step, found out here by a single process."""
 
 import gc
 import os
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import Choice, Loaded
+from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, first_pass, freeze_layout
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout, warmup_pass
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
-from ddprun.parallel.ddp import DdpReplica, layout_of
+from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
 from ddprun.sync.buffers import BufferUse
-from ddprun.sync.frozen import trained_parameters
+from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
 from ddprun_hooks.comm.queue import HostQueue
@@ -53,7 +53,7 @@ class WorldShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownReasons:
     """Why something cannot be known without importing what the file names; empty where it is known."""
 
     model: str = ""
@@ -63,12 +63,12 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledModel:
     """What torch.compile makes of the model in a training step."""
 
     blocks: tuple[str, ...]  # names of the modules that are compiled; ("",) is the model
-    what: str  # the same in plain words
-    graphs: tuple[compiling.Graph, ...]
+    description: str  # the same in plain words
+    graphs: tuple[compiling.CompiledGraph, ...]
     breaks: tuple[compiling.GraphBreak, ...]
 
 
@@ -78,15 +78,17 @@ class GradientBuckets:
 
     layouts: tuple[BucketLayout, ...]
     cap_mb: float  # `ddp.bucket_cap_mb`
-    ready: Mapping[str, Tensor] | None = field(compare=False)
+    params_in_ready_order: Mapping[str, Tensor] | None = field(compare=False)
     """Parameters by name, in the order in which backward completes their gradients; None: DDP itself was
     asked for its buckets."""
 
-    def of(self, cap_mb: float) -> tuple[BucketLayout, ...] | None:
-        """The buckets of another largest size; None: only DDP itself knows."""
+    def layouts_for(self, cap_mb: float) -> tuple[BucketLayout, ...] | None:
+        """The buckets for another largest size; None: only DDP itself knows."""
         if cap_mb == self.cap_mb:
             return self.layouts
-        return None if self.ready is None else layout_of(self.ready, cap_mb)
+        if self.params_in_ready_order is None:
+            return None
+        return predict_bucket_layout(self.params_in_ready_order, cap_mb)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,43 +96,47 @@ class ModelProbe:
     """What is known about a run before it starts."""
 
     model: nn.Module | None  # None: not known
-    gradients: GradientBuckets | None  # None: not known, or no stage sends gradients
+    gradient_buckets: GradientBuckets | None  # None: not known, or no stage sends gradients
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
     optimizer_state: Mapping[Tensor, dict[str, Any]] | None
     """After a step, without values; None: not known, or no stage sends it."""
 
     feeds: build.Feeds | None
-    unknown: Unknown
+    unknown_reasons: UnknownReasons
     device: torch.device
-    compiled: Compiled | None  # None: the pipeline does not compile its model, or it is not known
+    compiled: CompiledModel | None  # None: the pipeline does not compile its model, or it is not known
 
-    def fits(self, loaded: Loaded) -> bool:
+    def suffices_for(self, loaded: LoadedPipeline) -> bool:
         """Whether all is known that explaining another pipeline of the same model and data takes: one that
         differs in its hooks, its policies or the size of its buckets.
         """
-        if _any_gradients(loaded) and not self.unknown.batch:
-            known, cap_mb = self.gradients, loaded.pipeline.ddp.bucket_cap_mb
-            if known is None or known.of(cap_mb) is None:
+        if _any_gradients(loaded) and not self.unknown_reasons.batch:
+            known, cap_mb = self.gradient_buckets, loaded.pipeline.ddp.bucket_cap_mb
+            if known is None or known.layouts_for(cap_mb) is None:
                 return False
-        return self.optimizer is None or self.optimizer_state is not None or not _sends_state(loaded)
+        return (
+            self.optimizer is None
+            or self.optimizer_state is not None
+            or not _may_send_optimizer_state(loaded)
+        )
 
 
-def probe_model(loaded: Loaded, world: WorldShape, *, importing: bool) -> ModelProbe:
+def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
     """Build what a rank of `world` builds, and look at it as a rank does.
 
-    `importing`: what the pipeline names by a dotted name may be imported.
+    `allow_imports`: what the pipeline names by a dotted name may be imported.
 
     Raises:
         PipelineError: something in the file that only a run can see.
     """
     pipeline = loaded.pipeline
-    unknown = Unknown() if importing else _unknown(loaded)
+    unknown = UnknownReasons() if allow_imports else _unknown_without_imports(loaded)
     device = (
         torch.device("cuda", 0) if pipeline.launch.device != "cpu" and gpu_count() else torch.device("cpu")
     )
     precision = Precision(pipeline.precision, device)
-    if importing:
+    if allow_imports:
         make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
@@ -153,41 +159,45 @@ def probe_model(loaded: Loaded, world: WorldShape, *, importing: bool) -> ModelP
         objective = Objective(loaded, build.build_loss(loaded, device))
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
         if pipeline.compile is not None:
-            compiled = _compiled(loaded, model, objective, precision, feeds.main)
+            compiled = _compile_model(loaded, model, objective, precision, feeds.main)
         if _any_gradients(loaded):
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
-    state = _state(optimizer) if optimizer is not None and _sends_state(loaded) else None
+    state = (
+        _optimizer_state_after_step(optimizer)
+        if optimizer is not None and _may_send_optimizer_state(loaded)
+        else None
+    )
     return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
 
 
-def _compiled(
-    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
-) -> Compiled:
+def _compile_model(
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+) -> CompiledModel:
     """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
-    first_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
+    warmup_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
     compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
     try:
-        first_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
+        warmup_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
     except Exception as error:
-        if (fault := compiling.as_fault(loaded, error, compiling=True)) is not None:
+        if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
         raise
     what = compiling.describe(blocks)
-    return Compiled(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
+    return CompiledModel(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
 
 
-def is_foreign(choice: Choice) -> bool:
+def is_external_code(choice: Choice) -> bool:
     """Whether a choice is somebody else's code."""
     return choice.source in ("dotted", "installed")
 
 
-def _unknown(loaded: Loaded) -> Unknown:
+def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
     """What stays unknown if nothing of the user's is imported."""
     pipeline = loaded.pipeline
 
     def reason(**wanted: Choice | None) -> str:
         foreign = [
-            f'"{key}: {choice.name}"' for key, choice in wanted.items() if choice and is_foreign(choice)
+            f'"{key}: {choice.name}"' for key, choice in wanted.items() if choice and is_external_code(choice)
         ]
         verb = "is" if len(foreign) == 1 else "are"
         return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
@@ -195,7 +205,7 @@ def _unknown(loaded: Loaded) -> Unknown:
     loader = pipeline.loader
     data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
     data |= {f"{stage.path}.data": stage.data for stage in pipeline.step_stages()}
-    return Unknown(
+    return UnknownReasons(
         reason(model=pipeline.model),
         reason(**data),
         reason(model=pipeline.model, loss=pipeline.loss, **data),
@@ -203,40 +213,43 @@ def _unknown(loaded: Loaded) -> Unknown:
     )
 
 
-def _any_gradients(loaded: Loaded) -> bool:
-    return any(stage.effective(loaded.pipeline).gradients for stage in loaded.pipeline.train_stages())
+def _any_gradients(loaded: LoadedPipeline) -> bool:
+    return any(
+        stage.effective_settings(loaded.pipeline).gradient_averaging
+        for stage in loaded.pipeline.train_stages()
+    )
 
 
-def _sends_state(loaded: Loaded) -> bool:
+def _may_send_optimizer_state(loaded: LoadedPipeline) -> bool:
     """Whether a stage may send the optimizer's state: by its policy, or as earlier stages leave it apart."""
-    settings = [stage.effective(loaded.pipeline) for stage in loaded.pipeline.step_stages()]
+    settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.step_stages()]
     chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
     return chosen or (len(settings) > 1 and _any_gradients(loaded))
 
 
 def _buckets(
-    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
 ) -> GradientBuckets:
     """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
     ddp = loaded.pipeline.ddp
     if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
         # It has other rules for the first two, and a compiled graph has an order of its own.
-        layouts = _buckets_by_ddp(loaded, model, objective, precision, feed)
+        layouts = _bucket_layouts_from_ddp(loaded, model, objective, precision, feed)
         return GradientBuckets(layouts, ddp.bucket_cap_mb, None)
     with seeding.preserve_rng_state(precision.device):
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
         if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:
             with suppress(Exception):  # of a model that looks at values; it runs with them, then
-                ready = _gradients_ready(model, objective, precision, content, _without_values)
+                ready = _params_in_ready_order(model, objective, precision, content, _on_meta)
         if ready is None:
-            ready = _gradients_ready(model, objective, precision, content, lambda value: value)
-    if missing := [name for name in trained_parameters(model) if name not in ready]:
-        raise objective.unused(missing, "the loss of a rank's first batch")
-    return GradientBuckets(layout_of(ready, ddp.bucket_cap_mb), ddp.bucket_cap_mb, ready)
+            ready = _params_in_ready_order(model, objective, precision, content, lambda value: value)
+    if missing := [name for name in trainable_parameters(model) if name not in ready]:
+        raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
+    return GradientBuckets(predict_bucket_layout(ready, ddp.bucket_cap_mb), ddp.bucket_cap_mb, ready)
 
 
-def _gradients_ready(
+def _params_in_ready_order(
     model: nn.Module, objective: Objective, precision: Precision, content: Any, view: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
@@ -255,7 +268,7 @@ def _gradients_ready(
     return ready
 
 
-def _without_values(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     """A tensor of the same shape and type; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
@@ -271,8 +284,8 @@ class _LossOfBatch(nn.Module):
         return self._objective(self.model, self._content).loss
 
 
-def _buckets_by_ddp(
-    loaded: Loaded, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+def _bucket_layouts_from_ddp(
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
@@ -305,8 +318,10 @@ def _one_rank() -> Iterator[None]:
             os.environ[_INTERFACE] = before
 
 
-def _state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state after a step, with shapes in place of values; afterwards it has none."""
+def _optimizer_state_after_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The optimizer's state after one step, as tensors on the meta device; the optimizer itself is left
+    without state.
+    """
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)

@@ -5,61 +5,61 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import Any
 
-from ddprun.config import Buffers, Choice, StepStage, TrainSettings
-from ddprun.config.scalars import write
-from ddprun.explain.explain import Explained, PlannedExchange, StageExplained
-from ddprun.explain.traffic import Among, Amount, Bucket
-from ddprun.units import count, size
+from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
+from ddprun.config.scalars import format_scalar
+from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
+from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
+from ddprun.units import format_bytes, format_count
 
 _WIDTH = 110
 _INDENT = 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 
-def text(explained: Explained, more: Callable[[int], Iterable[str]] | None = None) -> str:
-    """All of it, for a reader; `more` gives further lines of a stage, by its index."""
-    known: dict[tuple[str, str], int] = {}
+def render_text(explained: Explanation, extra_lines: Callable[[int], Iterable[str]] | None = None) -> str:
+    """The whole explanation, for a reader; `extra_lines` gives further lines of a stage, by its index."""
+    printed_before: dict[tuple[str, str], int] = {}
     parts: list[Iterable[str]] = [_head(explained)]
-    parts += [
-        chain(_stage(stage, explained, known), more(stage.index) if more is not None else ())
-        for stage in explained.stages
-    ]
+    for stage in explained.stages:
+        extra = extra_lines(stage.index) if extra_lines is not None else ()
+        parts.append(chain(_stage_lines(stage, explained, printed_before), extra))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _head(explained: Explained) -> Iterator[str]:
+def _head(explained: Explanation) -> Iterator[str]:
     pipeline, world = explained.loaded.pipeline, explained.world
     parameters, buffers = explained.parameters, explained.buffers
-    yield f"{pipeline.name}: {count(world.ranks, 'rank')} on {count(world.hosts, 'host')}"
+    yield f"{pipeline.name}: {format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
     if world.ranks > 1 and world.hosts == 1:
         yield from paragraph(
             "Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two."
         )
     if parameters is None or buffers is None:
-        yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown.model}.")
+        yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown_reasons.model}.")
         return
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
-    what = f"{pipeline.model.name}: {count(len(parameters), 'parameter')}, {count(values, 'value')}, "
-    what += size(held) + (f"; {count(len(buffers), 'buffer')}, {size(more)}" if buffers else "; no buffers")
+    what = f"{pipeline.model.name}: {format_count(len(parameters), 'parameter')}, "
+    what += f"{format_count(values, 'value')}, {format_bytes(held)}; "
+    what += f"{format_count(len(buffers), 'buffer')}, {format_bytes(more)}" if buffers else "no buffers"
     yield from paragraph("Model", what)
-    yield from _compiling(explained)
+    yield from _compile_lines(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]
     if frozen:
-        held_frozen = size(sum(one.nbytes for one in frozen))
+        held_frozen = format_bytes(sum(one.nbytes for one in frozen))
         which = f"{len(frozen)} of them, {held_frozen}, require no gradient"
         yield from paragraph(
             "Frozen", f"{which}: they are sent only if something else makes ranks differ in them."
         )
     if (average := explained.ema_bytes) is not None:
-        trained = size(sum(one.nbytes for one in parameters.values() if one.requires_grad))
+        trained = format_bytes(sum(one.nbytes for one in parameters.values() if one.requires_grad))
         yield from paragraph(
             "Average",
             f"ema: {pipeline.ema}. Each rank holds an average of the parameters that are trained, "
-            f"{size(average)}, and while it is evaluated or saved a copy of them, {trained}.",
+            f"{format_bytes(average)}, and while it is evaluated or saved a copy of them, {trained}.",
         )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
-    yield from paragraph("Start", f"{start}: {size(held + more)}.")
+    yield from paragraph("Start", f"{start}: {format_bytes(held + more)}.")
     measured = {
         "timings.fidelity_every": pipeline.timings.fidelity_every,
         "audit.every": pipeline.audit.every,
@@ -69,17 +69,19 @@ def _head(explained: Explained) -> Iterator[str]:
         yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
 
 
-def _compiling(explained: Explained) -> Iterator[str]:
+def _compile_lines(explained: Explanation) -> Iterator[str]:
     """What torch.compile makes of the model: its graphs, where they are cut, and where they break."""
     settings, compiled = explained.loaded.pipeline.compile, explained.probe.compiled
     if settings is None:
         return
     if compiled is None:
-        yield from paragraph("Compile", f"Where graphs split is unknown: {explained.probe.unknown.batch}.")
+        yield from paragraph(
+            "Compile", f"Where graphs split is unknown: {explained.probe.unknown_reasons.batch}."
+        )
         return
     graphs, breaks = compiled.graphs, compiled.breaks
-    broken = "without a graph break" if not breaks else f"with {count(len(breaks), 'graph break')}"
-    made = f"{_capital(compiled.what)}, mode {settings.mode}: {count(len(graphs), 'graph')}"
+    broken = "without a graph break" if not breaks else f"with {format_count(len(breaks), 'graph break')}"
+    made = f"{_capital(compiled.description)}, mode {settings.mode}: {format_count(len(graphs), 'graph')}"
     if compiled.blocks != ("",) and len(graphs) < len(compiled.blocks):
         made += ", since blocks that are alike share one"
     yield from paragraph("Compile", f"{made}, {broken}.")
@@ -88,66 +90,69 @@ def _compiling(explained: Explained) -> Iterator[str]:
     rows = []
     for number, graph in enumerate(graphs):
         for part, names in enumerate(graph.parts):
-            rows.append((str(number), str(part), ends(names) if names else "none that is trained"))
+            rows.append((str(number), str(part), first_and_last(names) if names else "none that is trained"))
     if any(len(graph.parts) > 1 for graph in graphs):
         cut = "Gradients of a graph come all at its end, so each is cut where its gradients fill a bucket"
         yield from paragraph(
             "", f"{cut}: sending one part's overlaps with the backward pass of the part before."
         )
         yield from labelled(
-            "", table([("graph", "part", "parameters"), *_thinned(rows, ("…", "", ""))], ">><")
+            "", table([("graph", "part", "parameters"), *_omit_middle(rows, ("…", "", ""))], ">><")
         )
     for one in breaks:
         yield from paragraph("Graph break", f"{one.reason}{f' ({one.where})' if one.where else ''}.")
 
 
-def _stage(stage: StageExplained, explained: Explained, known: dict[tuple[str, str], int]) -> Iterator[str]:
-    """`known`: what has been said before, by label and text, and in which stage."""
+def _stage_lines(
+    stage: StageExplanation, explained: Explanation, printed_before: dict[tuple[str, str], int]
+) -> Iterator[str]:
+    """`printed_before`: the stage in which each label and text was printed first."""
 
     def once(label: str, text: str) -> Iterator[str]:
-        first = known.setdefault((label, text), stage.index)
+        first = printed_before.setdefault((label, text), stage.index)
         return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
 
     settings, title = stage.settings, f"stages[{stage.index}]: {stage.stage.name}"
     if settings is None:
         yield title
-        yield from _without_steps(stage, explained)
+        yield from _stepless_stage_lines(stage, explained)
         return
-    hooks = ", ".join(map(_chosen, settings.hooks))
-    yield f"{title} for {_length(stage, settings)}, sync: {_chosen(settings.sync)}, hooks: [{hooks}]"
+    hooks = ", ".join(map(_choice_text, settings.hooks))
+    length, sync = _length_text(stage, settings), _choice_text(settings.sync)
+    yield f"{title} for {length}, sync: {sync}, hooks: [{hooks}]"
     if stage.begin:
         why = "Equal gradients keep ranks equal only if that is equal, too"
-        yield from paragraph("Begin", f"Once: {_all_named(stage.begin)}. {why}.")
-    yield from once("Forward", _forward(stage, settings))
-    yield from once("Buffers", _buffers(stage, settings.buffers, explained))
+        yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
+    yield from once("Forward", _forward_text(stage, settings))
+    yield from once("Buffers", _buffers_text(stage, settings.buffers, explained))
     if stage.stage.name == "train":
-        yield from paragraph("Backward", _backward(stage, settings))
-        yield from _tables(_at(stage, "backward"), stage.ranks)
-    yield from _after_steps(stage, settings)
-    yield from _end(stage)
-    yield from _evaluations(stage)
-    yield from once("Control", _control_messages(stage))
-    yield from once("Loss", _loss(settings))
-    yield from _sums(stage)
+        yield from paragraph("Backward", _backward_text(stage, settings))
+        yield from _bucket_tables(_exchanges_at(stage, "backward"), stage.ranks)
+    yield from _after_step_lines(stage, settings)
+    yield from _end_lines(stage)
+    yield from _evaluation_lines(stage)
+    yield from once("Control", _control_text(stage))
+    yield from once("Loss", _loss_text(settings))
+    yield from _totals_table(stage)
 
 
-def _length(stage: StageExplained, settings: TrainSettings) -> str:
-    steps = "" if stage.steps is None else count(stage.steps, "step")
+def _length_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+    steps = "" if stage.steps is None else format_count(stage.steps, "step")
     if settings.epochs is None:
         return steps
-    return count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
+    return format_count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
 
 
-def _forward(stage: StageExplained, settings: TrainSettings) -> str:
+def _forward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     always = "No parameters are sent in a forward pass, in this stage or any other."
     if settings.mutate is not None:
         why = (
             "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
             "last. DDP does not undo that: it sends gradients, no parameters."
         )
-    elif _drifts(settings):
+    elif _uses_noop(settings):
         why = "noop gives each rank its own back, so ranks drift apart."
-    elif settings.gradients == "all":
+    elif settings.gradient_averaging == "all":
         why = (
             "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
             "stay the same."
@@ -161,18 +166,19 @@ def _forward(stage: StageExplained, settings: TrainSettings) -> str:
     return f"{always} {why}"
 
 
-def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> str:
+def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
     use, held = explained.probe.buffer_use, explained.buffers
-    chosen = f"{_shown(setting.plain())}: "
+    chosen = f"{_yaml_text(setting.to_plain_data())}: "
     if held == {}:
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
     if use is None or held is None:
-        reason = explained.probe.unknown.batch or explained.probe.unknown.model
+        reason = explained.probe.unknown_reasons.batch or explained.probe.unknown_reasons.model
         return f"{chosen}whether any change is unknown: {reason}. They are not counted below."
     moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
         when = "They are sent before each forward pass."
-        when += "" if use.read else " Training would come out the same without: before_evaluate would do."
+        if not use.read_in_training:
+            when += " Training would come out the same without: before_evaluate would do."
     elif "after_step" in moments:
         when = "They are sent after a step, as below."
     elif not use.changing:
@@ -184,94 +190,97 @@ def _buffers(stage: StageExplained, setting: Buffers, explained: Explained) -> s
     change = "none changes in training, but for counters."
     if use.changing:
         change = f"{len(use.changing)} {'changes' if len(use.changing) == 1 else 'change'} in training "
-        change += f"({ends(use.changing)}, {size(use.bytes)}), and training "
-        change += "reads them." if use.read else "never reads them."
-    all_bytes = size(sum(one.nbytes for one in held.values()))
+        change += f"({first_and_last(use.changing)}, {format_bytes(use.changing_bytes)}), and training "
+        change += "reads them." if use.read_in_training else "never reads them."
+    all_bytes = format_bytes(sum(one.nbytes for one in held.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
-    return f"{chosen}of {count(len(held), 'buffer')} {change} {when} {ddp}"
+    return f"{chosen}of {format_count(len(held), 'buffer')} {change} {when} {ddp}"
 
 
-def _drifts(settings: TrainSettings) -> bool:
-    """Whether hooks give each rank its own back."""
+def _uses_noop(settings: StepStageSettings) -> bool:
+    """Whether the `noop` hook is used: it gives each rank its own back, so ranks drift apart."""
     return any(hook.name == "noop" for hook in settings.hooks)
 
 
-def _backward(stage: StageExplained, settings: TrainSettings) -> str:
-    exchanges = _at(stage, "backward")
+def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+    exchanges = _exchanges_at(stage, "backward")
     if not exchanges:
         return "No gradients are sent."
     exchange = exchanges[0]
-    what = f"Gradients are averaged over {_ranks_of(exchange)}, in every step"
-    if _drifts(settings):
+    what = f"Gradients are averaged over {_ranks_phrase(exchange)}, in every step"
+    if _uses_noop(settings):
         what = "Gradients go through the hooks in every step, but to no other rank"
     if settings.accumulate > 1:
         what += f", in the last of its {settings.accumulate} micro-steps"
     if exchange.buckets is None:
-        return f"{what}. DDP's buckets are unknown: {exchange.unknown}."
-    return (
-        f"{what}, in {count(len(exchange.buckets), 'bucket')}, each sent as soon as backward has filled it, "
-        "while backward continues."
-    )
+        return f"{what}. DDP's buckets are unknown: {exchange.unknown_reason}."
+    buckets = format_count(len(exchange.buckets), "bucket")
+    return f"{what}, in {buckets}, each sent as soon as backward has filled it, while backward continues."
 
 
-def _after_steps(stage: StageExplained, settings: TrainSettings) -> Iterator[str]:
-    exchanges = _at(stage, "after_step")
+def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> Iterator[str]:
+    exchanges = _exchanges_at(stage, "after_step")
     by_steps: dict[tuple[int, ...], list[PlannedExchange]] = {}
     for exchange in exchanges:
         steps = sorted(step for p in stage.patterns if exchange in p.exchanges for step in p.steps)
         by_steps.setdefault(tuple(steps), []).append(exchange)
-    lines = [f"{_when(steps, stage)}: {_all_named(found)}." for steps, found in by_steps.items()]
+    lines = [
+        f"{_steps_phrase(steps, stage)}: {_exchanges_phrase(found)}." for steps, found in by_steps.items()
+    ]
     idle = stage.cycle - len({step for steps in by_steps for step in steps})
     if not lines:
         lines.append("Nothing is sent.")
     elif idle:
-        lines.append(
-            f"the other {idle} of {'every ' if _repeats(stage) else ''}{stage.cycle} steps: nothing."
-        )
-    for label, line in zip_longest(["After a step"], _thinned(lines), fillvalue=""):
+        every = "every " if _cycle_repeats(stage) else ""
+        lines.append(f"the other {idle} of {every}{stage.cycle} steps: nothing.")
+    for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
         yield from paragraph(label, _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
-        when = f"is applied exactly {count(overlap, 'step')} later"
+        when = f"is applied exactly {format_count(overlap, 'step')} later"
         yield from paragraph("", f"An exchange overlaps with training, and {when}.")
-    yield from _tables(exchanges, stage.ranks)
+    yield from _bucket_tables(exchanges, stage.ranks)
 
 
-def _end(stage: StageExplained) -> Iterator[str]:
+def _end_lines(stage: StageExplanation) -> Iterator[str]:
     if stage.left_apart:
         yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
     elif stage.end is None:
         yield from paragraph("End", "If the last step leaves ranks apart, they synchronise once more.")
     elif stage.end:
         yield from paragraph(
-            "End", f"The last step leaves ranks apart, so once more: {_all_named(stage.end)}."
+            "End", f"The last step leaves ranks apart, so once more: {_exchanges_phrase(stage.end)}."
         )
-        shown = {exchange.route for exchange in _at(stage, "after_step")}
-        yield from _tables([exchange for exchange in stage.end if exchange.route not in shown], stage.ranks)
+        shown = {exchange.route for exchange in _exchanges_at(stage, "after_step")}
+        yield from _bucket_tables(
+            [exchange for exchange in stage.end if exchange.route not in shown], stage.ranks
+        )
 
 
-def _evaluations(stage: StageExplained) -> Iterator[str]:
+def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
     """What evaluations inside the stage send."""
     if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
         return
     every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
     when = f"After {'each step' if every == 1 else f'every {every} steps'}, and at the end"
-    when += f": {count(times, 'evaluation')}." if stage.steps is not None else "."
+    when += f": {format_count(times, 'evaluation')}." if stage.steps is not None else "."
     sent = []
     for one in stage.evaluations:
         whose = f"{one.times} of them: " if stage.steps is not None else "Some of them: "
         whose = "Each sends " if len(stage.evaluations) == 1 else whose
-        sent.append(whose + (_all_named(one.exchanges) if one.exchanges else "nothing"))
+        sent.append(whose + (_exchanges_phrase(one.exchanges) if one.exchanges else "nothing"))
     yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own again.")
     shown = {exchange.route for exchange in stage.exchanges if exchange.moment != "evaluate"}
-    yield from _tables([one for one in _at(stage, "evaluate") if one.route not in shown], stage.ranks)
+    yield from _bucket_tables(
+        [one for one in _exchanges_at(stage, "evaluate") if one.route not in shown], stage.ranks
+    )
 
 
-def _control_messages(stage: StageExplained) -> str:
-    steps = stage.control_messages
+def _control_text(stage: StageExplanation) -> str:
+    steps = stage.control_message_steps
     if not steps:
         return "None: ranks exchange no messages before the stage's end."
     if max(steps) <= stage.cycle:
-        when = _when(steps, stage)
+        when = _steps_phrase(steps, stage)
     else:  # the first exchanges that overlap with training are applied in the second cycle
         repeated = sorted(step + cycle * stage.cycle for step in steps for cycle in range(3))
         listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
@@ -282,25 +291,25 @@ def _control_messages(stage: StageExplained) -> str:
     )
 
 
-def _loss(settings: TrainSettings) -> str:
+def _loss_text(settings: StepStageSettings) -> str:
     own = "Each rank's is that of its own samples"
-    if settings.gradients == "all" and not _drifts(settings):
+    if settings.gradient_averaging == "all" and not _uses_noop(settings):
         what = f"DDP does not average it. {own}; gradients are averaged: the step is the mean loss's."
-    elif settings.gradients == "host" and not _drifts(settings):
+    elif settings.gradient_averaging == "host" and not _uses_noop(settings):
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
         what = f"It is not averaged. {own}; no gradients are averaged."
     return f"{what} The log's mean loss is computed separately; nothing depends on it."
 
 
-def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]:
+def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[str]:
     if stage.end:
-        what = _all_named(stage.end)
+        what = _exchanges_phrase(stage.end)
         if stage.stage.name not in ("average", "broadcast"):
             what = f"first, as far as they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
-        yield from _tables(stage.end, stage.ranks)
-        yield from _sizes_table([_sizes("once", stage.whole_amount)])
+        yield from _bucket_tables(stage.end, stage.ranks)
+        yield from _sizes_table([_sizes_row("once", stage.whole_amount)])
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
@@ -310,80 +319,79 @@ def _without_steps(stage: StageExplained, explained: Explained) -> Iterator[str]
     )
 
 
-def _sums(stage: StageExplained) -> Iterator[str]:
+def _totals_table(stage: StageExplanation) -> Iterator[str]:
     several = len(stage.patterns) > 1
     rows = [
-        _sizes(_when(one.steps, stage, rest=several and one is stage.patterns[-1]), one.amount)
+        _sizes_row(_steps_phrase(one.steps, stage, rest=several and one is stage.patterns[-1]), one.amount)
         for one in stage.patterns
     ]
-    rows = _thinned(rows, ("…", "", "", ""))
+    rows = _omit_middle(rows, ("…", "", "", ""))
     if several:
-        rows.append(_sizes("mean of all steps", stage.cycle_amount, stage.cycle))
-    rows.append(_sizes("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+        rows.append(_sizes_row("mean of all steps", stage.cycle_amount, stage.cycle))
+    rows.append(_sizes_row("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
     for one in stage.evaluations:
         some = stage.steps is not None and len(stage.evaluations) > 1
-        rows.append(
-            _sizes(f"each of {count(one.times, 'evaluation')}" if some else "an evaluation", one.amount)
-        )
+        label = f"each of {format_count(one.times, 'evaluation')}" if some else "an evaluation"
+        rows.append(_sizes_row(label, one.amount))
     if stage.steps is not None:
-        rows.append(_sizes(f"the stage: {count(stage.steps, 'step')}", stage.whole_amount))
+        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", stage.whole_amount))
     yield from _sizes_table(rows)
 
 
-def _sizes(label: str, amount: Amount | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
-    """A row: of an amount that is sent in so many steps, what that is in those wanted."""
+def _sizes_row(label: str, amount: SentBytes | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
+    """A table row: `amount` is sent in `steps` steps; the row says how much that is in `wanted` steps."""
     if amount is None:
         return (label, "unknown", "unknown", "unknown")
-    return (label, *map(size, amount.sizes(steps, wanted).values()))
+    return (label, *map(format_bytes, amount.sizes(steps, wanted).values()))
 
 
 def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     return labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
 
 
-def _at(stage: StageExplained, moment: str) -> list[PlannedExchange]:
+def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]:
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
-def _repeats(stage: StageExplained) -> bool:
+def _cycle_repeats(stage: StageExplanation) -> bool:
     return stage.steps is None or stage.steps > stage.cycle
 
 
-def _when(steps: Sequence[int], stage: StageExplained, *, rest: bool = False) -> str:
+def _steps_phrase(steps: Sequence[int], stage: StageExplanation, *, rest: bool = False) -> str:
     """Which steps they are; `rest`: all others have been named before."""
     if rest and len(steps) < stage.cycle:
-        every = "every " if _repeats(stage) else ""
-        return f"the other {len(steps)} of {every}{count(stage.cycle, 'step')}"
-    return named_steps(steps, stage.cycle, stage.steps)
+        every = "every " if _cycle_repeats(stage) else ""
+        return f"the other {len(steps)} of {every}{format_count(stage.cycle, 'step')}"
+    return steps_text(steps, stage.cycle, stage.steps)
 
 
-def _chosen(choice: Choice) -> str:
+def _choice_text(choice: Choice) -> str:
     """A choice as a pipeline file would have it, without what is left out there."""
     options = dict(choice.options)
     if choice.settings is not None:
         options = choice.settings.model_dump(mode="json", exclude_defaults=True)
-    return _shown({choice.name: options} if options else choice.name)
+    return _yaml_text({choice.name: options} if options else choice.name)
 
 
-def _shown(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """A value as a pipeline file would have it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_shown, value)) + "]"
-    return write(value)
+        return "[" + ", ".join(map(_yaml_text, value)) + "]"
+    return format_scalar(value)
 
 
 # Exchanges.
 
 
-def _all_named(exchanges: Sequence[PlannedExchange]) -> str:
-    return ", and ".join(map(_named, exchanges))
+def _exchanges_phrase(exchanges: Sequence[PlannedExchange]) -> str:
+    return ", and ".join(map(_exchange_phrase, exchanges))
 
 
-def _named(exchange: PlannedExchange, *, numbered: bool = True) -> str:
-    """What an exchange is; `numbered`: with its buckets, if it is of some only."""
-    kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_of(exchange)
+def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) -> str:
+    """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
+    kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_phrase(exchange)
     if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
     if exchange.route.ema:
@@ -399,54 +407,61 @@ def _named(exchange: PlannedExchange, *, numbered: bool = True) -> str:
         "buffers": "the buffers,",
     }[kind]
     which = ""
-    if kind == "delta" and numbered and exchange.buckets is not None:
+    if kind == "delta" and with_buckets and exchange.buckets is not None:
         first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
         which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
     return f"{what} averaged over {ranks}{which}"
 
 
-def _ranks_of(exchange: PlannedExchange) -> str:
-    return _group(exchange.ranks, exchange.route.among)
+def _ranks_phrase(exchange: PlannedExchange) -> str:
+    return _group_phrase(exchange.ranks, exchange.route.among)
 
 
-def _group(ranks: int, among: Among) -> str:
+def _group_phrase(ranks: int, among: GroupScope) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
     of = {"host": "each host", "across": "one local rank on every host", "part": "each group"}[among]
-    return f"the {count(ranks, 'rank')} of {of}"
+    return f"the {format_count(ranks, 'rank')} of {of}"
 
 
-def _tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator[str]:
+def _bucket_tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator[str]:
     """The buckets of exchanges, and how each travels; a table for each route."""
     by_route: dict[Any, list[PlannedExchange]] = {}
     for exchange in exchanges:
         kind = exchange.route.kind
         if exchange.buckets is None and kind != "gradient":
             kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
-            yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown}.")
+            yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown_reason}.")
         elif exchange.buckets is not None and kind != "buffers":
             by_route.setdefault(exchange.route, []).append(exchange)
-    for alike in by_route.values():
+    for on_route in by_route.values():
         if len(by_route) > 1:
-            yield from paragraph("", f"{_capital(_named(alike[0], numbered=False))}:")
-        buckets = [bucket for exchange in alike for bucket in exchange.buckets or ()]
-        rows = _thinned([_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
+            yield from paragraph("", f"{_capital(_exchange_phrase(on_route[0], with_buckets=False))}:")
+        buckets = [bucket for exchange in on_route for bucket in exchange.buckets or ()]
+        rows = _omit_middle([_bucket_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from labelled("", table([head, *rows], "><>>><"))
-        unknown = next((exchange.unknown for exchange in alike if exchange.unknown), "")
-        if unknown:
-            yield from paragraph("", f"How they travel is unknown: {unknown}.")
-        yield from _legs(buckets)
+        reason = next((exchange.unknown_reason for exchange in on_route if exchange.unknown_reason), "")
+        if reason:
+            yield from paragraph("", f"How they travel is unknown: {reason}.")
+        yield from _leg_lines(buckets)
 
 
-def _row(one: Bucket, ranks: int) -> tuple[str, ...]:
-    sent = "unknown" if one.sent is None else size(one.sent.all_ranks / ranks)
-    return str(one.bucket), one.dtype, f"{one.numel:,}", size(one.bytes), sent, ends(one.params)
+def _bucket_row(one: Bucket, ranks: int) -> tuple[str, ...]:
+    sent = "unknown" if one.sent is None else format_bytes(one.sent.all_ranks / ranks)
+    return (
+        str(one.bucket),
+        one.dtype,
+        f"{one.numel:,}",
+        format_bytes(one.bytes),
+        sent,
+        first_and_last(one.params),
+    )
 
 
-def _legs(buckets: Sequence[Bucket]) -> Iterator[str]:
+def _leg_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
     """How buckets travel, as far as that is known; those that travel alike in one paragraph."""
-    alike: dict[tuple[tuple[str, str, Among, int], ...], list[Bucket]] = {}
+    alike: dict[tuple[tuple[str, str, GroupScope, int], ...], list[Bucket]] = {}
     for one in buckets:
         if one.legs is not None:
             way = tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs)
@@ -454,9 +469,10 @@ def _legs(buckets: Sequence[Bucket]) -> Iterator[str]:
     for way, some in alike.items():
         which = "Each bucket" if len(alike) == 1 else f"Bucket {', '.join(str(one.bucket) for one in some)}"
         columns = zip(*[one.legs or () for one in some], strict=True)
+        sizes = [format_bytes(sum(leg.bytes for leg in column)) for column in columns]
         legs = [
-            f"{op} of {dtype} among {_group(ranks, among)} ({size(sum(leg.bytes for leg in column))})"
-            for (op, dtype, among, ranks), column in zip(way, columns, strict=True)
+            f"{op} of {dtype} among {_group_phrase(ranks, among)} ({size})"
+            for (op, dtype, among, ranks), size in zip(way, sizes, strict=True)
         ]
         if len(legs) <= 1:
             yield from paragraph("", f"{which}: {legs[0] if legs else 'nothing is sent'}.")
@@ -469,7 +485,7 @@ def _legs(buckets: Sequence[Bucket]) -> Iterator[str]:
 # Layout.
 
 
-def _thinned(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
+def _omit_middle(rows: Sequence[Any], middle: Any = "…") -> list[Any]:
     """The first rows and the last ones, if there are many, with `middle` for what is left out."""
     half = _ROWS // 2
     return [*rows] if len(rows) <= _ROWS else [*rows[:half], middle, *rows[-half + 1 :]]
@@ -486,16 +502,16 @@ def paragraph(label: str, text: str) -> Iterator[str]:
     return labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
 
 
-def table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
-    """Rows as lines; the first is the head, and each column is `aligned` by `<` or `>`."""
+def table(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+    """Rows as lines; the first is the head. `alignment` has `<` or `>` for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
         for row in rows
     ]
 
 
-def ends(names: Sequence[str]) -> str:
+def first_and_last(names: Sequence[str]) -> str:
     """The first and the last of many names, and their number."""
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]} ({len(names)})"
 
@@ -504,7 +520,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
+def steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
     """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat.
 
     `last` is the last step of the stage; None: unknown.
@@ -512,7 +528,7 @@ def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
     if len(steps) == cycle:
         return "every step"
     if last is not None and last <= cycle:
-        return _listed(steps)
+        return _step_list(steps)
     chosen = set(steps)
     period = next(
         period
@@ -522,13 +538,13 @@ def named_steps(steps: Sequence[int], cycle: int, last: int | None) -> str:
     first = [step for step in steps if step <= period]
     if len(first) > 1:
         even = len({after - before for before, after in pairwise(first)}) == 1
-        named = _listed(first) if even or len(first) <= 4 else str(len(first))
+        named = _step_list(first) if even or len(first) <= 4 else str(len(first))
         return f"{named} of every {period}{'' if named.startswith('steps') else ' steps'}"
     found = range(first[0], last + 1 if last is not None else first[0] + 3 * period + 1, period)
-    return _listed(found[:3], " …" if len(found) > 3 else "")
+    return _step_list(found[:3], " …" if len(found) > 3 else "")
 
 
-def _listed(steps: Sequence[int], more: str = "") -> str:
+def _step_list(steps: Sequence[int], more: str = "") -> str:
     if len(steps) == 1:
         return f"step {steps[0]}"
     if len(steps) > 4:

@@ -15,78 +15,84 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import BroadcastStage, Loaded, StepStage
+from ddprun.config import BroadcastStage, LoadedPipeline, StepStage
 from ddprun.engine import build
-from ddprun.explain.model_probe import WorldShape, is_foreign
+from ddprun.explain.model_probe import WorldShape, is_external_code
 from ddprun.sync.plan import Partition
-from ddprun.sync.synchronizer import QueueRequirements, requirements
+from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import GroupRequirements, RankGroup, check_device, combine
+from ddprun_hooks.comm.groups import (
+    GroupRequirements,
+    RankGroup,
+    check_shared_memory_device,
+    merge_requirements,
+)
 from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
-from ddprun_hooks.payload import Kind, nbytes
+from ddprun_hooks.payload import PayloadKind, nbytes
 from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
 """As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
-Among = Literal["all", "host", "across", "part"]
+GroupScope = Literal["all", "host", "across", "part"]
 """All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
-    """Bytes that ranks send: each simulated rank's own, in rank order."""
+class SentBytes:
+    """Bytes that each simulated rank sends, in rank order."""
 
     by_rank: tuple[int, ...]
     between_hosts: tuple[int, ...]  # the part that leaves each rank's host
-    counts: tuple[int, ...]  # how many ranks each stands for
+    ranks_represented: tuple[int, ...]  # how many ranks each stands for
 
     @classmethod
-    def none(cls, counts: Sequence[int]) -> Amount:
+    def zero(cls, ranks_represented: Sequence[int]) -> SentBytes:
         """Nothing."""
-        return cls((0,) * len(counts), (0,) * len(counts), tuple(counts))
+        nothing = (0,) * len(ranks_represented)
+        return cls(nothing, nothing, tuple(ranks_represented))
 
-    def __add__(self, other: Amount) -> Amount:
-        between_hosts = map(add, self.between_hosts, other.between_hosts)
-        return replace(
-            self, by_rank=tuple(map(add, self.by_rank, other.by_rank)), between_hosts=tuple(between_hosts)
-        )
+    def __add__(self, other: SentBytes) -> SentBytes:
+        by_rank = tuple(map(add, self.by_rank, other.by_rank))
+        between_hosts = tuple(map(add, self.between_hosts, other.between_hosts))
+        return replace(self, by_rank=by_rank, between_hosts=between_hosts)
 
-    def __mul__(self, times: int) -> Amount:
-        by_rank, between_hosts = (tuple(times * b for b in of) for of in (self.by_rank, self.between_hosts))
+    def __mul__(self, times: int) -> SentBytes:
+        by_rank = tuple(times * sent for sent in self.by_rank)
+        between_hosts = tuple(times * sent for sent in self.between_hosts)
         return replace(self, by_rank=by_rank, between_hosts=between_hosts)
 
     @property
     def all_ranks(self) -> int:
-        """Of all ranks together."""
-        return sum(map(mul, self.by_rank, self.counts))
+        """Bytes sent by all ranks together."""
+        return sum(map(mul, self.by_rank, self.ranks_represented))
 
     def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
         """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
-        sent = (self.all_ranks, sum(map(mul, self.between_hosts, self.counts)))
+        sent = (self.all_ranks, sum(map(mul, self.between_hosts, self.ranks_represented)))
         all_ranks, between_hosts = (one * wanted / steps for one in sent)
         sizes = {
-            "per_rank": all_ranks / sum(self.counts),
+            "per_rank": all_ranks / sum(self.ranks_represented),
             "all_ranks": all_ranks,
             "between_hosts": between_hosts,
         }
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 
-def total(amounts: Iterable[Amount | None], counts: Sequence[int]) -> Amount | None:
+def total(amounts: Iterable[SentBytes | None], ranks_represented: Sequence[int]) -> SentBytes | None:
     """The sum; None if one of them is not known."""
     known = list(amounts)
-    return None if None in known else sum(filter(None, known), Amount.none(counts))
+    return None if None in known else sum(filter(None, known), SentBytes.zero(ranks_represented))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a bucket travels."""
+    """How a bucket is exchanged: through which queue, in which way, and among which ranks."""
 
-    kind: Kind
+    kind: PayloadKind
     queue: QueueName
     through: Literal["hooks", "host_hooks", "sum", "broadcast"]  # `host_hooks`: inside a host
     inside: bool = False  # among the ranks of each host only
@@ -96,19 +102,19 @@ class Route:
     ema: bool = False  # of the moving average of the weights
 
     @property
-    def hooked(self) -> bool:
+    def uses_hooks(self) -> bool:
         """Whether hooks handle the bucket."""
         return self.through in ("hooks", "host_hooks")
 
     @property
-    def among(self) -> Among:
+    def among(self) -> GroupScope:
         """Which ranks are in one of its groups."""
         return "part" if self.part is not None else "host" if self.inside else "all"
 
     def group(self, world: RankGroup) -> RankGroup:
         """The ranks among which it goes, of those of its queue."""
         if self.part is not None:
-            return world.parts[self.part.parts(world.size)]
+            return world.partition_groups[self.part.parts(world.size)]
         return world.splits[self.hosts][0] if self.inside else world
 
 
@@ -117,11 +123,11 @@ class Leg:
     """One collective, of all ranks that take part in it; its fields are those of JSON."""
 
     op: str
-    among: Among
+    among: GroupScope
     ranks: int  # how many ranks are in each of its groups
     dtype: str
     bytes: int  # size of what is summed, gathered or exchanged, in bytes; where ranks differ, the largest
-    sent: Amount
+    sent: SentBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,72 +139,78 @@ class Bucket:
     numel: int
     bytes: int  # before any hook
     params: tuple[str, ...]
-    sent: Amount | None  # None: not known, as `legs`
+    sent: SentBytes | None  # None: not known, as `legs`
     legs: tuple[Leg, ...] | None
     state: int | None  # what hooks keep of it until the next, in bytes; where ranks differ, the largest
 
 
-class Simulations:
-    """Carries buckets, on `device`, over ranks that are not there.
+class TrafficSimulator:
+    """Simulates the exchange of buckets, on `device`, among ranks that do not run.
 
     Raises:
         PipelineError: the ranks do not lie as a stage needs them.
     """
 
-    def __init__(self, loaded: Loaded, world: WorldShape, device: torch.device, *, importing: bool) -> None:
-        self._loaded, self._world, self._device, self._importing = loaded, world, device, importing
+    def __init__(
+        self, loaded: LoadedPipeline, world: WorldShape, device: torch.device, *, allow_imports: bool
+    ) -> None:
+        self._loaded, self._world, self._device, self._allow_imports = loaded, world, device, allow_imports
         needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.step_stages():
-            settings = stage.effective(loaded.pipeline)
-            stacks = self._hooks(stage), self._hooks(stage, inside_host=True)
-            needed.append(requirements(settings.plan, *stacks, world.ranks))
-            self._check(stage, stacks[0], combine(needed[-1]))
+            settings = stage.effective_settings(loaded.pipeline)
+            stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
+            needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
+            self._check_placement(stage, stacks[0], merge_requirements(needed[-1]))
         names: tuple[QueueName, ...] = ("world", "deltas", "plain")
-        by_queue: dict[QueueName, GroupRequirements] = dict(
+        needs_by_queue: dict[QueueName, GroupRequirements] = dict(
             zip(names, QueueRequirements.of_stages(needed), strict=True)
         )
-        alike = _ranks_alike(world, combine(by_queue.values()), _sources(loaded))
-        self.counts = tuple(count for count, _ in alike.values())
+        needs = merge_requirements(needs_by_queue.values())
+        simulated = _representative_ranks(world, needs, _broadcast_sources(loaded))
+        self.ranks_represented = tuple(count for count, _ in simulated.values())
         """How many ranks each simulated one stands for."""
 
-        self._ranks, self._by_queue = list(alike), by_queue
-        # Of each simulated rank, the one that sends the same in all that is no broadcast.
-        self._like = [self._ranks.index(like) for _, like in alike.values()]
-        self._worlds: dict[tuple[int, QueueName], RankGroup] = {}
-        self._known: dict[tuple[str, Route, BucketLayout], Bucket] = {}
+        self._simulated_ranks, self._needs_by_queue = list(simulated), needs_by_queue
+        # For each simulated rank the index of one that sends the same in everything but broadcasts.
+        self._equivalent_indices = [self._simulated_ranks.index(same) for _, same in simulated.values()]
+        self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
+        self._simulated_buckets: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
-    def unknown(self, stage: StepStage | None, route: Route) -> str:
+    def unknown_reason(self, stage: StepStage | None, route: Route) -> str:
         """Why it cannot be known what the hooks on a route send; empty if it can."""
-        names = self._not_imported(stage) if stage is not None and route.hooked else []
+        names = self._unimported_hooks(stage) if stage is not None and route.uses_hooks else []
         return f'"hooks: {names[0]}" is not imported' if names else ""
 
     def group(self, route: Route, index: int = 0) -> RankGroup:
         """The group on a route of the simulated rank of this index."""
         key = index, route.queue
-        if key not in self._worlds:
-            placement = self._world.placement(self._ranks[index])
-            self._worlds[key] = simulated_group(route.queue, placement, self._by_queue[route.queue])
-        return route.group(self._worlds[key])
+        if key not in self._groups_by_queue:
+            placement = self._world.placement(self._simulated_ranks[index])
+            needs = self._needs_by_queue[route.queue]
+            self._groups_by_queue[key] = simulated_group(route.queue, placement, needs)
+        return route.group(self._groups_by_queue[key])
 
-    def carry(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
+    def simulate_bucket(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
 
         Raises:
             PipelineError: a hook that would break the run.
         """
-        if self.unknown(stage, route):
+        if self.unknown_reason(stage, route):
             return _bucket(layout, None, None, None)
         stack = self._stack(stage, route)
-        key = stack.described if route.hooked else "", route, layout
-        if key not in self._known:
+        key = stack.description if route.uses_hooks else "", route, layout
+        if key not in self._simulated_buckets:
             # Hooks of ours look at no values unless they are in host memory; those of others may.
-            device = self._device if stack.foreign and route.hooked else torch.device("meta")
+            device = self._device if stack.custom_hooks and route.uses_hooks else torch.device("meta")
             first = example_payload(layout, route.kind, device)
-            like = range(len(self._ranks)) if route.through == "broadcast" else self._like
+            indices: Sequence[int] = self._equivalent_indices
+            if route.through == "broadcast":
+                indices = range(len(self._simulated_ranks))
             found: dict[int, BucketTrace[int]] = {}
             state = 0
             try:
-                for index in set(like):
+                for index in set(indices):
                     payload = replace(first, tensor=first.tensor.clone(), findings=[])
                     hooks = self._stack(stage, route)
                     found[index] = simulate(payload, hooks, self.group(route, index))
@@ -206,11 +218,13 @@ class Simulations:
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
                 raise self._loaded.error(path, str(error)) from None
-            traces = [found[index] for index in like]
-            by_name = _groups_by_name(self._worlds[like[0], route.queue])
-            legs = tuple(_joined([trace.collectives for trace in traces], by_name, self.counts))
-            self._known[key] = _bucket(layout, _sent_by(traces, self.counts), legs, state)
-        return self._known[key]
+            traces = [found[index] for index in indices]
+            groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
+            collectives = [trace.collectives for trace in traces]
+            legs = tuple(_merge_legs(collectives, groups, self.ranks_represented))
+            sent = _sent_bytes(traces, self.ranks_represented)
+            self._simulated_buckets[key] = _bucket(layout, sent, legs, state)
+        return self._simulated_buckets[key]
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
         """What carries a bucket on a route; made anew each time, since hooks keep state."""
@@ -219,40 +233,38 @@ class Simulations:
         if route.through == "broadcast":
             return broadcast_stack(route.source)
         assert stage is not None, "hooks are a stage's"
-        return self._hooks(stage, inside_host=route.through == "host_hooks")
+        return self._hook_stack(stage, inside_host=route.through == "host_hooks")
 
-    def _hooks(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
+    def _hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
         """The stage's hooks, made anew; plain all-reduce where they are not known.
 
         Raises:
             PipelineError: a hook that cannot be had.
         """
-        if self._not_imported(stage):
+        if self._unimported_hooks(stage):
             return Stack([])
-        hooks = stage.effective(self._loaded.pipeline).hooks
+        hooks = stage.effective_settings(self._loaded.pipeline).hooks
         return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
 
-    def _not_imported(self, stage: StepStage) -> list[str]:
+    def _unimported_hooks(self, stage: StepStage) -> list[str]:
         """Names of the stage's hooks that are somebody else's code, legs included."""
         found = []
-        for hook in () if self._importing else stage.effective(self._loaded.pipeline).hooks:
-            if is_foreign(hook):
+        for hook in () if self._allow_imports else stage.effective_settings(self._loaded.pipeline).hooks:
+            if is_external_code(hook):
                 found.append(hook.name)
             elif hook.name == "hierarchical":
                 specs = [spec for leg in ("within", "across") for spec in hook.options.get(leg, ())]
                 found += [name for spec in specs if (name := parse_spec(spec)[0]) not in BUILT_IN]
         return found
 
-    def _check(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
+    def _check_placement(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
-        layout = self._world.placement(0)
-        for key, of in (
-            ("hooks", {need: needs[need] for need in stack.requirements if need in needs}),
-            ("sync", needs),
-        ):
+        placement = self._world.placement(0)
+        needs_of_hooks = {need: needs[need] for need in stack.requirements if need in needs}
+        for key, wanted in (("hooks", needs_of_hooks), ("sync", needs)):
             try:
-                check_device(self._device, of)
-                simulated_group("world", layout, of)
+                check_shared_memory_device(self._device, wanted)
+                simulated_group("world", placement, wanted)
             except HookSetupError as error:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
 
@@ -263,7 +275,7 @@ def _held_bytes(value: Any) -> int:
 
 
 def _bucket(
-    layout: BucketLayout, sent: Amount | None, legs: tuple[Leg, ...] | None, state: int | None
+    layout: BucketLayout, sent: SentBytes | None, legs: tuple[Leg, ...] | None, state: int | None
 ) -> Bucket:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     params = tuple(param.name for param in layout.params)
@@ -271,15 +283,15 @@ def _bucket(
     return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs, state)
 
 
-def _ranks_alike(
+def _representative_ranks(
     world: WorldShape, needs: GroupRequirements, sources: Iterable[int]
 ) -> dict[int, tuple[int, int]]:
-    """Ranks of which at least one sends as any other does; how many ranks each of them stands for, and which
-    of them sends the same in all that is no broadcast.
+    """Representative ranks, so that every rank sends the same as one of them. For each: how many ranks it
+    represents, and which representative sends the same in everything but broadcasts.
 
-    What a rank sends goes by its place in its host, and in the hosts into which a hook or a policy splits the
-    ranks, and that comes again from one block of ranks to the next. Only the ends of a broadcast's chain,
-    from one of `sources` round to the rank before it, send otherwise than others of their place.
+    What a rank sends depends on its place in its host, and in the splits of ranks into hosts that hooks or
+    policies make; that repeats from one block of ranks to the next. Only the ends of a broadcast's chain
+    differ: each of `sources`, and the rank before it.
     """
     ranks = world.ranks
     splits = [ranks // one.hosts for one in needs if one.hosts]
@@ -296,35 +308,37 @@ def _ranks_alike(
     }
 
 
-def _sources(loaded: Loaded) -> set[int]:
+def _broadcast_sources(loaded: LoadedPipeline) -> set[int]:
     """Ranks whose parameters all others take, at the start or later."""
     stages = loaded.pipeline.stages
-    plans = [stage.effective(loaded.pipeline).plan for stage in loaded.pipeline.step_stages()]
+    plans = [stage.effective_settings(loaded.pipeline).plan for stage in loaded.pipeline.step_stages()]
     chosen = {one.source or 0 for plan in plans for one in plan.transfers}
     return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
 
 
-def _sent_by(
-    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], counts: tuple[int, ...]
-) -> Amount:
+def _sent_bytes(
+    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks_represented: tuple[int, ...]
+) -> SentBytes:
     """What each simulated rank has sent; None: nothing."""
-    return Amount(
+    return SentBytes(
         tuple(0 if trace is None else trace.wire_bytes for trace in traces),
         tuple(0 if trace is None else trace.between_hosts_bytes for trace in traces),
-        counts,
+        ranks_represented,
     )
 
 
-def _groups_by_name(world: RankGroup) -> dict[str, tuple[Among, int]]:
+def _groups_by_name(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
     """By the name of each group: which ranks are in one, and how many."""
-    found: dict[str, tuple[Among, int]] = {world.name: ("all", world.size)}
+    found: dict[str, tuple[GroupScope, int]] = {world.name: ("all", world.size)}
     for host, across in world.splits.values():
         found |= {host.name: ("host", host.size), across.name: ("across", across.size)}
-    return found | {part.name: ("part", part.size) for part in world.parts.values()}
+    return found | {part.name: ("part", part.size) for part in world.partition_groups.values()}
 
 
-def _joined(
-    legs: list[list[CollectiveTrace[int]]], groups: dict[str, tuple[Among, int]], counts: tuple[int, ...]
+def _merge_legs(
+    legs: list[list[CollectiveTrace[int]]],
+    groups: dict[str, tuple[GroupScope, int]],
+    ranks_represented: tuple[int, ...],
 ) -> Iterator[Leg]:
     """The legs of all ranks, with those joined that are one collective on each.
 
@@ -338,6 +352,5 @@ def _joined(
             rows.setdefault((*what, times[what]), [None] * len(legs))[rank] = leg
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
-        yield Leg(
-            op, *groups[group], dtype, max(leg.bytes for leg in row if leg is not None), _sent_by(row, counts)
-        )
+        nbytes = max(leg.bytes for leg in row if leg is not None)
+        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes(row, ranks_represented))

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from ddprun.config import Loaded
+from ddprun.config import LoadedPipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceAndBackend:
     """The device of one rank and how it talks to the others."""
 
     device: torch.device
@@ -23,7 +23,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def default_ranks(loaded: Loaded) -> int:
+def default_rank_count(loaded: LoadedPipeline) -> int:
     """Ranks for this host where neither flag nor file says: one per GPU, or 2 on CPUs."""
     gpus = gpu_count()
     return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
@@ -38,7 +38,7 @@ class LaunchFacts(NamedTuple):
     gpu: str | None  # identifier of its GPU; None: it runs on a CPU
 
 
-def check_launch(loaded: Loaded, local_ranks: int) -> None:
+def check_launch(loaded: LoadedPipeline, local_ranks: int) -> None:
     """Refuse, before ranks are started, what this host cannot give so many of them.
 
     Raises:
@@ -54,7 +54,7 @@ def check_launch(loaded: Loaded, local_ranks: int) -> None:
         )
 
 
-def device_of(loaded: Loaded, local_rank: int) -> torch.device:
+def device_of(loaded: LoadedPipeline, local_rank: int) -> torch.device:
     """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU.
 
     A launcher may show each of its ranks one GPU alone (`srun --gpus-per-task=1`): which it is, only its
@@ -75,13 +75,13 @@ def device_of(loaded: Loaded, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def launch_facts(loaded: Loaded, host: str, device: torch.device) -> LaunchFacts:
-    """This rank's."""
+def launch_facts(loaded: LoadedPipeline, host: str, device: torch.device) -> LaunchFacts:
+    """The launch facts of this rank."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     return LaunchFacts(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
 
 
-def agree_on_backend(loaded: Loaded, facts: Sequence[LaunchFacts]) -> str:
+def agree_on_backend(loaded: LoadedPipeline, facts: Sequence[LaunchFacts]) -> str:
     """The backend of all ranks, by the facts of each, in rank order. `backend: auto` takes NCCL where every
     rank has a GPU of its own, else Gloo.
 

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from ddprun_hooks.config.trust import trust
+from ddprun_hooks.config.trust import read_trust_policy
 
 
 def make_folder_importable(folder: Path) -> None:
@@ -20,17 +20,17 @@ def make_folder_importable(folder: Path) -> None:
     Raises:
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
-    path, limit = str(folder), trust()
-    if not limit.limited:
+    path, trust_policy = str(folder), read_trust_policy()
+    if not trust_policy.restricts_imports:
         if path not in sys.path:
             sys.path.append(path)
-    elif limit.in_folder and not any(
-        isinstance(finder, _InFolder) and finder.folder == path for finder in sys.meta_path
+    elif trust_policy.in_folder and not any(
+        isinstance(finder, _FolderFinder) and finder.folder == path for finder in sys.meta_path
     ):
-        sys.meta_path.append(_InFolder(path, limit.folder_roots()))
+        sys.meta_path.append(_FolderFinder(path, trust_policy.folder_packages()))
 
 
-class _InFolder(MetaPathFinder):
+class _FolderFinder(MetaPathFinder):
     """Finds some top-level packages in one folder."""
 
     def __init__(self, folder: str, roots: frozenset[str]) -> None:

@@ -9,10 +9,10 @@ import psutil
 
 from ddprun.host.processes import in_background
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 
-_ANYWHERE = "192.0.2.1"
+_DEFAULT_ROUTE_ADDRESS = "192.0.2.1"
 """Of no host (RFC 5737): the way there is the default route."""
 
 _ANY_PORT = 9
@@ -35,20 +35,20 @@ def choose_interface(host: str) -> None:
     Raises:
         NetworkError: there is no interface of the name that the user has given, or no way to the host.
     """
-    for name in VARIABLES:
+    for name in INTERFACE_VARIABLES:
         if os.environ.get(name):
-            check_named(name, os.environ[name])
+            check_interfaces_exist(name, os.environ[name])
     chosen = interface_towards(host)
     if chosen is None:
-        if any(os.environ.get(name) for name in VARIABLES):
+        if any(os.environ.get(name) for name in INTERFACE_VARIABLES):
             return
-        up = owners()
+        up = interface_by_address()
         there = ", ".join(f"{name} ({address})" for address, name in up.items() if not is_loopback(address))
         raise NetworkError(
             f"none of this host's network interfaces leads to {host}: {there or 'none has an address'}; name "
-            f"one in {VARIABLES[0]}, or for NCCL in {VARIABLES[1]}"
+            f"one in {INTERFACE_VARIABLES[0]}, or for NCCL in {INTERFACE_VARIABLES[1]}"
         )
-    gloo, nccl = VARIABLES
+    gloo, nccl = INTERFACE_VARIABLES
     for name, value in ((gloo, chosen), (nccl, f"={chosen}")):  # to NCCL a bare name is a prefix
         if not os.environ.get(name):
             os.environ[name] = value
@@ -58,30 +58,32 @@ def choose_loopback() -> None:
     """Have Gloo listen on loopback alone, since all ranks are on this host, unless the user has named an
     interface.
     """
-    if name := owners().get(LOOPBACK):
-        os.environ.setdefault(VARIABLES[0], name)
+    if name := interface_by_address().get(LOOPBACK):
+        os.environ.setdefault(INTERFACE_VARIABLES[0], name)
 
 
 def interface_towards(host: str) -> str | None:
     """The interface on the way to another host; None: there is no way."""
-    return next((owner for address in _ways(host) if (owner := owners().get(address))), None)
+    interfaces = map(interface_by_address().get, _local_addresses_towards(host))
+    return next(filter(None, interfaces), None)
 
 
 def address_towards(endpoint: str) -> str:
     """The address of this host on the interface that leads to the other hosts: that of `GLOO_SOCKET_IFNAME`
     if it is set, else on the way to the rendezvous (HOST or HOST:PORT), else to anywhere.
     """
-    if wanted := os.environ.get(VARIABLES[0], "").split(",")[0]:
-        owned = [address for address, name in owners().items() if name == wanted]
+    if wanted := os.environ.get(INTERFACE_VARIABLES[0], "").split(",")[0]:
+        owned = [address for address, name in interface_by_address().items() if name == wanted]
         return next(iter(sorted(owned, key=lambda address: ":" in address)), LOOPBACK)
-    ways = [*_ways(host_of(endpoint)), *_ways(_ANYWHERE)]
+    ways = [*_local_addresses_towards(host_of(endpoint)), *_local_addresses_towards(_DEFAULT_ROUTE_ADDRESS)]
     # Some distributions call the host itself 127.0.1.1.
     return next((address for address in ways if not is_loopback(address)), LOOPBACK)
 
 
-def is_own(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     """Whether a name or an address is this host's own."""
-    return not {*addresses(host)}.isdisjoint(owners()) or any(map(is_loopback, addresses(host)))
+    addresses = resolve_addresses(host)
+    return not {*addresses}.isdisjoint(interface_by_address()) or any(map(is_loopback, addresses))
 
 
 def host_of(endpoint: str) -> str:
@@ -104,7 +106,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host_of(endpoint), int(port or _RENDEZVOUS_PORT)
 
 
-def answers(endpoint: str) -> bool:
+def endpoint_answers(endpoint: str) -> bool:
     """Whether somebody listens at an endpoint, or at one of several with commas between them; takes a few
     seconds for each at most.
     """
@@ -124,7 +126,7 @@ def public_address(endpoint: str) -> str | None:
         endpoint: `host`, `host:port`, `[IPv6]:port`, or several with commas between them.
     """
     for one in endpoint.split(","):
-        for text in addresses(host_of(one.strip())):
+        for text in resolve_addresses(host_of(one.strip())):
             address = ipaddress.ip_address(text.partition("%")[0])
             if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
                 address = address.ipv4_mapped
@@ -146,8 +148,10 @@ def public_warning(endpoint: str) -> str | None:
     )
 
 
-def addresses(host: str) -> list[str]:
-    """Of a host's name; none if nobody can look it up within two seconds."""
+def resolve_addresses(host: str) -> list[str]:
+    """The addresses of a host, given by name or address; none if the name cannot be looked up within two
+    seconds.
+    """
     if is_address(host):
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
     if host:  # a name server that does not answer must not hold the run up
@@ -157,10 +161,10 @@ def addresses(host: str) -> list[str]:
     return []
 
 
-def _ways(host: str) -> list[str]:
+def _local_addresses_towards(host: str) -> list[str]:
     """This host's own address on each way to another one."""
     found = []
-    for target in addresses(host):
+    for target in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, _ANY_PORT))  # sends nothing: the kernel chooses a way
@@ -168,7 +172,7 @@ def _ways(host: str) -> list[str]:
     return found
 
 
-def owners() -> dict[str, str]:
+def interface_by_address() -> dict[str, str]:
     """The interface of each address of this host."""
     return {
         entry.address.partition("%")[0]: name
@@ -178,8 +182,8 @@ def owners() -> dict[str, str]:
     }
 
 
-def check_named(variable: str, value: str) -> None:
-    """Whether the interfaces that a variable names are there.
+def check_interfaces_exist(variable: str, value: str) -> None:
+    """Check that the interfaces that a variable names exist.
 
     NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`, `^docker`.
 
@@ -189,7 +193,7 @@ def check_named(variable: str, value: str) -> None:
     if value.startswith("^"):
         return  # those need not be here
     there = sorted(psutil.net_if_addrs())
-    exact = variable == VARIABLES[0] or value.startswith("=")
+    exact = variable == INTERFACE_VARIABLES[0] or value.startswith("=")
     for name in value.lstrip("=").split(","):
         if not any(interface == name or (interface.startswith(name) and not exact) for interface in there):
             raise NetworkError(f"{variable} is {value}, but the interfaces here are {', '.join(there)}")

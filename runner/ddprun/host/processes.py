@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-LAUNCHER = "DDPRUN_LAUNCHER"
+LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"
 """Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
-Handler = Callable[[int, FrameType | None], Any]
+SignalHandler = Callable[[int, FrameType | None], Any]
 
 
 def die_with_launcher() -> None:
     """For a rank of ddprun's launcher, before anything that takes time: to import torch takes seconds."""
-    launcher = os.environ.pop(LAUNCHER, None)
+    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
     if launcher is not None:
         die_with_parent(int(launcher))
         # Slurm signals all processes of a step at once; to one that has no handler yet that would be the end.
@@ -46,7 +46,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def state_of(pid: int) -> tuple[str, int]:
+def state_and_parent(pid: int) -> tuple[str, int]:
     """State and parent of a process (Linux): a letter as in `ps`, `gone`, or `?` if nobody can say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -56,7 +56,7 @@ def state_of(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def handle(number: int, handler: Handler | signal.Handlers) -> None:
+def set_signal_handler(number: int, handler: SignalHandler | signal.Handlers) -> None:
     """Put a handler over a signal, unless this process was started with the signal ignored.
 
     `nohup` ignores SIGHUP, and a shell ignores SIGINT in what a script starts in the background: both want

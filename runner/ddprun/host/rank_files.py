@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddprun.host.processes import state_of
-from ddprun.run_files import replacing
+from ddprun.host.processes import state_and_parent
+from ddprun.run_files import replace_atomically
 
-SCRATCH = "DDPRUN_SCRATCH"
+SCRATCH_VARIABLE = "DDPRUN_SCRATCH"
 """Environment variable: a folder of this launcher's own, gone when it ends."""
 
 _PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _OUTCOME_WIDTH = 4
-_UNTOLD = 1
+_OUTCOME_NOT_REPORTED = 1
 """Exit code of a rank that has finished the run and cannot say so."""
 
 
@@ -63,43 +63,47 @@ def remove_old_folders() -> None:
 
 
 def attempt_folder() -> Path | None:
-    """Of this start of this host's ranks: torchelastic makes a new one each time."""
+    """The folder of this start of this host's ranks: torchelastic makes a new one each time; None outside of
+    torchelastic.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     folder = Path(error_file).parent.parent
     return folder if error_file and folder.is_dir() else None
 
 
-def keep_run_dir(folder: Path) -> None:
-    """For ranks that are started after a failure: they resume in this folder."""
+def report_run_dir(folder: Path) -> None:
+    """Note the run's folder for ranks that are started after a failure: they resume in it."""
     _write(_RUN_DIR, os.fsencode(folder))
 
 
-def run_dir(scratch: Path | None = None) -> Path | None:
-    """The run's folder, as ranks have left it in their launcher's; None: that of this rank's launcher."""
-    scratch = scratch or _scratch()
+def read_run_dir(scratch: Path | None = None) -> Path | None:
+    """The run's folder, as ranks have noted it in the folder `scratch` of their launcher (None: the launcher
+    of this rank); None if there is no note.
+    """
+    scratch = scratch or _launcher_folder()
     try:
         return None if scratch is None else Path(os.fsdecode((scratch / _RUN_DIR).read_bytes()))
     except OSError:
         return None
 
 
-def keep_outcome(code: int) -> int:
+def report_outcome(code: int) -> int:
     """Report to the launcher how the run has ended: starting the ranks again would change nothing.
 
     Gives the exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
     again; else `code`.
     """
-    if SCRATCH not in os.environ:
+    if SCRATCH_VARIABLE not in os.environ:
         return code
     try:
-        with (Path(os.environ[SCRATCH]) / _OUTCOME).open("r+") as file:
+        with (Path(os.environ[SCRATCH_VARIABLE]) / _OUTCOME).open("r+") as file:
             file.write(f"{code:{_OUTCOME_WIDTH}}")
     except OSError:
-        return code or _UNTOLD
+        return code or _OUTCOME_NOT_REPORTED
     return 0
 
 
-def outcome(scratch: Path) -> int | None:
+def read_outcome(scratch: Path) -> int | None:
     """The exit code that ranks have left; None if the run has not ended."""
     try:
         return int((scratch / _OUTCOME).read_text("ascii"))
@@ -107,36 +111,38 @@ def outcome(scratch: Path) -> int | None:
         return None
 
 
-def keep_checkpoint(put_ns: int, written: bool) -> None:
-    """Report to the launcher whether a checkpoint was written; `put_ns`: when, by the monotonic clock."""
-    _write(_CHECKPOINT, json.dumps([put_ns, written]).encode())
+def report_checkpoint(enqueued_ns: int, written: bool) -> None:
+    """Report to the launcher whether a checkpoint was written; `enqueued_ns`: when it was enqueued,
+    by the monotonic clock.
+    """
+    _write(_CHECKPOINT, json.dumps([enqueued_ns, written]).encode())
 
 
-def checkpoint(scratch: Path) -> tuple[int, bool]:
-    """When the last one was taken that is over, and whether it was written."""
+def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
+    """When the last checkpoint that is over was enqueued, and whether it was written."""
     try:
-        put_ns, written = json.loads((scratch / _CHECKPOINT).read_text("ascii"))
+        enqueued_ns, written = json.loads((scratch / _CHECKPOINT).read_text("ascii"))
     except (OSError, ValueError):
         return 0, False
-    return put_ns, written
+    return enqueued_ns, written
 
 
-def keep_pid() -> None:
+def register_pid() -> None:
     """Let the launcher pass signals on to this rank."""
-    if (scratch := _scratch()) is not None:
+    if (scratch := _launcher_folder()) is not None:
         with suppress(OSError):
             (scratch / _PIDS).mkdir(exist_ok=True)
             (scratch / _PIDS / str(os.getpid())).touch()
 
 
-def drop_pid() -> None:
+def unregister_pid() -> None:
     """This rank fails: it can do nothing for its launcher any more."""
-    if (scratch := _scratch()) is not None:
+    if (scratch := _launcher_folder()) is not None:
         with suppress(OSError):
             (scratch / _PIDS / str(os.getpid())).unlink()
 
 
-def pids(scratch: Path) -> list[int]:
+def live_rank_pids(scratch: Path) -> list[int]:
     """The ranks that are children of this process now, and do not fail.
 
     A number may have been given to another process since.
@@ -145,7 +151,7 @@ def pids(scratch: Path) -> list[int]:
         found = [int(entry.name) for entry in (scratch / _PIDS).iterdir()]
     except OSError:
         return []
-    states = {pid: state_of(pid) for pid in found}
+    states = {pid: state_and_parent(pid) for pid in found}
     return [
         pid
         for pid, (state, parent) in states.items()
@@ -155,7 +161,7 @@ def pids(scratch: Path) -> list[int]:
 
 def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
     """Send signals to all ranks; gives their process ids."""
-    found = pids(scratch)
+    found = live_rank_pids(scratch)
     for pid in found:
         with suppress(ProcessLookupError):
             for number in numbers:
@@ -163,16 +169,16 @@ def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
     return found
 
 
-def _scratch() -> Path | None:
+def _launcher_folder() -> Path | None:
     """The launcher's folder: that of torchrun, under which each start of ranks has one, will do, too."""
-    if SCRATCH in os.environ:
-        return Path(os.environ[SCRATCH])
+    if SCRATCH_VARIABLE in os.environ:
+        return Path(os.environ[SCRATCH_VARIABLE])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # …/attempt_0/1/error.json
     return None if error_file is None else Path(error_file).parents[2]
 
 
 def _write(name: str, data: bytes) -> None:
-    """On a full disk the run continues without."""
-    if (scratch := _scratch()) is not None:
-        with suppress(OSError), replacing(scratch, name) as file:
+    """Write a file in the launcher's folder; if that fails, as on a full disk, the run continues without."""
+    if (scratch := _launcher_folder()) is not None:
+        with suppress(OSError), replace_atomically(scratch, name) as file:
             file.write(data)

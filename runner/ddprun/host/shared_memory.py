@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-SHM = Path("/dev/shm")
+SHM_FOLDER = Path("/dev/shm")
 PAGE_BYTES = 4096
-PREFETCHED = 2
+PREFETCHED_BATCHES = 2
 """Batches that torch's DataLoader has each loading process make in advance."""
 
 _LOADER_SEMAPHORES = 8
@@ -28,7 +28,7 @@ REMEDY = (
 )
 
 
-class Room(NamedTuple):
+class ShmSpace(NamedTuple):
     """Bytes of `/dev/shm`."""
 
     total: int
@@ -45,13 +45,13 @@ class Shortage(NamedTuple):
     """Loading processes cannot even be started; else batches that are large may not fit."""
 
 
-def room(folder: Path = SHM) -> Room | None:
-    """What there is; None: this host has no such folder."""
+def shm_space(folder: Path = SHM_FOLDER) -> ShmSpace | None:
+    """Total and free bytes of a folder's file system; None: this host has no such folder."""
     try:
         found = os.statvfs(folder)
     except OSError:
         return None
-    return Room(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    return ShmSpace(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
 def startup_bytes(ranks: int, workers: int) -> int:
@@ -62,41 +62,45 @@ def startup_bytes(ranks: int, workers: int) -> int:
 def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
     """What they need with the batches that they make in advance, each tensor of which takes whole pages."""
     batch = sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in tensor_bytes)
-    return startup_bytes(ranks, workers) + ranks * workers * PREFETCHED * batch
+    return startup_bytes(ranks, workers) + ranks * workers * PREFETCHED_BATCHES * batch
 
 
-def shortage(ranks: int, workers: int, tensor_bytes: Iterable[int], here: Room | None) -> Shortage | None:
+def shortage(
+    ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None
+) -> Shortage | None:
     """What a run would miss, with so many ranks on the host and loading processes (workers) for each of them.
 
     None: there is enough room, nothing is put there, or the host has no `/dev/shm`.
     """
-    if not workers or here is None:
+    if not workers or space is None:
         return None
     least, needed = startup_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
-    if here.free >= needed:
+    if space.free >= needed:
         return None
     who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"
-    if certain := here.free < least:
-        why = f"too little to start {who}, which need {binary(least)} for their queues alone and about "
-        why += f"{binary(needed)} with batches"
+    if certain := space.free < least:
+        why = f"too little to start {who}, which need {format_bytes(least)} for their queues alone and about "
+        why += f"{format_bytes(needed)} with batches"
     else:
-        why = f"but {who} need about {binary(needed)} for batches that are loaded in advance; a run whose "
-        why += "batches do not fit fails"
-    return Shortage(f"/dev/shm has {binary(here.free)} free, {why}", certain)
+        why = f"but {who} need about {format_bytes(needed)} for batches that are loaded in advance; a run "
+        why += "whose batches do not fit fails"
+    return Shortage(f"/dev/shm has {format_bytes(space.free)} free, {why}", certain)
 
 
-def nccl_shortage(ranks: int, here: Room | None) -> Shortage | None:
+def nccl_shortage(ranks: int, space: ShmSpace | None) -> Shortage | None:
     """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
-    if ranks == 1 or here is None or here.free >= ROOM_FOR_NCCL_BYTES:
+    if ranks == 1 or space is None or space.free >= ROOM_FOR_NCCL_BYTES:
         return None
-    text = f"/dev/shm has {binary(here.free)} free, which may be too little for NCCL between {ranks} GPUs"
+    text = (
+        f"/dev/shm has {format_bytes(space.free)} free, which may be too little for NCCL between {ranks} GPUs"
+    )
     return Shortage(text, certain=False)
 
 
-def binary(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in the units in which file systems are sized, rounded: `64 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024 or unit == "TiB":
             break
         count /= 1024
-    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"

@@ -8,7 +8,14 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from ddprun.host.network import LOOPBACK, address_towards, addresses, is_address, is_loopback, owners
+from ddprun.host.network import (
+    LOOPBACK,
+    address_towards,
+    interface_by_address,
+    is_address,
+    is_loopback,
+    resolve_addresses,
+)
 
 _BACKLOG = 2048
 
@@ -50,8 +57,10 @@ def listen_address(host: str) -> str | None:
     elsewhere than here: it counts if it leads to exactly one address of this host, which is also the one by
     which this host reaches the network.
     """
-    own = owners()
-    here = list(dict.fromkeys(found for found in addresses(host) if found in own or is_loopback(found)))
+    own = interface_by_address()
+    here = list(
+        dict.fromkeys(found for found in resolve_addresses(host) if found in own or is_loopback(found))
+    )
     if host == "localhost":
         return LOOPBACK
     if len(here) == 1 and (is_address(host) or here[0] == address_towards("")):

@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddprun import BAD_INPUT, LAUNCHED
-from ddprun.config import Loaded
+from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
+from ddprun.config import LoadedPipeline
 from ddprun.host.network import public_warning
-from ddprun.host.processes import handle
-from ddprun.launch.launcher import LauncherError, recognise, restart_warning
+from ddprun.host.processes import set_signal_handler
+from ddprun.launch.launcher import LauncherError, detect_launcher, restart_warning
 from ddprun.screen import print_stderr
 
 if TYPE_CHECKING:
-    from ddprun.run_files import Resuming
+    from ddprun.run_files import ResumeMode
 
 
 def start(
-    loaded: Loaded,
+    loaded: LoadedPipeline,
     flags: Mapping[str, str | bool],
     overrides: Sequence[str],
     run_dir: Path | None,
     *,
-    resuming: "Resuming" = "no",
+    resuming: "ResumeMode" = "no",
 ) -> int:
     """Run the pipeline; gives the exit code.
 
@@ -42,35 +42,35 @@ def start(
             "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run that uses DDP in a segmentation "
             "fault inside torch; INFO is safe, and OFF is the default"
         )
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     try:
-        launcher = recognise(os.environ, flags)
+        launcher = detect_launcher(os.environ, flags)
     except LauncherError as error:
         print_stderr(f"ddprun: {error}")
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher is not None and not launcher.starts_ranks:  # this process is a rank
-        from ddprun.engine.worker import work
+        from ddprun.engine.worker import run_worker
 
         for name, value in launcher.variables.items():
             os.environ.setdefault(name, value)
-        if LAUNCHED not in os.environ and launcher.first:
+        if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
             print_stderr(f"ddprun: started by {launcher.summary}")
             for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
                 if warning is not None:
                     print_stderr(warning)
-        return work(loaded, run_dir, resuming=resuming)
+        return run_worker(loaded, run_dir, resuming=resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
     for number in (signal.SIGINT, signal.SIGTERM):
-        handle(number, lambda number, _: os._exit(128 + number))
+        set_signal_handler(number, lambda number, _: os._exit(128 + number))
     from ddprun.launch.local import launch
 
     if launcher is not None:
-        if launcher.first:
+        if launcher.is_first:
             print_stderr(f"ddprun: started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)

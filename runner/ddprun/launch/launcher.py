@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 _PORTS = range(15_000, 30_000)
 """Below those that Linux gives to whoever asks for any."""
 
-_OVERRIDES = "DDPRUN_OVERRIDES"
-_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-_STARTING = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
+_OVERRIDES_VARIABLE = "DDPRUN_OVERRIDES"
+_ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_RANK_STARTING_FLAGS = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
 """Flags that say how ranks are started, and so nothing to a process that is one."""
 
 
@@ -34,10 +34,12 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Who started this process, as what."""
+    """The launcher that has started this process, and what this process is to it: a rank, or what starts a
+    host's ranks.
+    """
 
     summary: str
-    """What was recognised, in one line."""
+    """What was detected, in one line."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     """Torchrun's variables for this rank."""
@@ -45,7 +47,7 @@ class Launcher:
     flags: Mapping[str, str] = field(default_factory=dict)
     """Torchrun's flags for the ranks of this host, which this process is to start."""
 
-    first: bool = True
+    is_first: bool = True
     """Rank 0, or on the first host, and so the one that speaks."""
 
     @property
@@ -54,19 +56,19 @@ class Launcher:
         return not self.variables
 
 
-def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
-    """Find out from a process's environment and torchrun's flags; None: only a user has started it.
+def detect_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+    """Detect the launcher from a process's environment; None: a user has started it, no launcher.
 
     Raises:
-        LauncherError: what was found contradicts itself.
+        LauncherError: what was found contradicts itself, or torchrun's flags.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
-        return _ranks_own("torchrun", environment, flags)
+        return _launcher_of_rank("torchrun", environment, flags)
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
-        return _kubeflow(environment)
-    by_srun = _srun(environment, flags)
+        return _kubeflow_launcher(environment)
+    by_srun = _srun_launcher(environment, flags)
     if "RANK" in environment or (by_srun is None and "WORLD_SIZE" in environment):
-        plain = _ranks_own("a launcher that sets RANK and WORLD_SIZE", environment, flags)
+        plain = _launcher_of_rank("a launcher that sets RANK and WORLD_SIZE", environment, flags)
         if by_srun is not None and not by_srun.starts_ranks:
             for ours, theirs in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
                 if plain.variables[ours] != by_srun.variables[ours]:
@@ -78,53 +80,53 @@ def recognise(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -
     return by_srun
 
 
-def _ranks_own(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
+def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
     """A rank whose variables are torchrun's."""
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
-        missing += [variable for variable in _ADDRESS if variable not in environment]
+        missing += [variable for variable in _ADDRESS_VARIABLES if variable not in environment]
     if missing:
-        there = [variable for variable in ("RANK", "WORLD_SIZE", *_ADDRESS) if variable in environment]
+        there = [name for name in ("RANK", "WORLD_SIZE", *_ADDRESS_VARIABLES) if name in environment]
         raise LauncherError(
-            f"{_listed(there)} {'are' if len(there) > 1 else 'is'} set, but not {_listed(missing)}; a rank "
-            "needs all four, and a process that starts ranks none of them"
+            f"{_join_names(there)} {'are' if len(there) > 1 else 'is'} set, but not {_join_names(missing)}; "
+            "a rank needs all four, and a process that starts ranks none of them"
         )
     if rank >= size:
         raise LauncherError(f"RANK is {rank} of WORLD_SIZE {size}; ranks count from 0")
-    local, locals_ = _number(environment, "LOCAL_RANK", 0), _number(environment, "LOCAL_WORLD_SIZE", size)
-    if local >= locals_:
-        raise LauncherError(f"LOCAL_RANK is {local} of LOCAL_WORLD_SIZE {locals_}; ranks count from 0")
-    if locals_ > size:
-        raise LauncherError(f"LOCAL_WORLD_SIZE is {locals_}, but WORLD_SIZE {size}")
-    _refuse(name, flags)
+    local, local_size = _number(environment, "LOCAL_RANK", 0), _number(environment, "LOCAL_WORLD_SIZE", size)
+    if local >= local_size:
+        raise LauncherError(f"LOCAL_RANK is {local} of LOCAL_WORLD_SIZE {local_size}; ranks count from 0")
+    if local_size > size:
+        raise LauncherError(f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE {size}")
+    _refuse_start_flags(name, flags)
     variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if size == 1:
         variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
         variables["MASTER_PORT"] = environment.get("MASTER_PORT", "0")
-    return Launcher(f"{name}: rank {rank} of {size}", variables, first=rank == 0)
+    return Launcher(f"{name}: rank {rank} of {size}", variables, is_first=rank == 0)
 
 
-def _kubeflow(environment: Mapping[str, str]) -> Launcher:
+def _kubeflow_launcher(environment: Mapping[str, str]) -> Launcher:
     """A host's process whose flags for torchrun are variables; torchrun's own code reads them."""
     nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
-    most = nodes.rpartition(":")[2]
-    if not most.isdigit():
+    max_nodes = nodes.rpartition(":")[2]
+    if not max_nodes.isdigit():
         raise LauncherError(f"PET_NNODES is {nodes!r}; it must be a number or MIN:MAX")
-    if node >= int(most):
+    if node >= int(max_nodes):
         raise LauncherError(f"PET_NODE_RANK is {node} of PET_NNODES {nodes}; hosts count from 0")
-    if int(most) > 1 and not {"PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"} & set(environment):
+    if int(max_nodes) > 1 and not {"PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"} & set(environment):
         raise LauncherError(f"PET_NNODES is {nodes}, but PET_MASTER_ADDR is not set")
-    return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", first=node == 0)
+    return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
 
 
-def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+def _srun_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
     """A task of a step; outside of srun, as in a batch script, there is no step."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= set(environment):
         return None
     task, tasks = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_STEP_NUM_TASKS")
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
-    on_node = _tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    on_node = _parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(on_node) != nodes or sum(on_node) != tasks or task >= tasks or node >= nodes:
         raise LauncherError(
             f"srun's variables contradict each other: SLURM_PROCID={task} of SLURM_STEP_NUM_TASKS={tasks}, "
@@ -143,8 +145,8 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
                 "rdzv_endpoint": f"{first}:{port}",
                 "rdzv_id": f"{job}.{step}",
             }
-        return Launcher(f"srun: host {node} of {nodes}, job {job}", flags=found, first=node == 0)
-    _refuse("srun", flags)
+        return Launcher(f"srun: host {node} of {nodes}, job {job}", flags=found, is_first=node == 0)
+    _refuse_start_flags("srun", flags)
     variables = {
         "RANK": str(task),
         "WORLD_SIZE": str(tasks),
@@ -156,11 +158,14 @@ def _srun(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> La
         "MASTER_PORT": port,
     }
     summary = f"srun: rank {task} of {tasks} on {nodes} host{'s' if nodes > 1 else ''}, job {job}"
-    return Launcher(summary, variables, first=task == 0)
+    return Launcher(summary, variables, is_first=task == 0)
 
 
-def _refuse(name: str, flags: Mapping[str, str | bool]) -> None:
-    given = next((flag for flag in flags if flag in _STARTING or flag.startswith(("rdzv_", "master_"))), None)
+def _refuse_start_flags(name: str, flags: Mapping[str, str | bool]) -> None:
+    given = next(
+        (flag for flag in flags if flag in _RANK_STARTING_FLAGS or flag.startswith(("rdzv_", "master_"))),
+        None,
+    )
     if given is not None:
         flag = f"--{given.replace('_', '-')}"
         raise LauncherError(
@@ -179,7 +184,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def _tasks(text: str) -> list[int]:
+def _parse_tasks_per_node(text: str) -> list[int]:
     """Tasks on each host, of `2(x3),1`."""
     found: list[int] = []
     for part in text.split(","):
@@ -201,11 +206,11 @@ def first_host(nodes: str) -> str:
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
 
 
-def flag_of(flags: Mapping[str, str | bool], name: str) -> str:
+def flag_or_variable(flags: Mapping[str, str | bool], name: str) -> str:
     """What a flag of torchrun's says, or the environment variable that torchrun reads; else nothing."""
     return str(flags.get(name) or os.environ.get(f"PET_{name.upper()}", ""))
 
@@ -228,13 +233,13 @@ def export_overrides(overrides: Sequence[str]) -> Iterator[None]:
 
     On their command lines everybody who may list processes would read them.
     """
-    os.environ[_OVERRIDES] = json.dumps(list(overrides))
+    os.environ[_OVERRIDES_VARIABLE] = json.dumps(list(overrides))
     try:
         yield
     finally:
-        os.environ.pop(_OVERRIDES, None)
+        os.environ.pop(_OVERRIDES_VARIABLE, None)
 
 
 def inherited_overrides() -> tuple[str, ...]:
     """The `--set` options that this process's launcher has passed on; what it starts will not see them."""
-    return tuple(json.loads(os.environ.pop(_OVERRIDES, "[]")))
+    return tuple(json.loads(os.environ.pop(_OVERRIDES_VARIABLE, "[]")))

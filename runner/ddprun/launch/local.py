@@ -27,40 +27,47 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddprun import BAD_INPUT, FAILED, INTERRUPTED, LAUNCHED, ON_USR1, QUEUE_AGAIN
+from ddprun import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    LAUNCHED_VARIABLE,
+    ON_USR1_VARIABLE,
+)
 from ddprun.checkpoint.folder import steps_in
-from ddprun.config import Loaded
+from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
-from ddprun.host.device import check_launch, default_ranks
-from ddprun.host.processes import LAUNCHER, handle, in_background
-from ddprun.launch.launcher import export_overrides, flag_of
+from ddprun.host.device import check_launch, default_rank_count
+from ddprun.host.processes import LAUNCHER_PID_VARIABLE, in_background, set_signal_handler
+from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
-from ddprun.run_files import Resuming, resume_command
+from ddprun.run_files import ResumeMode, resume_command
 from ddprun.screen import print_stderr
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
-_SIGNALLED = 128
+_SIGNAL_EXIT_BASE = 128
 """Exit codes of processes that a signal ended: this and its number."""
 
-_OTHERS_ASK_S = 4.0
+_STORE_LINGER_S = 4.0
 """The store may end with this process; the other hosts' ranks still ask it who failed first."""
 
 _SHUTDOWN_TIMEOUT_S = "10"
 _CHECKPOINT_S = 30.0
 """Longest wait for a checkpoint before ranks are ended that have not failed."""
 
-_OTHERS_END_S = 30.0
+_EXIT_BARRIER_S = 30.0
 """Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
 
-_AT_ONCE_S = 1
+_FORCED_KILL_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
 
 _TICK_S = 0.05
 
-Taken = Literal["new", "old", "none", "failing"]
+CheckpointResult = Literal["new", "old", "none", "failing"]
 """Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
 
-_RESTARTS: dict[Taken, str] = {
+_RESTART_MESSAGES: dict[CheckpointResult, str] = {
     "new": "another host has joined: restarting from a new checkpoint",
     "old": "another host has joined: restarting; no new checkpoint could be taken",
     "none": "another host has joined: restarting from the beginning",
@@ -81,25 +88,27 @@ With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is l
 class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone.
 
-    Ranks leave notes in `scratch`, this launcher's folder; `keeps` says whether they take checkpoints.
+    Ranks leave notes in `scratch`, this launcher's folder; `takes_checkpoints`: whether they take any.
     """
 
-    def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, keeps: bool) -> None:
+    def __init__(
+        self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, takes_checkpoints: bool
+    ) -> None:
         assert config.logs_specs is not None
-        timeouts: dict[str, Any] = {"exit_barrier_timeout": _OTHERS_END_S}
+        timeouts: dict[str, Any] = {"exit_barrier_timeout": _EXIT_BARRIER_S}
         if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
             timeouts["shutdown_timeout"] = config.shutdown_timeout
         super().__init__(spec, config.logs_specs, **timeouts)
         self._close_s = int(timeouts.get("shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
-        self._scratch, self._keeps, self._least = scratch, keeps, config.min_nodes
+        self._scratch, self._takes_checkpoints, self._min_nodes = scratch, takes_checkpoints, config.min_nodes
         self._failures = 0
-        self.at_once = False
+        self.kill_at_once = False
         """Set by a signal handler: ranks that do not end when asked to are killed."""
 
-        self.leaving: signal.Signals | None = None
+        self.leaving_signal: signal.Signals | None = None
         """Set by a signal handler: this host leaves the run, after a checkpoint."""
 
-        self.stopping: signal.Signals | None = None
+        self.stop_signal: signal.Signals | None = None
         """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -111,34 +120,34 @@ class Agent(LocalElasticAgent):
         """
         in_background(partial(super()._rendezvous, worker_group)).result()
         present = worker_group.group_world_size or 0
-        if present < self._least:
+        if present < self._min_nodes:
             raise RendezvousError(
-                f"{present} of at least {self._least} hosts; the others were considered lost, as when clocks "
-                "are seconds apart: `ddprun doctor` compares them"
+                f"{present} of at least {self._min_nodes} hosts; the others were considered lost, as when "
+                "clocks are seconds apart: `ddprun doctor` compares them"
             )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""
-        if self.leaving is not None:
-            self._checkpoint()
-            raise SignalException(f"left by {self.leaving.name}", self.leaving)
+        if self.leaving_signal is not None:
+            self._take_checkpoint()
+            raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
         result: RunResult = super()._monitor_workers(worker_group)
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
         if going_well and (early := self._ended_early(worker_group)):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
-        if rank_files.outcome(self._scratch) is not None:  # a rank went down after the run had ended
+        if rank_files.read_outcome(self._scratch) is not None:  # a rank went down after the run had ended
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
-        if self.stopping is not None:
-            raise SignalException(f"ended by {self.stopping.name}", self.stopping)
+        if self.stop_signal is not None:
+            raise SignalException(f"ended by {self.stop_signal.name}", self.stop_signal)
         failures: dict[int, ProcessFailure] = result.failures
-        if any(failure.exitcode == BAD_INPUT for failure in failures.values()):
+        if any(failure.exitcode == EXIT_BAD_INPUT for failure in failures.values()):
             raise ChildFailedError("ddprun", failures)
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
-            cause = f"{found}; " if (found := _ended_by_itself(failures)) else ""
+            cause = f"{found}; " if (found := _unexplained_exits(failures)) else ""
             print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
@@ -158,7 +167,7 @@ class Agent(LocalElasticAgent):
             if worker.id is not None and ended_with_0(worker.id)
         }
         # Asked in this order: a rank leaves the outcome before it ends.
-        return ended if ended and rank_files.outcome(self._scratch) is None else {}
+        return ended if ended and rank_files.read_outcome(self._scratch) is None else {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks. When one fails, torchelastic would give the others 30 s, whatever is set."""
@@ -174,37 +183,37 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the ranks: the signal goes to all of them, and SIGKILL after the timeout in seconds."""
-        if self.at_once:
-            death_sig, timeout = signal.SIGTERM, _AT_ONCE_S
+        if self.kill_at_once:
+            death_sig, timeout = signal.SIGTERM, _FORCED_KILL_S
         super()._shutdown(death_sig, timeout)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            print_stderr(f"ddprun: {_RESTARTS[self._checkpoint()]}")
+            print_stderr(f"ddprun: {_RESTART_MESSAGES[self._take_checkpoint()]}")
         super()._restart_workers(worker_group)
 
-    def _checkpoint(self) -> Taken:
+    def _take_checkpoint(self) -> CheckpointResult:
         """Have the ranks take a checkpoint, and wait for it unless they fail."""
-        if not self._keeps:
+        if not self._takes_checkpoints:
             return "none"
         since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
         while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
-            put_ns, written = rank_files.checkpoint(self._scratch)
-            if put_ns > since:
+            enqueued_ns, written = rank_files.read_checkpoint_report(self._scratch)
+            if enqueued_ns > since:
                 return "new" if written else "old"
-            if len(rank_files.pids(self._scratch)) < max(len(pids), 1):
+            if len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
                 return "failing"
             time.sleep(_TICK_S)
         return "old"
 
 
 def launch(
-    loaded: Loaded,
+    loaded: LoadedPipeline,
     flags: Mapping[str, str | bool],
     overrides: Sequence[str],
     run_dir: Path | None,
     *,
-    resuming: Resuming,
+    resuming: ResumeMode,
 ) -> int:
     """Start this host's ranks, wait for them, give the exit code of the run.
 
@@ -214,7 +223,7 @@ def launch(
     Raises:
         PipelineError: more ranks than GPUs with NCCL, CUDA without a GPU.
     """
-    flags = {**_from_file(loaded, flags), **flags}
+    flags = {**_flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
         check_launch(loaded, int(ranks))
     _prepare_environment()
@@ -228,9 +237,10 @@ def launch(
             folder = stack.enter_context(rank_files.launcher_folder())
         except OSError as error:
             print_stderr(f"ddprun: cannot make a temporary folder: {error}")
-            return FAILED
+            return EXIT_FAILURE
         flags["log_dir"] = str(folder)
-        os.environ[rank_files.SCRATCH], os.environ[LAUNCHER] = str(folder), str(os.getpid())
+        os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
+        os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
         try:
             try:
                 read = torchrun_arguments(flags, ["-m", "ddprun", *command])
@@ -238,33 +248,37 @@ def launch(
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
                     print_stderr(warning)
-                keeps = loaded.pipeline.checkpoint.keep > 0
-                agent = _make_agent(config, program, arguments, folder, keeps=keeps)
+                takes_checkpoints = loaded.pipeline.checkpoint.keep > 0
+                agent = _make_agent(config, program, arguments, folder, takes_checkpoints=takes_checkpoints)
             except (DistError, RendezvousError):
                 raise
             except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
                 print_stderr(loaded.secrets.redact(f"ddprun: {error}"))
-                return BAD_INPUT
-            return _run(loaded, agent, config, folder, overrides)
+                return EXIT_BAD_INPUT
+            return _run_with_watchdog(loaded, agent, config, folder, overrides)
         except RendezvousClosedError:
             print_stderr("ddprun: the run has ended on another host")
         except (DistError, RendezvousError) as error:
-            where = flag_of(flags, "rdzv_endpoint") or flag_of(flags, "master_addr")
+            where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
             print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {error}"))
         except OSError as error:
             print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
-        return FAILED
+        return EXIT_FAILURE
 
 
-def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]) -> int:
-    several = config.max_nodes > 1
-    _pass_signals_on(agent, folder, config)
+def _run_with_watchdog(
+    loaded: LoadedPipeline, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]
+) -> int:
+    multi_host = config.max_nodes > 1
+    _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
-        network.address_towards(config.rdzv_endpoint) if several else None,
-        partial(_end_without_the_others, folder) if several else None,
-        partial(network.answers, config.rdzv_endpoint) if several and _is_elastic(config) else None,
+        network.address_towards(config.rdzv_endpoint) if multi_host else None,
+        partial(_exit_without_other_hosts, folder) if multi_host else None,
+        partial(network.endpoint_answers, config.rdzv_endpoint)
+        if multi_host and _is_elastic(config)
+        else None,
     )
     try:
         with watchdog, export_overrides(overrides):
@@ -272,55 +286,55 @@ def _run(loaded: Loaded, agent: Agent, config: LaunchConfig, folder: Path, overr
                 _run_agent(agent)
             except ChildFailedError:
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    handle(number, lambda number, _: os._exit(_SIGNALLED + number))
-                if several:
-                    watchdog.linger(_OTHERS_ASK_S)
+                    set_signal_handler(number, lambda number, _: os._exit(_SIGNAL_EXIT_BASE + number))
+                if multi_host:
+                    watchdog.linger(_STORE_LINGER_S)
                 raise
     except ChildFailedError as error:
-        return _exit_code(*error.get_first_failure(), watchdog.ended)
+        return _exit_code(*error.get_first_failure(), watchdog.killed_ranks)
     except SignalException as caught:
-        found = rank_files.run_dir(folder)
+        found = rank_files.read_run_dir(folder)
         hint = ""
         if found is not None and steps_in(found / "checkpoints"):
             hint = f"; to resume: {resume_command(found)}"
         print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
-        return _SIGNALLED + int(caught.sigval)
-    code = rank_files.outcome(folder)
+        return _SIGNAL_EXIT_BASE + int(caught.sigval)
+    code = rank_files.read_outcome(folder)
     if code is None:
         print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
-        return FAILED
-    return QUEUE_AGAIN if code == INTERRUPTED and agent.stopping is signal.SIGUSR1 else code
+        return EXIT_FAILURE
+    return EXIT_REQUEUE if code == EXIT_INTERRUPTED and agent.stop_signal is signal.SIGUSR1 else code
 
 
-def _from_file(loaded: Loaded, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
+def _flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
     settings = loaded.pipeline.launch
     found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}
-    if not flag_of(flags, "nproc_per_node"):
-        found["nproc_per_node"] = settings.nproc_per_node or default_ranks(loaded)
-    return {name: str(value) for name, value in found.items() if not flag_of(flags, name)}
+    if not flag_or_variable(flags, "nproc_per_node"):
+        found["nproc_per_node"] = settings.nproc_per_node or default_rank_count(loaded)
+    return {name: str(value) for name, value in found.items() if not flag_or_variable(flags, name)}
 
 
-def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
+def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
-    latter three stop after it, and for SIGUSR1 if `ON_USR1` says so. The second one, or one that comes before
-    all ranks are there, ends them.
+    latter three stop after it, and for SIGUSR1 if `ON_USR1_VARIABLE` says so. The second one, or one that
+    comes before all ranks are there, ends them.
 
     Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, the others continue.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
-        which, asked = signal.Signals(number), agent.leaving or agent.stopping
-        if asked or len(rank_files.pids(scratch)) < config.nproc_per_node:
-            agent.at_once = True
+        which, asked = signal.Signals(number), agent.leaving_signal or agent.stop_signal
+        if asked or len(rank_files.live_rank_pids(scratch)) < config.nproc_per_node:
+            agent.kill_at_once = True
             raise SignalException(f"ended by {which.name}", which)
         if which is signal.SIGTERM and config.min_nodes < config.max_nodes:
-            agent.leaving = which
+            agent.leaving_signal = which
             print_stderr(
                 f"ddprun: {which.name}: this host leaves after a checkpoint; a second signal ends it at once"
             )
             return
-        agent.stopping = which
+        agent.stop_signal = which
         # One that is stopped could not stop after its step.
         rank_files.signal_ranks(scratch, signal.SIGINT, signal.SIGCONT)
         print_stderr(
@@ -334,8 +348,8 @@ def _pass_signals_on(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        handle(number, stop)
-    signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1) == "stop" else checkpoint)
+        set_signal_handler(number, stop)
+    signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
 
 
 def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
@@ -362,7 +376,7 @@ def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) 
         # Where the ranks' own store may be; the host's own name need not be known to the others, but they
         # all know that of the rendezvous. Left to itself torchelastic takes the host's name.
         rendezvous = network.host_of(arguments.rdzv_endpoint)
-        here = rendezvous if network.is_own(rendezvous) else network.address_towards(rendezvous)
+        here = rendezvous if network.is_this_host(rendezvous) else network.address_towards(rendezvous)
         arguments.local_addr = None if here == network.LOOPBACK else here
     if arguments.master_port is None:
         arguments.master_port = 29500
@@ -378,7 +392,7 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
     Raises:
         ValueError: which flag is missing.
     """
-    given = partial(flag_of, flags)
+    given = partial(flag_or_variable, flags)
     if arguments.rdzv_backend != "static" or given("node_rank"):
         return
     hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
@@ -393,7 +407,7 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
             f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
             f"every host, or --node-rank 0 on {host} and --node-rank 1 and so on elsewhere"
         )
-    if not network.is_own(host):
+    if not network.is_this_host(host):
         raise ValueError(
             f"this host is not {host}, where the rendezvous is, so it needs a --node-rank of its "
             "own, from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
@@ -402,16 +416,16 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
 
 def _prepare_environment() -> None:
     """What the ranks inherit, and how much torchelastic says about itself."""
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED_VARIABLE] = "1"
     # As `python -P`: nothing in the working directory shadows an installed package.
     os.environ["PYTHONSAFEPATH"] = "1"
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S)
-    quieten()
+    silence_torchelastic()
 
 
-def quieten() -> None:
+def silence_torchelastic() -> None:
     """Silence torchelastic's loggers: this program reports what matters."""
     # Each of them sets a level of its own, so silencing their parent is not enough.
     for name in logging.root.manager.loggerDict:
@@ -421,27 +435,27 @@ def quieten() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _end_without_the_others(folder: Path) -> None:
+def _exit_without_other_hosts(folder: Path) -> None:
     """End this process, while torchelastic waits for hosts that it cannot reach."""
-    code = rank_files.outcome(folder)
+    code = rank_files.read_outcome(folder)
     if code is None:
         print_stderr("ddprun: cannot reach the other hosts; the run ends on this host")
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(FAILED if code is None else code)
+    os._exit(EXIT_FAILURE if code is None else code)
 
 
-def _exit_code(rank: int, failure: ProcessFailure, ended: Mapping[int, str]) -> int:
-    if rank in ended:
+def _exit_code(rank: int, failure: ProcessFailure, killed_ranks: Mapping[int, str]) -> int:
+    if rank in killed_ranks:
         print_stderr(
-            f"ddprun: rank {rank} was stopped in {ended[rank]}, did not continue and was killed; "
+            f"ddprun: rank {rank} was stopped in {killed_ranks[rank]}, did not continue and was killed; "
             "the run has failed"
         )
-        return FAILED
-    if cause := _ended_by_itself({rank: failure}):
+        return EXIT_FAILURE
+    if cause := _unexplained_exits({rank: failure}):
         print_stderr(f"ddprun: {cause}; the run has failed")
-        return FAILED
+        return EXIT_FAILURE
     # A rank ends with 130 by itself when a rank of another host was interrupted.
-    return failure.exitcode if failure.exitcode in (BAD_INPUT, INTERRUPTED) else FAILED
+    return failure.exitcode if failure.exitcode in (EXIT_BAD_INPUT, EXIT_INTERRUPTED) else EXIT_FAILURE
 
 
 def _prepare_restarts(arguments: Any) -> bool:
@@ -489,7 +503,7 @@ def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousP
 
 
 def _make_agent(
-    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, *, keeps: bool
+    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, *, takes_checkpoints: bool
 ) -> Agent:
     """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
     static = config.rdzv_backend == "static" and config.max_nodes > 1
@@ -506,7 +520,7 @@ def _make_agent(
         master_port=int(port) if static else None,
         local_addr=config.local_addr,
     )
-    return Agent(spec, config, scratch, keeps=keeps)
+    return Agent(spec, config, scratch, takes_checkpoints=takes_checkpoints)
 
 
 def _run_agent(agent: Agent) -> None:
@@ -530,7 +544,7 @@ def _run_agent(agent: Agent) -> None:
             agent.get_worker_group().spec.rdzv_handler.shutdown()  # ends the run on the other hosts, too
 
 
-def _ended_by_itself(failures: Mapping[int, ProcessFailure]) -> str:
+def _unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
     """Which ranks have ended without a message of their own: killed, or with exit code 0 before the run was
     over; nothing if none has.
 

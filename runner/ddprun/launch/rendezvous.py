@@ -24,13 +24,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ddprun.host.network import LOOPBACK, host_and_port, is_own
+from ddprun.host.network import LOOPBACK, host_and_port, is_this_host
 from ddprun.host.tcp_store import open_store
 
 _STORE_ANSWERS_S = 60
-_RANKS_STORE = timedelta(seconds=300)
+_RANK_STORE_TIMEOUT = timedelta(seconds=300)
 
-_STATE = {
+_ALLOWED_STATE_CLASSES = {
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
     ("datetime", "datetime"),
@@ -49,7 +49,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         RendezvousConnectionError: nobody answers at the endpoint.
     """
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
-        return OneHost(parameters.run_id)
+        return SingleHostRendezvous(parameters.run_id)
     if parameters.backend == "static":
         return _static(parameters)
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
@@ -57,7 +57,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return rendezvous.get_rendezvous_handler(parameters)
 
 
-class OneHost(StaticTCPRendezvous):
+class SingleHostRendezvous(StaticTCPRendezvous):
     """The rendezvous of a single host: there are no others.
 
     Each start of the ranks gets a store of its own on 127.0.0.1, held by this process, so that a restart
@@ -66,17 +66,17 @@ class OneHost(StaticTCPRendezvous):
 
     def __init__(self, run_id: str) -> None:
         super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=0)
-        self._agents = HashStore()
+        self._agent_store = HashStore()
         self._starts = 0
-        self._ranks: TCPStore | None = None
+        self._rank_store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """This host as the only one, with a new store for its ranks."""
         self._starts += 1
-        self._ranks = None  # closes the store of the ranks before
-        self._ranks = open_store(LOOPBACK, 0, serve=True, timeout=_RANKS_STORE)
-        address = RendezvousStoreInfo(LOOPBACK, self._ranks.port)
-        return RendezvousInfo(PrefixStore(str(self._starts), self._agents), 0, 1, address)
+        self._rank_store = None  # closes the store of the ranks before
+        self._rank_store = open_store(LOOPBACK, 0, serve=True, timeout=_RANK_STORE_TIMEOUT)
+        address = RendezvousStoreInfo(LOOPBACK, self._rank_store.port)
+        return RendezvousInfo(PrefixStore(str(self._starts), self._agent_store), 0, 1, address)
 
 
 class _Static(StaticTCPRendezvous):
@@ -94,7 +94,7 @@ class _Static(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-class _Backend(C10dRendezvousBackend):
+class _CheckedC10dBackend(C10dRendezvousBackend):
     """torchelastic's state of a rendezvous in a store, which is held against what it may hold."""
 
     def _decode_state(self, base64_state: bytes) -> tuple[bytes, Token] | None:
@@ -106,7 +106,7 @@ class _Backend(C10dRendezvousBackend):
 
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STATE:
+        if (module, name) not in _ALLOWED_STATE_CLASSES:
             raise RendezvousStateError(
                 f"the store of the rendezvous holds {module}.{name}, which no host of a run puts there; it "
                 "was not loaded. Somebody else reaches the port: use a private network or a firewall"
@@ -138,22 +138,22 @@ def _static(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
-    store = _hosts_store(parameters)
-    handler = create_handler(store, _Backend(store, parameters.run_id), parameters)
+    store = _open_rendezvous_store(parameters)
+    handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
     # The store for ranks listens on one address, too.
     handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
-        open_store, serve=True, timeout=_RANKS_STORE
+        open_store, serve=True, timeout=_RANK_STORE_TIMEOUT
     )
     return handler
 
 
-def _hosts_store(parameters: RendezvousParameters) -> Store:
+def _open_rendezvous_store(parameters: RendezvousParameters) -> Store:
     """The store of the rendezvous. The endpoint's host holds it; of several launchers there, the first."""
     host, port = host_and_port(parameters.endpoint)
     timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or _STORE_ANSWERS_S)
     serve = parameters.get_as_bool("is_host")
     if serve is None:
-        serve = is_own(host) or host == socket.gethostname()
+        serve = is_this_host(host) or host == socket.gethostname()
     try:
         if serve:
             try:

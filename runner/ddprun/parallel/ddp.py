@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.config import Ddp
-from ddprun_hooks.buckets import BucketLayout, real
+from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.dispatcher import Dispatcher
+from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.stack import Stack
 
 
@@ -37,7 +37,7 @@ class DdpReplica:
         self.ddp = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
         )
-        self.dispatcher = Dispatcher(self.ddp, queue, stack)
+        self.dispatcher = BucketDispatcher(self.ddp, queue, stack)
         self._settings = settings
 
     @property
@@ -49,7 +49,7 @@ class DdpReplica:
         self,
         loss: Callable[[], Tensor],
         *,
-        unused: Callable[[Sequence[str]], Exception],
+        make_unused_error: Callable[[Sequence[str]], Exception],
         barrier: Callable[[], None],
     ) -> None:
         """Run backward passes that leave no trace until DDP's buckets are as they stay.
@@ -60,17 +60,17 @@ class DdpReplica:
 
         Args:
             loss: of a forward pass through `ddp` on one and the same batch, shape ().
-            unused: the error for parameters that got no gradient, though DDP waits for all.
+            make_unused_error: makes the error for parameters that got no gradient, though DDP waits for all.
             barrier: waits for all ranks.
         """
         settings = self._settings
         self.model.train()
-        with buffers_kept(self.model), self.dispatcher.learning_layout():
+        with restore_buffers_on_exit(self.model), self.dispatcher.learning_layout():
             for _ in range(3 if settings.static_graph else 2):
                 loss().backward()  # type: ignore[no-untyped-call]
-                missing = without_gradient(self.model)
+                missing = parameters_without_gradient(self.model)
                 if missing and not (settings.find_unused_parameters or settings.static_graph):
-                    raise unused(missing)
+                    raise make_unused_error(missing)
                 self.model.zero_grad(set_to_none=True)
                 barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
 
@@ -103,30 +103,37 @@ class DdpReplica:
             raise
         finally:
             self.dispatcher.traces = None
-        missing = self.dispatcher.missing if exchange else ()
-        return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
+        missing = self.dispatcher.unsent_params if exchange else ()
+        return missing and (
+            [name for name in parameters_without_gradient(self.model) if name in missing] or missing
+        )
 
 
-def layout_of(ready: Mapping[str, Tensor], bucket_cap_mb: float) -> tuple[BucketLayout, ...]:
-    """The buckets that DDP rebuilds, without DDP: as `DdpReplica.layout` has them once they are fixed.
+def predict_bucket_layout(
+    params_by_completion: Mapping[str, Tensor], bucket_cap_mb: float
+) -> tuple[BucketLayout, ...]:
+    """The gradient buckets that DDP will rebuild, computed without DDP: the same as `DdpReplica.layout` once
+    that is fixed.
 
     Args:
-        ready: parameters by name, in the order in which backward completes their gradients.
+        params_by_completion: parameters by name, in the order in which backward completes their gradients.
         bucket_cap_mb: largest size of a bucket, MiB; the first is `torch.distributed`'s own first size.
     """
-    names, tensors = list(ready), [real(param) for param in ready.values()]
+    names = list(params_by_completion)
+    tensors = [view_complex_as_real(param) for param in params_by_completion.values()]
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]
     buckets, _ = dist._compute_bucket_assignment_by_size(
         tensors, limits, [False] * len(tensors), list(range(len(tensors)))
     )
-    return tuple(
-        BucketLayout.of(number, tensors[bucket[0]].dtype, [(names[one], tensors[one]) for one in bucket])
-        for number, bucket in enumerate(buckets)
-    )
+    layouts = []
+    for index, bucket in enumerate(buckets):
+        named_tensors = [(names[one], tensors[one]) for one in bucket]
+        layouts.append(BucketLayout.from_tensors(index, tensors[bucket[0]].dtype, named_tensors))
+    return tuple(layouts)
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def restore_buffers_on_exit(model: nn.Module) -> Iterator[None]:
     """Restore the values of the model's buffers on exit."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
@@ -135,7 +142,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def without_gradient(model: nn.Module) -> list[str]:
+def parameters_without_gradient(model: nn.Module) -> list[str]:
     """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
     return [

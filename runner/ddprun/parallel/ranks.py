@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.host.device import Place
-from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_own
+from ddprun.host.device import DeviceAndBackend
+from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_this_host
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
-from ddprun.watchdog.hang import Peer
-from ddprun.watchdog.launcher_watchdog import STATUS_SERVER
-from ddprun.watchdog.rank_watchdog import UNWATCHED, Onlooker
-from ddprun.watchdog.status_page import claim
-from ddprun_hooks.comm.observer import waiting
+from ddprun.watchdog.hang import PeerLocation
+from ddprun.watchdog.launcher_watchdog import STATUS_SERVER_VARIABLE
+from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener
+from ddprun.watchdog.status_page import claim_once
+from ddprun_hooks.comm.observer import observed_wait
 
 _FIRST_FAILURE = "failed"
 
-_STORE_ANSWERS_S = 1.0
+_STORE_TIMEOUT_S = 1.0
 """In trouble nobody waits longer for the store: it may live in the very process that is stuck."""
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class Environment:
     world_size: int
     local_rank: int
     local_world_size: int
-    hosts: int
+    host_count: int
 
     @classmethod
     def read(cls) -> "Environment":
@@ -54,57 +54,57 @@ class Ranks:
 
     environment: Environment
     timeout: timedelta  # of a collective, and of joining
-    watchdog: Onlooker = UNWATCHED  # knows what this rank waits for
-    page: str = ""  # path of this rank's status page, on this host
+    watchdog: EngineListener = NO_OP_LISTENER  # knows what this rank waits for
+    status_page: str = ""  # path of this rank's status page, on this host
     host: str = field(default_factory=lambda: socket.gethostname())
     hosts: tuple[str, ...] = ()  # host name of each rank, once joined
     local_sizes: tuple[int, ...] = ()
     """For each rank, how many ranks its launcher started on its host, once joined."""
 
-    _base: dist.Store | None = None
-    _spare: dist.Store | None = None
-    _peers: dict[int, Peer] = field(default_factory=dict)
+    _base_store: dist.Store | None = None
+    _second_connection: dist.Store | None = None
+    _peers: dict[int, PeerLocation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.environment.rank, self.environment.world_size
-        self._joining = self.watchdog.sequence("joining", range(self.size))
+        self._joining = self.watchdog.new_sequence("joining", range(self.size))
 
     @property
     def store(self) -> dist.Store:
         """Small values that all ranks share; open once `connect` has run."""
-        assert self._base is not None
-        return dist.PrefixStore("ddprun", self._base)
+        assert self._base_store is not None
+        return dist.PrefixStore("ddprun", self._base_store)
 
     @property
     def holds_store(self) -> bool:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
-        return self.rank == 0 and self.size > 1 and _held_by_rank_0()
+        return self.rank == 0 and self.size > 1 and _rank_0_holds_store()
 
     def connect(self, base: Any = None) -> None:
         """Reach the store; `base` is one that has been reached, to be used instead of the launcher's."""
         if base is None:
-            with waiting(self._joining, "rendezvous", "reaching the ranks' store"):
+            with observed_wait(self._joining, "rendezvous", "reaching the ranks' store"):
                 base = open_store(
                     os.environ["MASTER_ADDR"],
                     int(os.environ["MASTER_PORT"]),
-                    serve=self.rank == 0 and _held_by_rank_0(),
+                    serve=self.rank == 0 and _rank_0_holds_store(),
                     timeout=self.timeout,
                     world_size=self.size,
                 )
         base.set_timeout(self.timeout)
         # A second connection, because the first is not free while the training thread waits for a value.
-        spare, start = base.clone(), _start_of_ranks()
-        self._base = dist.PrefixStore(start, base)
-        self._spare = dist.PrefixStore("ddprun", dist.PrefixStore(start, spare))
+        second, prefix = base.clone(), _store_prefix()
+        self._base_store = dist.PrefixStore(prefix, base)
+        self._second_connection = dist.PrefixStore("ddprun", dist.PrefixStore(prefix, second))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             choose_loopback()
         elif self.size > 1:
-            self._find_neighbours()
+            self._discover_hosts()
 
-    def _find_neighbours(self) -> None:
-        """Learn which ranks are on this host, if the launcher has not said so, and choose the network
-        interface that leads to the others. Each host knows it by how it reached the store, except the
-        store's own.
+    def _discover_hosts(self) -> None:
+        """Find out which ranks are on this host, if the launcher has not said so, and choose the network
+        interface to the other hosts: the one over which this host reached the store; on the store's own host,
+        the one towards another host.
         """
         endpoint = os.environ["MASTER_ADDR"]
         addresses = self.gather("addresses", [self.host, address_towards(endpoint)])
@@ -114,62 +114,71 @@ class Ranks:
                 self.environment,
                 local_rank=hosts[: self.rank].count(self.host),
                 local_world_size=hosts.count(self.host),
-                hosts=len(set(hosts)),
+                host_count=len(set(hosts)),
             )
         others = [address for host, address in addresses if host != self.host]
         if not others:
             return
         fault = ""
         try:
-            choose_interface(others[0] if is_own(endpoint) else endpoint)
+            choose_interface(others[0] if is_this_host(endpoint) else endpoint)
         except NetworkError as error:
             fault = f"{self.host}: {error}"
         # All find out together: else the others would wait for this rank.
         if found := next(filter(None, self.gather("interfaces", fault)), None):
             raise NetworkError(found)
 
-    def join(self, place: Place) -> None:
+    def join(self, place: DeviceAndBackend) -> None:
         """Make the default process group, and learn which host each rank is on."""
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
-            self.watchdog.uses(place.device)
-        here = [self.host, self.environment.local_world_size, self.page, os.environ.get(STATUS_SERVER, "")]
+            self.watchdog.set_device(place.device)
+        here = [
+            self.host,
+            self.environment.local_world_size,
+            self.status_page,
+            os.environ.get(STATUS_SERVER_VARIABLE, ""),
+        ]
         self.store.set(f"host/{self.rank}", json.dumps(here))
-        with waiting(self._joining, "init_process_group", "making the process group of all ranks"):
+        with observed_wait(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
-                place.backend, store=self._base, rank=self.rank, world_size=self.size, timeout=self.timeout
+                place.backend,
+                store=self._base_store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
             )
         everyone = self._collect("host", "learning which host each rank is on")
         self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
-        self._peers = dict(enumerate(map(Peer, self.hosts, pages, servers)))
+        self._peers = dict(enumerate(map(PeerLocation, self.hosts, pages, servers)))
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank, as JSON has it."""
         if self.rank == 0:
             self.store.set(key, json.dumps(make()))
-        with waiting(self._joining, "get", f"rank 0's value of {key}", [0]):
+        with observed_wait(self._joining, "get", f"rank 0's value of {key}", [0]):
             return json.loads(self.store.get(key))
 
-    def asking(self) -> AbstractContextManager[None]:
-        """Around a question to the store, which has no timeout of its own if the process that holds it is
-        stopped.
+    def watch_store_query(self) -> AbstractContextManager[None]:
+        """Context around a query to the store: the watchdog sees it, since a query has no timeout of its own
+        if the store's process is stopped.
         """
-        holder = [0] if _held_by_rank_0() else []
-        return waiting(self._joining, "ask", "the ranks' store", holder)
+        holder = [0] if _rank_0_holds_store() else []
+        return observed_wait(self._joining, "ask", "the ranks' store", holder)
 
-    def peers(self) -> dict[int, Peer]:
+    def peers(self) -> dict[int, PeerLocation]:
         """The ranks that have joined; takes no longer than a second."""
         if self._peers:
             return self._peers
-        found: dict[int, Peer] = {}
+        found: dict[int, PeerLocation] = {}
 
         def ask(store: dist.Store) -> None:
             for rank in range(self.size):
                 if store.check([f"host/{rank}"]):
                     host, _, page, server = json.loads(store.get(f"host/{rank}"))
-                    found[rank] = Peer(host, page, server)
+                    found[rank] = PeerLocation(host, page, server)
 
-        self._ask(ask)
+        self._query_store(ask)
         return dict(found)
 
     def gather(self, key: str, value: Any) -> list[Any]:
@@ -180,14 +189,14 @@ class Ranks:
     def _collect(self, key: str, what: str) -> list[Any]:
         """What every rank has put under its own key, on every rank."""
         store = self.store
-        with waiting(self._joining, "get", what):
+        with observed_wait(self._joining, "get", what):
             if self.rank == 0:
                 everyone = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)]
                 store.set(key, json.dumps(everyone))
             found: list[Any] = json.loads(store.get(key))
         return found
 
-    def first_to_fail(self, exit_code: int) -> tuple[bool, int]:
+    def claim_first_failure(self, exit_code: int) -> tuple[bool, int]:
         """Claim to be the first rank that failed.
 
         A rank that raises claims before its connections close, so the others, whose collectives then break,
@@ -196,31 +205,31 @@ class Ranks:
         Returns:
             (whether this rank is the first, the first rank's exit code).
         """
-        if self._base is None:
+        if self._base_store is None:
             return True, exit_code
         mine = json.dumps([self.rank, exit_code])
-        winner = self._ask(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
+        winner = self._query_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
         if winner is None:  # the store's own host is gone, or its process: only this host's ranks can agree
-            return claim(attempt_folder(), _FIRST_FAILURE), exit_code
+            return claim_once(attempt_folder(), _FIRST_FAILURE), exit_code
         rank, code = json.loads(winner)
         return rank == self.rank, code
 
-    def _ask(self, question: Callable[[dist.Store], _T]) -> _T | None:
-        """Put a question to the store; None if it does not answer within a second."""
+    def _query_store(self, query: Callable[[dist.Store], _T]) -> _T | None:
+        """Run a query on the store; None if it does not answer within a second."""
         answers: list[_T] = []
-        store = self._spare
+        store = self._second_connection
         if store is None:
             return None
 
-        def put() -> None:
+        def run() -> None:
             try:
-                answers.append(question(store))
+                answers.append(query(store))
             except Exception:  # the store's connection is what is broken
                 return
 
-        thread = threading.Thread(target=put, name="ddprun-store", daemon=True)
+        thread = threading.Thread(target=run, name="ddprun-store", daemon=True)
         thread.start()
-        thread.join(_STORE_ANSWERS_S)
+        thread.join(_STORE_TIMEOUT_S)
         return answers[0] if answers else None
 
     def leave(self) -> None:
@@ -229,15 +238,15 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _start_of_ranks() -> str:
-    """A name for this start, under which nothing lies that an earlier one has left.
+def _store_prefix() -> str:
+    """Prefix of this start's keys in the store, so that no key of an earlier start is found under it.
 
     A launcher's store outlives the ranks. Only on one host do all ranks know how often they were started.
     """
-    if _held_by_rank_0() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if _rank_0_holds_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return "start"
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _held_by_rank_0() -> bool:
+def _rank_0_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddprun.report.runs import Run
 
-OWN = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
+OWN_WORK_PARTS = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""
 
 _WARM_UP = 3  # first steps of a stage that do not count
@@ -22,7 +22,7 @@ class RecordsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """A cost that grows with bytes: `base + slope * bytes`, both at least 0."""
 
     base: float = 0.0
@@ -32,12 +32,12 @@ class Line:
         """The cost of so many bytes."""
         return self.base + self.slope * nbytes
 
-    def __mul__(self, factor: float) -> "Line":
-        return Line(self.base * factor, self.slope * factor)
+    def __mul__(self, factor: float) -> "LinearCost":
+        return LinearCost(self.base * factor, self.slope * factor)
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float]]) -> "Line":
-        """The least squares through (bytes, cost); points of one size alone give a slope without a base."""
+    def fit(cls, points: Sequence[tuple[float, float]]) -> "LinearCost":
+        """The least-squares fit to (bytes, cost) points. Points of one size give a slope without a base."""
         x, y = (np.array(column, dtype=float) for column in zip(*points, strict=True))
         if np.ptp(x) > 0:
             slope, base = map(float, np.polyfit(x, y, 1))
@@ -51,28 +51,28 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class BucketCosts:
-    """Of one bucket, means over steps and ranks, in microseconds."""
+    """Costs of one bucket: means over steps and ranks, in microseconds."""
 
     nbytes: int
-    gaps_us: tuple[float, ...]  # hooks before the first collective, between two, and after the last
+    hook_times_us: tuple[float, ...]  # hooks before the first collective, between two, and after the last
     ready_us: float  # since the backward pass began
     done_us: float
 
 
 @dataclass(slots=True)
 class StageCosts:
-    """Of the steps of one stage, means over steps and ranks, in microseconds."""
+    """Costs of the steps of one stage: means over steps and ranks, in microseconds."""
 
     steps: int = 0
     step_us: float = 0.0
     cpu_us: float = 0.0  # processor time of a rank's process
     parts: Mapping[str, float] = field(default_factory=dict)  # of the training thread
     buckets: Mapping[int, BucketCosts] = field(default_factory=dict)  # of gradients
-    ready: Mapping[str, float] = field(default_factory=dict)
+    gradient_ready_shares: Mapping[str, float] = field(default_factory=dict)
     """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
 
-    own_us: Sequence[Sequence[float]] = ()  # of each rank, what its training thread did itself in each step
-    cpus_us: Sequence[Sequence[float]] = ()  # of each rank, its processor time in each step
+    own_us_by_rank: Sequence[Sequence[float]] = ()  # the training thread's own work in each step
+    cpu_us_by_rank: Sequence[Sequence[float]] = ()  # processor time in each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +84,32 @@ class Costs:
     stages: Sequence[StageCosts]  # by the index in the run's pipeline
 
 
-def read(run: Run, stages: int) -> Costs:
+def read_costs(run: Run, stage_count: int) -> Costs:
     """Read a run whose pipeline has so many stages.
 
     Raises:
         RecordsError: nothing to predict from.
         NoRunError: a file of the run cannot be read.
     """
-    started = run.first("started") or {}
-    found = [_Gathered() for _ in range(stages)]
+    started = run.first_event("started") or {}
+    stages = [_StageRecords() for _ in range(stage_count)]
     for rank in run.ranks:
-        kept = dict[int, tuple[int, float, float]]()  # by step: stage, and its last backward pass
-        for stage, lines in _by_stage(run.steps(rank)):
-            for line in _usual(lines) if stage < stages else ():
-                kept[line["step"]] = stage, *_last_backward(line)
-                found[stage].add_step(rank, line)
-        for line in run.buckets(rank, kept.__contains__, holding=b'"gradient"'):
-            stage, began, length = kept[line["step"]]
-            found[stage].add_bucket(line, began, length)
-    if not any(one.steps for one in found):
+        # The stage, and the beginning and length of the last backward pass.
+        backward_by_step = dict[int, tuple[int, float, float]]()
+        for stage, lines in _by_stage(run.step_records(rank)):
+            for line in _without_warm_up_and_outliers(lines) if stage < stage_count else ():
+                backward_by_step[line["step"]] = stage, *_last_backward(line)
+                stages[stage].add_step(rank, line)
+        for line in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
+            stage, began, length = backward_by_step[line["step"]]
+            stages[stage].add_bucket(line, began, length)
+    if not any(one.steps for one in stages):
         raise RecordsError(f"{run.folder} has no stage with records of more than {_WARM_UP} steps")
     cores = started.get("cores")
     return Costs(
         device=str(started.get("device", "cpu")),
         cores=float(cores) if isinstance(cores, int | float) and cores > 0 else 1.0,
-        stages=[one.costs() for one in found],
+        stages=[one.costs() for one in stages],
     )
 
 
@@ -124,12 +125,14 @@ def _by_stage(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[
         yield held[-1]["stage"], held
 
 
-def _usual(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps of a stage that count. Steps that wait may be many times as long as others."""
+def _without_warm_up_and_outliers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step records of a stage that count. Outliers are judged by a step's own work: steps that wait may
+    rightly take many times as long as others.
+    """
     counted = [line for line in lines[_WARM_UP:] if line["step_us"] > 0]
     if not counted:
         return []
-    own = [sum(line[part] for part in OWN) for line in counted]
+    own = [sum(line[part] for part in OWN_WORK_PARTS) for line in counted]
     most = _OUTLIER * statistics.median(own)
     return [line for line, us in zip(counted, own, strict=True) if us <= most]
 
@@ -145,38 +148,38 @@ def _last_backward(line: Mapping[str, Any]) -> tuple[float, float]:
     return began, line["backward_us"] / max(1, passes)
 
 
-class _Gathered:
+class _StageRecords:
     """What the records of one stage say, step by step."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._own: dict[int, list[float]] = defaultdict(list)
-        self._cpus: dict[int, list[float]] = defaultdict(list)
-        self._ready: dict[str, list[float]] = defaultdict(list)
+        self._own_us_by_rank: dict[int, list[float]] = defaultdict(list)
+        self._cpu_us_by_rank: dict[int, list[float]] = defaultdict(list)
+        self._gradient_ready_shares: dict[str, list[float]] = defaultdict(list)
         self._buckets: dict[int, list[tuple[int, list[float], float, float]]] = defaultdict(list)
 
     def add_step(self, rank: int, line: Mapping[str, Any]) -> None:
         self.steps += 1
         cpu_us = line.get("cpu_us") or 0
-        for name in (*OWN, "step_us"):
+        for name in (*OWN_WORK_PARTS, "step_us"):
             self._sums[name] += line[name]
         self._sums["cpu_us"] += cpu_us
-        self._own[rank].append(sum(line[part] for part in OWN))
-        self._cpus[rank].append(cpu_us)
+        self._own_us_by_rank[rank].append(sum(line[part] for part in OWN_WORK_PARTS))
+        self._cpu_us_by_rank[rank].append(cpu_us)
 
     def add_bucket(self, line: Mapping[str, Any], began: float, backward_us: float) -> None:
         if backward_us > 0:
             known = line.get("params_ready_us") or [line["ready_us"]] * len(line["params"])
             for name, at in zip(line["params"], known, strict=False):
                 if at is not None:
-                    self._ready[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
+                    self._gradient_ready_shares[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
         moments = [line["ready_us"]]
         for leg in line["legs"]:
             moments += [leg["start_us"], leg["done_us"]]
         moments.append(line["done_us"])
-        gaps = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
-        row = line["bytes"], gaps, line["ready_us"] - began, line["done_us"] - began
+        hook_times = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
+        row = line["bytes"], hook_times, line["ready_us"] - began, line["done_us"] - began
         self._buckets[line["bucket"]].append(row)
 
     def costs(self) -> StageCosts:
@@ -185,11 +188,13 @@ class _Gathered:
         means = {name: total / self.steps for name, total in self._sums.items()}
         buckets = {}
         for number, rows in self._buckets.items():
-            most = max(len(gaps) for _, gaps, _, _ in rows)
-            sizes, gaps, ready, done = zip(*(row for row in rows if len(row[1]) == most), strict=True)
-            columns = tuple(map(statistics.fmean, zip(*gaps, strict=True)))
+            most = max(len(hook_times) for _, hook_times, _, _ in rows)
+            sizes, hook_times, ready, done = zip(*(row for row in rows if len(row[1]) == most), strict=True)
             buckets[number] = BucketCosts(
-                round(statistics.fmean(sizes)), columns, statistics.fmean(ready), statistics.fmean(done)
+                nbytes=round(statistics.fmean(sizes)),
+                hook_times_us=tuple(map(statistics.fmean, zip(*hook_times, strict=True))),
+                ready_us=statistics.fmean(ready),
+                done_us=statistics.fmean(done),
             )
         return StageCosts(
             steps=self.steps,
@@ -197,7 +202,9 @@ class _Gathered:
             cpu_us=means.pop("cpu_us"),
             parts=means,
             buckets=buckets,
-            ready={name: statistics.fmean(shares) for name, shares in self._ready.items()},
-            own_us=list(self._own.values()),
-            cpus_us=list(self._cpus.values()),
+            gradient_ready_shares={
+                name: statistics.fmean(shares) for name, shares in self._gradient_ready_shares.items()
+            },
+            own_us_by_rank=list(self._own_us_by_rank.values()),
+            cpu_us_by_rank=list(self._cpu_us_by_rank.values()),
         )

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import Loaded, StepStage, load
-from ddprun.config.resolved import flow
-from ddprun.explain.explain import Explained, StageExplained, explain
+from ddprun.config import LoadedPipeline, StepStage, load
+from ddprun.config.resolved import flow_yaml
+from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.text import labelled, paragraph, table
-from ddprun.predict.hooks import HookVerdict, break_even, without_each
-from ddprun.predict.links import Links, rate_of
-from ddprun.predict.model import CostModel, Limit, Predicted
-from ddprun.units import duration, size
+from ddprun.predict.hooks import HookVerdict, break_even_rate, leave_one_out
+from ddprun.predict.links import Links, rate_text
+from ddprun.predict.model import Bottleneck, CostModel, StepPrediction
+from ddprun.units import format_bytes, format_duration
 from ddprun_hooks.payload import nbytes
 
-_WAITS = {
+_WAIT_PHRASES = {
     "wire": "for the wire",
     "latency": "for messages under way",
     "collectives": "for the work of collectives",
     "hooks": "for hooks",
     "late": "for the last rank",
 }
-_LIMITS: dict[Limit, str] = {
+_BOTTLENECK_PHRASES: dict[Bottleneck, str] = {
     "computation": "computation",
     "data": "loading data",
     "cores": "the cores of a host, which its ranks share",
@@ -59,12 +59,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """A stage on other ranks."""
+    """The prediction of a stage on another number of hosts."""
 
     stage: int
     hosts: int
     ranks: int
-    predicted: Predicted
+    predicted: StepPrediction
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -73,11 +73,11 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The stages of a pipeline that take steps, by index."""
+    """Predictions for the stages that take steps, by index of the stage."""
 
     links: Links
-    stages: Mapping[int, Predicted]
-    hooks: Mapping[int, Sequence[HookVerdict]]
+    stages: Mapping[int, StepPrediction]
+    hook_verdicts: Mapping[int, Sequence[HookVerdict]]
     memory: Mapping[int, Memory]
     sweep: Sequence[SweepRow] = field(default=())
 
@@ -87,7 +87,7 @@ class Forecast:
             return None
         found = self.stages[stage].as_object()
         found["memory_bytes"] = asdict(self.memory[stage])
-        found["hooks"] = [one.as_object() for one in self.hooks.get(stage, ())]
+        found["hooks"] = [one.as_object() for one in self.hook_verdicts.get(stage, ())]
         if rows := [row.as_object() for row in self.sweep if row.stage == stage]:
             found["sweep"] = rows
         return found
@@ -98,15 +98,15 @@ class Forecast:
             return
         predicted = self.stages[stage]
         yield from paragraph("Predicted", _summary(predicted, self.links))
-        if not predicted.measured:
+        if not predicted.hooks_measured:
             yield from paragraph(
                 "",
                 "The measured run has no steps with these hooks, so their own work counts as nothing, and "
                 "whether they pay is not said.",
             )
-        for verdict in self.hooks.get(stage, ()):
-            yield from paragraph(verdict.hook, _said(verdict))
-        yield from paragraph("Memory", _held(self.memory[stage]))
+        for verdict in self.hook_verdicts.get(stage, ()):
+            yield from paragraph(verdict.hook, _verdict_text(verdict))
+        yield from paragraph("Memory", _memory_text(self.memory[stage]))
         rows = [row for row in self.sweep if row.stage == stage]
         if rows:
             head = ("hosts", "ranks", "a step", "waiting", "efficiency", "limit")
@@ -114,8 +114,8 @@ class Forecast:
                 (
                     f"{row.hosts:,}",
                     f"{row.ranks:,}",
-                    duration(1e-6 * row.predicted.step_us),
-                    duration(1e-6 * row.predicted.exposed_us),
+                    format_duration(1e-6 * row.predicted.step_us),
+                    format_duration(1e-6 * row.predicted.exposed_us),
                     percent(row.predicted.efficiency),
                     row.predicted.limit,
                 )
@@ -124,14 +124,14 @@ class Forecast:
             yield from labelled("Sweep", table([head, *cells], ">>>>><"))
 
 
-def stacks_of(explained: Explained) -> list[list[Any]]:
+def stacks_to_measure(explained: Explanation) -> list[list[Any]]:
     """The stacks of hooks whose costs a forecast wants: those of all stages, and each without one hook."""
     wanted: list[list[Any]] = [[]]
     for stage in explained.stages:
         if stage.settings is None:
             continue
-        stack = [hook.plain() for hook in stage.settings.hooks]
-        wanted += [stack, *(left for _, left in without_each(stack))]
+        stack = [hook.to_plain_data() for hook in stage.settings.hooks]
+        wanted += [stack, *(left for _, left in leave_one_out(stack))]
     found: list[list[Any]] = []
     for stack in wanted:
         if stack not in found and "noop" not in stack:
@@ -140,7 +140,7 @@ def stacks_of(explained: Explained) -> list[list[Any]]:
 
 
 def forecast(
-    explained: Explained,
+    explained: Explanation,
     model: CostModel,
     links: Links,
     overrides: Sequence[str],
@@ -150,27 +150,27 @@ def forecast(
 
     `overrides` are those with which the pipeline was loaded.
     """
-    world, stages, hooks = explained.world, dict[int, Predicted](), dict[int, list[HookVerdict]]()
-    memory, state = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
+    world, stages, verdicts = explained.world, dict[int, StepPrediction](), dict[int, list[HookVerdict]]()
+    memory, state_bytes = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
     for stage in explained.stages:
-        if not playable(stage):
+        if not is_predictable(stage):
             continue
         stages[stage.index] = model.predict(stage, world, links)
-        hooks[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
-        memory[stage.index] = _memory(explained, stage, state)
+        verdicts[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
+        memory[stage.index] = _memory(explained, stage, state_bytes)
     sweep = []
     for number in hosts:
         other = _again(explained, explained.loaded, hosts=number)
         sweep += [
             SweepRow(stage.index, number, other.world.ranks, model.predict(stage, other.world, links))
             for stage in other.stages
-            if playable(stage)
+            if is_predictable(stage)
         ]
-    return Forecast(links, stages, hooks, memory, sweep)
+    return Forecast(links, stages, verdicts, memory, sweep)
 
 
-def playable(stage: StageExplained) -> bool:
-    """Whether it takes steps, and all that they send is known."""
+def is_predictable(stage: StageExplanation) -> bool:
+    """Whether the stage takes steps, and everything that they send is known."""
     return bool(stage.patterns) and all(
         exchange.buckets is not None and all(bucket.legs is not None for bucket in exchange.buckets)
         for pattern in stage.patterns
@@ -178,7 +178,7 @@ def playable(stage: StageExplained) -> bool:
     )
 
 
-def _again(explained: Explained, loaded: Loaded, hosts: int | None = None) -> Explained:
+def _again(explained: Explanation, loaded: LoadedPipeline, hosts: int | None = None) -> Explanation:
     """The same pipeline for other ranks, or with other hooks."""
     world = explained.world
     return explain(
@@ -190,24 +190,24 @@ def _again(explained: Explained, loaded: Loaded, hosts: int | None = None) -> Ex
 
 
 def _verdicts(
-    explained: Explained, stage: StageExplained, model: CostModel, links: Links, overrides: Sequence[str]
+    explained: Explanation, stage: StageExplanation, model: CostModel, links: Links, overrides: Sequence[str]
 ) -> Iterator[HookVerdict]:
     assert stage.settings is not None
     assert isinstance(stage.stage, StepStage)
-    stack = [hook.plain() for hook in stage.settings.hooks]
+    stack = [hook.to_plain_data() for hook in stage.settings.hooks]
     if "noop" in stack or not stage.settings.plan.uses_hooks:
         return
     key = stage.stage.key_path("hooks")
-    for hook, left in without_each(stack):
-        loaded = load(explained.loaded.path, (*overrides, f"{key}={flow(left)}"))
+    for hook, left in leave_one_out(stack):
+        loaded = load(explained.loaded.path, (*overrides, f"{key}={flow_yaml(left)}"))
         other = _again(explained, loaded).stages[stage.index]
-        if not (model.knows(stage) and model.knows(other)):
+        if not (model.has_measured_hooks(stage) and model.has_measured_hooks(other)):
             continue
         with_us = model.predict(stage, explained.world, links).step_us
         without_us = model.predict(other, explained.world, links).step_us
         limit = None
         if explained.world.hosts > 1:
-            limit = break_even(
+            limit = break_even_rate(
                 partial(model.predict, stage, explained.world),
                 partial(model.predict, other, explained.world),
                 links,
@@ -226,18 +226,18 @@ def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
             param.grad = torch.empty_like(param)
         groups.append({**group, "params": params})
     try:
-        like = type(optimizer)(groups)  # type: ignore[call-arg]  # each takes groups, and has defaults for the rest
-        like.step()
+        on_meta = type(optimizer)(groups)  # type: ignore[call-arg]  # it has defaults for the rest
+        on_meta.step()
     except Exception:  # of an optimizer that wants more, or looks at values
         return None
-    return sum(nbytes(one) for one in tree_leaves(list(like.state.values())) if isinstance(one, Tensor))
+    return sum(nbytes(one) for one in tree_leaves(list(on_meta.state.values())) if isinstance(one, Tensor))
 
 
-def _memory(explained: Explained, stage: StageExplained, optimizer: int | None) -> Memory:
+def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> Memory:
     parameters, buffers = explained.parameters or {}, explained.buffers or {}
     trained = sum(nbytes(one) for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
-    states = [bucket.state for one in exchanges if one.route.hooked for bucket in one.buckets or ()]
+    states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets or ()]
     return Memory(
         weights=sum(map(nbytes, [*parameters.values(), *buffers.values()])),
         gradients=trained if stage.stage.name == "train" else 0,
@@ -247,7 +247,7 @@ def _memory(explained: Explained, stage: StageExplained, optimizer: int | None) 
     )
 
 
-def _held(one: Memory) -> str:
+def _memory_text(one: Memory) -> str:
     parts = {
         "weights and buffers": one.weights,
         "gradients": one.gradients,
@@ -255,24 +255,26 @@ def _held(one: Memory) -> str:
         "what hooks have not sent yet": one.hooks,
         "the average of the weights": one.ema,
     }
-    said = [f"{size(held)} {name}" for name, held in parts.items() if held]
-    text = f"A rank holds {size(one.total)} from one step to the next: {', '.join(said)}."
+    sizes = [f"{format_bytes(held)} {name}" for name, held in parts.items() if held]
+    text = f"A rank holds {format_bytes(one.total)} from one step to the next: {', '.join(sizes)}."
     unknown = [name for name, held in parts.items() if held is None]
     return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
-def _summary(one: Predicted, links: Links) -> str:
+def _summary(one: StepPrediction, links: Links) -> str:
     waits = sorted(one.waits.items(), key=lambda item: -item[1])
-    said = [f"{duration(1e-6 * us)} {_WAITS[why]}" for why, us in waits if us >= 0.01 * one.step_us]
+    said = [
+        f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in waits if us >= 0.01 * one.step_us
+    ]
     waiting = f", of which ranks wait {', '.join(said)}" if said else ""
-    over = f"Over {links}" if one.across_bytes else "On one host"
-    text = f"{over}, a step takes {duration(1e-6 * one.step_us)}{waiting}. "
-    text += f"Without exchange it would take {duration(1e-6 * one.alone_us)}: "
+    over = f"Over {links}" if one.host_sends_bytes else "On one host"
+    text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{waiting}. "
+    text += f"Without exchange it would take {format_duration(1e-6 * one.without_exchange_us)}: "
     text += f"the efficiency is {percent(one.efficiency)}. "
-    text += f"The limit is {_LIMITS[one.limit]}."
-    if one.across_bytes:
-        busy = one.busy["across"] / one.step_us
-        text += f" A host sends {size(one.across_bytes)} to others in a step"
+    text += f"The limit is {_BOTTLENECK_PHRASES[one.limit]}."
+    if one.host_sends_bytes:
+        busy = one.links_busy_us["across"] / one.step_us
+        text += f" A host sends {format_bytes(one.host_sends_bytes)} to others in a step"
         text += f", which keeps its link busy for {percent(busy)} of the time." if busy else "."
     return text
 
@@ -282,10 +284,10 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.095 else f"{100 * share:.2g}%"
 
 
-def _said(verdict: HookVerdict) -> str:
-    left = flow(list(verdict.without))
-    both = f"{duration(1e-6 * verdict.with_us)} a step with it, "
-    both += f"{duration(1e-6 * verdict.without_us)} with {left}"
+def _verdict_text(verdict: HookVerdict) -> str:
+    left = flow_yaml(list(verdict.remaining_hooks))
+    both = f"{format_duration(1e-6 * verdict.with_us)} a step with it, "
+    both += f"{format_duration(1e-6 * verdict.without_us)} with {left}"
     match verdict.pays:
         case True:
             text = f"It pays: {both}."
@@ -293,11 +295,11 @@ def _said(verdict: HookVerdict) -> str:
             text = f"Leave it off: {both}."
         case None:
             text = f"It makes no difference: {both}."
-    limit = verdict.break_even
+    limit = verdict.break_even_bytes_per_s
     if limit is None:
         return text
     if limit == 0:
         return f"{text} It pays over no link of this latency."
     if math.isinf(limit):
         return f"{text} It pays over every link of this latency."
-    return f"{text} It pays below {rate_of(limit)}."
+    return f"{text} It pays below {rate_text(limit)}."

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddprun.predict.links import Link, Links
-from ddprun.predict.model import Predicted
+from ddprun.predict.model import StepPrediction
 
-Stack = Sequence[Any]
+HookSpecs = Sequence[Any]
 """Hooks as a pipeline file has them."""
 
 _SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
 _HALVINGS = 30
-_SAME = 0.02  # of a step's time: no difference to speak of
+_NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +21,26 @@ class HookVerdict:
     """What a hook of a stack costs and saves in a step of a stage."""
 
     hook: str
-    without: Stack  # the stack that is left
+    remaining_hooks: HookSpecs  # the stack that is left
     with_us: float
     without_us: float
-    break_even: float | None
+    break_even_bytes_per_s: float | None
     """Payload a second of the link between hosts, in bytes, below which it pays; 0: it never does; infinite:
     it always does. None: there is one host."""
 
     @property
     def pays(self) -> bool | None:
-        """None: it makes no difference to speak of."""
-        if abs(self.with_us - self.without_us) <= _SAME * self.without_us:
+        """Whether the step is faster with the hook; None: it makes no difference to speak of."""
+        if abs(self.with_us - self.without_us) <= _NEGLIGIBLE_SHARE * self.without_us:
             return None
         return self.with_us < self.without_us
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
-        limit = self.break_even
+        limit = self.break_even_bytes_per_s
         return {
             "hook": self.hook,
-            "without": list(self.without),
+            "without": list(self.remaining_hooks),
             "step_us": round(self.with_us),
             "without_us": round(self.without_us),
             "pays": self.pays,
@@ -48,20 +48,20 @@ class HookVerdict:
         }
 
 
-def without_each(stack: Stack) -> Iterator[tuple[str, list[Any]]]:
+def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
     """Each hook of a stack, those on the legs of `hierarchical` included, and the stack without it."""
     for index, hook in enumerate(stack):
-        name, options = _parts(hook)
+        name, options = _name_and_options(hook)
         yield name, [*stack[:index], *stack[index + 1 :]]
         for leg in ("within", "across"):
             inner = list(options.get(leg) or ())
             for place, one in enumerate(inner):
                 left = {name: {**options, leg: [*inner[:place], *inner[place + 1 :]]}}
                 where = "between hosts" if leg == "across" else "inside a host"
-                yield f"{_parts(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
+                yield f"{_name_and_options(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
 
 
-def _parts(hook: Any) -> tuple[str, dict[str, Any]]:
+def _name_and_options(hook: Any) -> tuple[str, dict[str, Any]]:
     """Name and options of a hook as a file has it."""
     if isinstance(hook, dict):
         name, options = next(iter(hook.items()))
@@ -69,8 +69,8 @@ def _parts(hook: Any) -> tuple[str, dict[str, Any]]:
     return str(hook), {}
 
 
-def break_even(
-    with_hook: Callable[[Links], Predicted], without: Callable[[Links], Predicted], links: Links
+def break_even_rate(
+    with_hook: Callable[[Links], StepPrediction], without: Callable[[Links], StepPrediction], links: Links
 ) -> float:
     """The rate of the link between hosts, in bytes a second, below which a stage is faster with the hook.
 
@@ -79,7 +79,7 @@ def break_even(
 
     def gains(rate: float) -> bool:
         at = replace(links, across=Link(rate, links.across.latency_s))
-        return with_hook(at).step_us < (1 - _SAME) * without(at).step_us
+        return with_hook(at).step_us < (1 - _NEGLIGIBLE_SHARE) * without(at).step_us
 
     if not gains(_SLOWEST):
         return 0.0

@@ -10,25 +10,25 @@ from typing import Literal
 
 from pydantic import BaseModel, PositiveFloat, ValidationError
 
-Level = Literal["within", "across"]
+LinkLevel = Literal["within", "across"]
 """Between the ranks of a host, or between hosts."""
 
 TCP_SHARE = 0.94
 """Of a link's nominal rate, what is left for payload: 1,448 of 1,538 bytes of an Ethernet frame."""
 
-LEVELS: tuple[Level, ...] = ("within", "across")
+LINK_LEVELS: tuple[LinkLevel, ...] = ("within", "across")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])?(bit|bps|B)(?:/s)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
 _PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 UNLIMITED = "unlimited"
-_MOST_BYTES = 64 << 20  # of a report
+_MAX_REPORT_BYTES = 64 << 20
 _ALL_REDUCE_LATENCIES = {"gloo": 4, "nccl": 2}  # of a small one between two hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two neighbours, in each direction."""
+    """The link between two neighbouring ranks or hosts, in each direction."""
 
     bytes_per_s: float = math.inf  # of payload
     latency_s: float = 0.0  # from a message's leaving to its arrival
@@ -38,25 +38,25 @@ class Link:
         return nbytes / self.bytes_per_s
 
     @property
-    def limited(self) -> bool:
-        """Whether it takes any time at all."""
+    def takes_time(self) -> bool:
+        """Whether the link's rate or latency costs any time."""
         return math.isfinite(self.bytes_per_s) or self.latency_s > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Those inside a host, and the one by which each host reaches the others."""
+    """The link inside a host, and the one by which each host reaches the others."""
 
     within: Link = Link()
     across: Link = Link()
 
-    def of(self, level: Level) -> Link:
+    def at_level(self, level: LinkLevel) -> Link:
         """The link of a level."""
         return self.within if level == "within" else self.across
 
     def __str__(self) -> str:
-        across = f"{shown(self.across)} between hosts"
-        return f"{across} and {shown(self.within)} inside a host" if self.within.limited else across
+        across = f"{link_text(self.across)} between hosts"
+        return f"{across} and {link_text(self.within)} inside a host" if self.within.takes_time else across
 
 
 def parse_links(rates: str | None, latencies: str | None = None) -> Links:
@@ -70,14 +70,14 @@ def parse_links(rates: str | None, latencies: str | None = None) -> Links:
     """
     links = Links()
     if rates is not None and rates.endswith(".json"):
-        links, rates = Links(across=measured_link(Path(rates))), None
+        links, rates = Links(across=read_measured_link(Path(rates))), None
     for text, read in ((rates, _with_rate), (latencies, _with_latency)):
         for level, value in _by_level(text).items():
             links = replace(links, **{level: read(getattr(links, level), value)})
     return links
 
 
-class _Measured(BaseModel):
+class _LinkMeasurement(BaseModel):
     """What a finding about a link has in `value`."""
 
     backend: Literal["gloo", "nccl"]
@@ -94,7 +94,7 @@ class _Report(BaseModel):
     findings: list[_Finding]
 
 
-def measured_link(file: Path) -> Link:
+def read_measured_link(file: Path) -> Link:
     """The slowest link between hosts that `ddprun doctor --format json` has measured, at the longest latency.
 
     Raises:
@@ -102,10 +102,10 @@ def measured_link(file: Path) -> Link:
     """
     try:
         with file.open("rb") as opened:
-            text = opened.read(_MOST_BYTES)
+            text = opened.read(_MAX_REPORT_BYTES)
         report = _Report.model_validate(json.loads(text))
         values = [one.value for one in report.findings if one.check in ("bandwidth", "latency")]
-        found = [_Measured.model_validate(value) for value in values]
+        found = [_LinkMeasurement.model_validate(value) for value in values]
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (ValidationError, ValueError, RecursionError):
@@ -150,14 +150,14 @@ def _with_latency(link: Link, text: str) -> Link:
     return replace(link, latency_s=float(found[1]) * _SECONDS[found[2]])
 
 
-def shown(link: Link) -> str:
+def link_text(link: Link) -> str:
     """A link for a reader."""
-    rate = rate_of(link.bytes_per_s) if math.isfinite(link.bytes_per_s) else UNLIMITED
+    rate = rate_text(link.bytes_per_s) if math.isfinite(link.bytes_per_s) else UNLIMITED
     return f"{rate}, {1e3 * link.latency_s:.3g} ms" if link.latency_s else rate
 
 
-def rate_of(bytes_per_s: float) -> str:
-    """A nominal rate, for so much payload a second."""
+def rate_text(bytes_per_s: float) -> str:
+    """Format a rate of payload, in bytes a second, as the nominal rate of a link."""
     bits = 8 * bytes_per_s / TCP_SHARE
     for unit, prefix in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= 0.9995 * prefix:

@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddprun.config import Loaded, load
-from ddprun.config.resolved import flow
+from ddprun.config import LoadedPipeline, load
+from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import ModelProbe
 from ddprun.predict import ShortRunError
-from ddprun.predict.costs import RecordsError, read
-from ddprun.predict.hooks import Stack
+from ddprun.predict.costs import RecordsError, read_costs
+from ddprun.predict.hooks import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
 from ddprun.report.runs import Run
-from ddprun.run_files import read_object
+from ddprun.run_files import read_json_object
 
-STEPS = 24  # of each stage
-TURNS = 2  # each stage comes so often, since a machine is not always equally fast
+STEPS_PER_STAGE = 24
+STAGE_REPETITIONS = 2  # since a machine is not always equally fast
 _QUIET = (
     "audit.every=0",
     "checkpoint={keep: 0}",
@@ -29,17 +29,7 @@ _QUIET = (
     "timings={every: 1, gradients: true}",
     "track=[]",
 )
-_DROPPED = (
-    "steps",
-    "epochs",
-    "sync",
-    "hooks",
-    "mutate",
-    "update",
-    "evaluate",
-    "keep_best",
-    "stop",
-)
+_DROPPED_OPTIONS = ("steps", "epochs", "sync", "hooks", "mutate", "update", "evaluate", "keep_best", "stop")
 _LOG_LINES = 12
 
 
@@ -47,7 +37,9 @@ class NothingToMeasureError(Exception):
     """No stage of the pipeline has backward passes."""
 
 
-def stages_for(loaded: Loaded, stacks: Sequence[Stack], steps: int = STEPS) -> str:
+def short_run_stages(
+    loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
+) -> str:
     """The stages of the short run, as YAML: without exchange, and with each stack of hooks.
 
     Raises:
@@ -58,20 +50,20 @@ def stages_for(loaded: Loaded, stacks: Sequence[Stack], steps: int = STEPS) -> s
         raise NothingToMeasureError("no stage trains, so there is nothing to predict")
     written = loaded.root.data().get("stages")
     options = dict(written[trained[0].index]["train"]) if written is not None else {}
-    kept = {key: value for key, value in options.items() if key not in _DROPPED}
+    kept = {key: value for key, value in options.items() if key not in _DROPPED_OPTIONS}
     kept |= {"steps": steps, "schedule": None}
     settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
-    return flow([{"train": {**kept, **one}} for _ in range(TURNS) for one in settings])
+    return flow_yaml([{"train": {**kept, **one}} for _ in range(STAGE_REPETITIONS) for one in settings])
 
 
-def measure(
-    loaded: Loaded,
+def run_measurement(
+    loaded: LoadedPipeline,
     pipeline: Path,
     overrides: Sequence[str],
-    stacks: Sequence[Stack],
+    stacks: Sequence[HookSpecs],
     run_dir: Path,
-    steps: int = STEPS,
+    steps: int = STEPS_PER_STAGE,
     limit_s: float | None = None,
 ) -> None:
     """Run a pipeline's model and data on this machine, with each stack of hooks for some steps.
@@ -82,7 +74,7 @@ def measure(
         NothingToMeasureError: no stage of the pipeline has backward passes.
         ShortRunError: it failed.
     """
-    settings = [*overrides, f"stages={stages_for(loaded, stacks, steps)}", *_QUIET]
+    settings = [*overrides, f"stages={short_run_stages(loaded, stacks, steps)}", *_QUIET]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(pipeline), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
     try:
@@ -99,11 +91,11 @@ def measure(
     except subprocess.TimeoutExpired:
         return
     if done.returncode:
-        said = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
-        raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{said}")
+        output = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
+        raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}")
 
 
-def fitted(
+def fit_cost_model(
     run_dir: Path, links: Links, *, cores: float | None = None, probe: ModelProbe | None = None
 ) -> CostModel:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
@@ -114,15 +106,15 @@ def fitted(
         PipelineError: its pipeline cannot be read.
     """
     run = Run(run_dir)
-    started = run.first("started") or {}
+    started = run.first_event("started") or {}
     by_host = Counter(started.get("hosts") or [""])
     if len(set(by_host.values())) > 1:
         raise RecordsError(f"{run_dir}: its hosts have different numbers of ranks")
     try:
-        folder = Path(str(read_object(run_dir, "run.json", 1 << 20)["pipeline_folder"]))
+        folder = Path(str(read_json_object(run_dir, "run.json", 1 << 20)["pipeline_folder"]))
     except (OSError, ValueError, KeyError) as error:
         raise RecordsError(f"{run_dir} has no run.json that says where its pipeline was") from error
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()), probe=probe)
-    costs = read(run, len(explained.stages))
+    costs = read_costs(run, len(explained.stages))
     return CostModel(explained, costs if cores is None else replace(costs, cores=cores), links)

@@ -1,4 +1,4 @@
-"""The cost model: a stage's plan, the costs that a run has measured, and links, played against time.
+"""The cost model: a stage's steps simulated, from its plan, the costs that a run has measured, and links.
 
 It is fitted to a run with a stage in which nothing is sent, and stages with the stacks of hooks in question.
 What the ranks' processes computed beyond a step without exchange is the work of hooks and collectives; what
@@ -10,29 +10,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ddprun.config import TrainSettings
-from ddprun.explain.explain import Explained, PlannedExchange, StageExplained
+from ddprun.config import StepStageSettings
+from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket, Leg
-from ddprun.predict.costs import OWN, Costs, Line, StageCosts
-from ddprun.predict.links import LEVELS, Level, Links
+from ddprun.predict.costs import OWN_WORK_PARTS, Costs, LinearCost, StageCosts
+from ddprun.predict.links import LINK_LEVELS, LinkLevel, Links
 from ddprun.predict.timeline import (
-    MOST_ROUNDS,
+    MAX_SIMULATED_ROUNDS,
     Await,
-    Blame,
-    Carry,
-    Flight,
+    BucketTransfer,
+    Collective,
     Instruction,
-    Late,
+    LastRankWait,
     Machine,
-    Played,
     Send,
-    Timeline,
+    SimulatedStep,
+    StepSimulator,
+    WaitCause,
     Work,
-    rounds_of,
+    round_count,
 )
 
-Limit = Literal[
+Bottleneck = Literal[
     "computation",
     "data",
     "cores",
@@ -45,30 +45,30 @@ Limit = Literal[
 ]
 """What a step would gain most from having more, or less, of."""
 
-_MICRO = ("data_us", "forward_us", "backward_us")  # parts that each micro-step has
-_MESSAGE_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
+_MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
+_ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
 _BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
 _COPY_US = 2.5e-4  # for each byte through shared memory
 _CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exchanged: to take and apply it
-_MOST_OF_HOOKS = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
+_MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
 _HALVINGS = 24
-_LITTLE = 0.1  # of a step: what is exposed does not limit it
+_NEGLIGIBLE_EXPOSED_SHARE = 0.1  # of a step: what is exposed does not limit it
 _CONTROL_BYTES = 256.0  # of a rank's control message
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
-    """Steps of a stage: means over a cycle of its policy, in microseconds."""
+class StepPrediction:
+    """A predicted step of a stage: means over a cycle of its policy, in microseconds."""
 
     step_us: float
     parts: Mapping[str, float]  # of the training thread, without waiting
-    waits: Mapping[Blame, float]  # of the training thread, by what it waits for
-    busy: Mapping[Level, float]  # how long links carry anything
-    across_bytes: float  # what a host sends to others
-    alone_us: float  # a step without any exchange, on the same cores
-    limit: Limit
-    played: Played  # the last step in which anything is sent
-    measured: bool  # the run had steps with these hooks; otherwise their own work counts as nothing
+    waits: Mapping[WaitCause, float]  # of the training thread, by what it waits for
+    links_busy_us: Mapping[LinkLevel, float]  # how long links carry anything
+    host_sends_bytes: float  # what a host sends to others
+    without_exchange_us: float  # a step without any exchange, on the same cores
+    limit: Bottleneck
+    last_exchange_step: SimulatedStep  # the last step in which anything is sent
+    hooks_measured: bool  # whether the run had steps with these hooks; if not, their work counts as nothing
 
     @property
     def exposed_us(self) -> float:
@@ -77,8 +77,8 @@ class Predicted:
 
     @property
     def efficiency(self) -> float:
-        """Of a step's time, what it would take without exchange."""
-        return self.alone_us / self.step_us if self.step_us else 1.0
+        """The share of a step's time that it would take without exchange."""
+        return self.without_exchange_us / self.step_us if self.step_us else 1.0
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -87,26 +87,26 @@ class Predicted:
             "exposed_us": round(self.exposed_us),
             "limit": self.limit,
             "efficiency": round(self.efficiency, 4),
-            "alone_us": round(self.alone_us),
+            "alone_us": round(self.without_exchange_us),
             "parts_us": {name: round(us) for name, us in self.parts.items()},
             "waits_us": {name: round(us) for name, us in self.waits.items()},
-            "links_busy_us": {level: round(us) for level, us in self.busy.items()},
-            "host_sends_bytes": round(self.across_bytes),
-            "hooks_measured": self.measured,
+            "links_busy_us": {level: round(us) for level, us in self.links_busy_us.items()},
+            "host_sends_bytes": round(self.host_sends_bytes),
+            "hooks_measured": self.hooks_measured,
             "buckets": [
                 {"bucket": one.name, "ready_us": round(one.ready_us), "done_us": round(one.done_us)}
-                for one in self.played.flights
+                for one in self.last_exchange_step.transfers
                 if one.name != "control"
             ],
         }
 
 
 @dataclass(slots=True)
-class _Stack:
+class _StackCosts:
     """What a stack of hooks costs on one rank."""
 
-    gaps: list[Line] = field(default_factory=list)  # hooks before, between and after collectives
-    factor: float = 1.0  # work of collectives, to what it is before fitting
+    hook_costs: list[LinearCost] = field(default_factory=list)  # hooks before, between and after collectives
+    collective_factor: float = 1.0  # work of collectives, to what it is before fitting
     wake_us: float = 0.0  # from a message's arrival until a thread works on it
 
 
@@ -116,192 +116,212 @@ class CostModel:
     Args:
         explained: the run's pipeline, for the ranks that it ran on.
         costs: what the run's records say.
-        links: those that it had.
+        links: those that the run had.
     """
 
-    def __init__(self, explained: Explained, costs: Costs, links: Links) -> None:
+    def __init__(self, explained: Explanation, costs: Costs, links: Links) -> None:
         self._world, self._costs = explained.world, costs
         self._on_cpu = costs.device == "cpu"
-        self._drag = 1.0
-        self._machine = self._machine_of(explained.world, links)
+        self._overlap_slowdown = 1.0
+        self._machine = self._make_machine(explained.world, links)
         pairs = [
             (stage, found)
             for stage, found in zip(explained.stages, costs.stages, strict=True)
             if stage.settings is not None and found.steps
         ]
-        quiet = [pair for pair in pairs if not sends(pair[0])] or pairs
-        by_ddp = [(stage, found) for stage, found in quiet if _settings(stage).gradients is not None]
-        bare = [(stage, found) for stage, found in quiet if _settings(stage).gradients is None]
+        silent = [pair for pair in pairs if not sends(pair[0])] or pairs
+        with_ddp = [pair for pair in silent if _settings(pair[0]).gradient_averaging is not None]
+        without_ddp = [pair for pair in silent if _settings(pair[0]).gradient_averaging is None]
         # A stage that sends no gradients calls the model itself, without DDP around it.
-        self._work = {True: self._own_work(by_ddp or bare), False: self._own_work(bare or by_ddp)}
-        alone = [(found.cpu_us, sum(found.parts[part] for part in OWN)) for _, found in by_ddp or bare]
-        computed = [cpu_us / own_us for cpu_us, own_us in alone if own_us > 0]
-        self._threads = max(
-            [1.0, *computed]
-        )  # of a rank, as many as it keeps busy in a step without exchange
-        self._ready = {name: share for _, found in by_ddp or pairs for name, share in found.ready.items()}
-        contended = self._on_cpu and self._machine.share() < 1
+        self._own_work_us = {
+            True: self._own_work(with_ddp or without_ddp),
+            False: self._own_work(without_ddp or with_ddp),
+        }
+        times = [
+            (found.cpu_us, sum(found.parts[part] for part in OWN_WORK_PARTS))
+            for _, found in with_ddp or without_ddp
+        ]
+        busy_threads = [cpu_us / own_us for cpu_us, own_us in times if own_us > 0]
+        self._threads = max([1.0, *busy_threads])  # that a rank keeps busy in a step without exchange
+        self._gradient_ready_shares = {
+            name: share
+            for _, found in with_ddp or pairs
+            for name, share in found.gradient_ready_shares.items()
+        }
+        contended = self._on_cpu and self._machine.core_share() < 1
         # Where ranks wait for cores, how long they take says little about how much they have to do.
-        spread = [found.cpus_us if contended else found.own_us for _, found in quiet]
-        self._late = Lateness([rank for ranks in spread for rank in ranks])
-        self._stacks: dict[str, _Stack] = {}
-        self._plain = _Stack()
+        us_by_rank = [found.cpu_us_by_rank if contended else found.own_us_by_rank for _, found in silent]
+        self._lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
+        self._stacks: dict[str, _StackCosts] = {}
+        self._default_stack_costs = _StackCosts()
         self._fit(pairs)
 
-    def predict(self, stage: StageExplained, world: WorldShape, links: Links) -> Predicted:
+    def predict(self, stage: StageExplanation, world: WorldShape, links: Links) -> StepPrediction:
         """What a step of a stage, explained for these ranks, takes over these links."""
-        return self._play(stage, world, self._machine_of(world, links))
+        return self._simulate(stage, world, self._make_machine(world, links))
 
-    def knows(self, stage: StageExplained) -> bool:
+    def has_measured_hooks(self, stage: StageExplanation) -> bool:
         """Whether the run had steps with the stage's hooks."""
         return not sends(stage) or hooks_key(stage) in self._stacks
 
-    def _machine_of(self, world: WorldShape, links: Links) -> Machine:
+    def _make_machine(self, world: WorldShape, links: Links) -> Machine:
         cores, workers = (self._costs.cores, 2) if self._on_cpu else (math.inf, 1)
-        return Machine(cores, world.ranks_per_host, links, workers, self._drag)
+        return Machine(cores, world.ranks_per_host, links, workers, self._overlap_slowdown)
 
     # Fitting.
 
-    def _own_work(self, pairs: Sequence[tuple[StageExplained, StageCosts]]) -> dict[str, float]:
-        """Of each part of a micro-step, in microseconds of a core that nobody else uses."""
-        work, steps = dict.fromkeys(OWN, 0.0), sum(found.steps for _, found in pairs)
+    def _own_work(self, pairs: Sequence[tuple[StageExplanation, StageCosts]]) -> dict[str, float]:
+        """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
+        work, steps = dict.fromkeys(OWN_WORK_PARTS, 0.0), sum(found.steps for _, found in pairs)
         for stage, found in pairs:
-            whole = sum(found.parts[part] for part in OWN)
-            share = self._machine.share() if self._on_cpu else 1.0
-            if self._on_cpu and found.cpu_us and whole > 0 and not sends(stage):
-                share = min(1.0, found.cpu_us / whole)  # with threads of its own, a rank computes for longer
-            for part in OWN:
-                times = _settings(stage).accumulate if part in _MICRO else 1
+            own_us = sum(found.parts[part] for part in OWN_WORK_PARTS)
+            share = self._machine.core_share() if self._on_cpu else 1.0
+            if self._on_cpu and found.cpu_us and own_us > 0 and not sends(stage):
+                share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
+            for part in OWN_WORK_PARTS:
+                times = _settings(stage).accumulate if part in _MICRO_STEP_PARTS else 1
                 work[part] += share * found.parts[part] * found.steps / times / steps
         return work
 
-    def _fit(self, pairs: Sequence[tuple[StageExplained, StageCosts]]) -> None:
+    def _fit(self, pairs: Sequence[tuple[StageExplanation, StageCosts]]) -> None:
         """Find what hooks and collectives of each stack of the run cost."""
-        by_key: dict[str, list[tuple[StageExplained, StageCosts]]] = {}
+        by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
         for stage, found in pairs:
-            if sends(stage) and stage.cycle == 1 and _settings(stage).gradients == "all":
+            if sends(stage) and stage.cycle == 1 and _settings(stage).gradient_averaging == "all":
                 by_key.setdefault(hooks_key(stage), []).append((stage, found))
         if not self._on_cpu and by_key:
             longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
-            alone = self._work[True]["backward_us"]
+            alone = self._own_work_us[True]["backward_us"]
             if alone:
-                self._drag = max(1.0, sum(longer) / len(longer) / alone)
-                self._machine = replace(self._machine, drag=self._drag)
+                self._overlap_slowdown = max(1.0, sum(longer) / len(longer) / alone)
+                self._machine = replace(self._machine, overlap_slowdown=self._overlap_slowdown)
         for key, alike in by_key.items():
-            self._stacks[key] = self._fitted(alike[0][0], [found for _, found in alike])
-        plain = self._stacks.get("[]") or next(iter(self._stacks.values()), _Stack())
-        self._plain = replace(plain, gaps=plain.gaps if "[]" in self._stacks else [])
+            self._stacks[key] = self._fit_stack(alike[0][0], [found for _, found in alike])
+        default = self._stacks.get("[]") or next(iter(self._stacks.values()), _StackCosts())
+        hook_costs = default.hook_costs if "[]" in self._stacks else []
+        self._default_stack_costs = replace(default, hook_costs=hook_costs)
 
-    def _fitted(self, stage: StageExplained, found: Sequence[StageCosts]) -> _Stack:
+    def _fit_stack(self, stage: StageExplanation, found: Sequence[StageCosts]) -> _StackCosts:
         steps = sum(one.steps for one in found)
-        share = self._machine.share()
-        stack = _Stack()
+        share = self._machine.core_share()
+        stack = _StackCosts()
         points: list[list[tuple[float, float]]] = []
         for bucket in (bucket for one in found for bucket in one.buckets.values()):
-            points += [[] for _ in range(len(bucket.gaps_us) - len(points))]
-            for of_gap, us in zip(points, bucket.gaps_us, strict=False):
-                of_gap.append((bucket.nbytes, us * share))
-        stack.gaps = [Line.through(some) for some in points]
+            points += [[] for _ in range(len(bucket.hook_times_us) - len(points))]
+            for points_of_hook, us in zip(points, bucket.hook_times_us, strict=False):
+                points_of_hook.append((bucket.nbytes, us * share))
+        stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
         buckets = [
             bucket
             for pattern in stage.patterns
             for exchange in pattern.exchanges
-            if exchange.route.hooked
+            if exchange.route.uses_hooks
             for bucket in exchange.buckets or ()
         ]
         if self._on_cpu and all(one.cpu_us for one in found):
-            times = {part: _settings(stage).accumulate if part in _MICRO else 1 for part in OWN}
-            own = sum(us * times[part] for part, us in self._work[True].items()) * self._threads
+            times = {
+                part: _settings(stage).accumulate if part in _MICRO_STEP_PARTS else 1
+                for part in OWN_WORK_PARTS
+            }
+            own = sum(us * times[part] for part, us in self._own_work_us[True].items()) * self._threads
             left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
-            hooks = sum(line.at(bucket.bytes) for bucket in buckets for line in stack.gaps)
-            if hooks > _MOST_OF_HOOKS * left:
-                stack.gaps = [line * (_MOST_OF_HOOKS * left / hooks) for line in stack.gaps]
-                hooks = _MOST_OF_HOOKS * left
-            carried = sum(
-                self._carry(leg, self._world.hosts, stack, "").work_us
+            hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
+            if hooks > _MAX_HOOK_SHARE * left:
+                stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
+                hooks = _MAX_HOOK_SHARE * left
+            collectives = sum(
+                self._collective(leg, self._world.hosts, stack, "").work_us
                 for bucket in buckets
                 for leg in bucket.legs or ()
             )
-            stack.factor = (left - hooks) / carried if carried else 1.0
+            stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
         measured = sum(one.step_us * one.steps for one in found) / steps
         low, high = 0.0, measured
         for _ in range(_HALVINGS):
             stack.wake_us = (low + high) / 2
-            if self._play(stage, self._world, self._machine, stack).step_us > measured:
+            if self._simulate(stage, self._world, self._machine, stack).step_us > measured:
                 high = stack.wake_us
             else:
                 low = stack.wake_us
         return stack
 
-    # Playing.
+    # Simulating.
 
-    def _play(
-        self, stage: StageExplained, world: WorldShape, machine: Machine, stack: _Stack | None = None
-    ) -> Predicted:
-        """Play a cycle of a stage's policy, with a stack in place of what is known of its hooks."""
+    def _simulate(
+        self, stage: StageExplanation, world: WorldShape, machine: Machine, stack: _StackCosts | None = None
+    ) -> StepPrediction:
+        """Simulate a cycle of the stage's policy; `stack`: costs in place of those known for its hooks."""
         if stack is None:
-            stack = self._stacks.get(hooks_key(stage), self._plain) if sends(stage) else _Stack()
-        timeline, delay = Timeline(machine), _delay(stage)
+            stack = _StackCosts()
+            if sends(stage):
+                stack = self._stacks.get(hooks_key(stage), self._default_stack_costs)
+        simulator, delay = StepSimulator(machine), _overlap_steps(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
-        known: dict[int, Played] = {}  # by pattern: a step that begins and ends with nothing under way
-        cycle: list[Played] = []
-        told: Played | None = None
-        since, first = 0, stage.cycle + 1  # the first cycle leaves behind what every later one finds
-        for number in range(1, 2 * stage.cycle + 1):
+        known: dict[int, SimulatedStep] = {}  # by pattern: a step that begins and ends with nothing under way
+        cycle: list[SimulatedStep] = []
+        last_exchange_step: SimulatedStep | None = None
+        steps_since_exchange = 0
+        # The first cycle leaves behind what every later one finds. Behind the second one come the steps in
+        # which its last exchange ends.
+        first, last = stage.cycle + 1, 2 * stage.cycle
+        for number in range(1, last + delay + 1):
             pattern = by_step[(number - 1) % stage.cycle + 1]
-            since += 1
-            idle, met = timeline.idle, bool(pattern.exchanges)
-            played = known.get(id(pattern)) if idle and not met else None
-            if played is None:
-                steps = self._instructions(stage, pattern.exchanges, world, stack, since, delay)
-                played = timeline.play(steps)
-                if idle and timeline.idle:
-                    known[id(pattern)] = played
-            if met:
-                since, told = 0, played
-            if number >= first:
-                cycle.append(played)
-        alone = Timeline(machine).play(self._instructions(stage, (), world, stack, 1, 0))
-        parts, waits = dict[str, float](), dict[Blame, float]()
-        for played in cycle:
-            for name, us in played.parts.items():
+            steps_since_exchange += 1
+            idle, has_exchange = simulator.idle, bool(pattern.exchanges)
+            step = known.get(id(pattern)) if idle and not has_exchange else None
+            if step is None:
+                instructions = self._instructions(
+                    stage, pattern.exchanges, world, stack, steps_since_exchange, delay
+                )
+                step = simulator.simulate_step(instructions)
+                if idle and simulator.idle:
+                    known[id(pattern)] = step
+            if has_exchange:
+                steps_since_exchange = 0
+                last_exchange_step = step if number <= last else last_exchange_step
+            if first <= number <= last:
+                cycle.append(step)
+        alone = StepSimulator(machine).simulate_step(self._instructions(stage, (), world, stack, 1, 0))
+        parts, waits = dict[str, float](), dict[WaitCause, float]()
+        for step in cycle:
+            for name, us in step.parts.items():
                 parts[name] = parts.get(name, 0.0) + us / len(cycle)
-            for why, us in played.exposed.items():
-                waits[why] = waits.get(why, 0.0) + us / len(cycle)
-        sent = _sent(stage, world.hosts)
-        busy: dict[Level, float] = {
-            level: 1e6 * machine.links.of(level).seconds(sent[level]) for level in LEVELS
+            for cause, us in step.waits_us.items():
+                waits[cause] = waits.get(cause, 0.0) + us / len(cycle)
+        sent = _step_bytes(stage, world.hosts)
+        busy_us: dict[LinkLevel, float] = {
+            level: 1e6 * machine.links.at_level(level).seconds(sent[level]) for level in LINK_LEVELS
         }
-        step_us = sum(played.us for played in cycle) / len(cycle)
-        return Predicted(
+        step_us = sum(step.step_us for step in cycle) / len(cycle)
+        return StepPrediction(
             step_us=step_us,
             parts=parts,
             waits=waits,
-            busy=busy,
-            across_bytes=sent["across"],
-            alone_us=alone.us,
-            limit=_limit(step_us, parts, waits, busy, contended=machine.share() < 1),
-            played=told or cycle[-1],
-            measured=self.knows(stage),
+            links_busy_us=busy_us,
+            host_sends_bytes=sent["across"],
+            without_exchange_us=alone.step_us,
+            limit=_bottleneck(step_us, parts, waits, busy_us, contended=machine.core_share() < 1),
+            last_exchange_step=last_exchange_step or cycle[-1],
+            hooks_measured=self.has_measured_hooks(stage),
         )
 
     def _instructions(
         self,
-        stage: StageExplained,
+        stage: StageExplanation,
         exchanges: Sequence[PlannedExchange],
         world: WorldShape,
-        stack: _Stack,
-        since: int,
+        stack: _StackCosts,
+        steps_since_exchange: int,
         delay: int,
     ) -> Iterator[Instruction]:
-        """A step that comes so many steps (`since`) after ranks met."""
+        """The instructions of one step, so many steps after ranks last exchanged anything."""
         settings, trains = _settings(stage), stage.stage.name == "train"
-        work = self._work[settings.gradients is not None]
+        work = self._own_work_us[settings.gradient_averaging is not None]
 
-        def send(moment: str, queue: str, late: float) -> Iterator[Instruction]:
+        def send(moment: str, queue: str, late_us: float) -> Iterator[Instruction]:
             for exchange in exchanges:
                 for bucket in (exchange.buckets or ()) if exchange.moment == moment else ():
-                    yield Send(self._flight(exchange, bucket, world.hosts, stack, queue, late))
+                    yield Send(self._transfer(exchange, bucket, world.hosts, stack, queue, late_us))
 
         for micro in range(settings.accumulate):
             yield Work(work["data_us"], "data_us")
@@ -312,7 +332,7 @@ class CostModel:
             if trains and micro < settings.accumulate - 1:
                 yield Work(work["backward_us"], "backward_us")
         if trains:
-            yield from self._backward(exchanges, world, stack, work["backward_us"])
+            yield from self._backward_instructions(exchanges, world, stack, work["backward_us"])
         yield Work(work["optimizer_us"], "optimizer_us")
         if delay:
             yield Await("sync", delay)
@@ -320,78 +340,97 @@ class CostModel:
         if after:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets or ())
             yield Work(_CHANGE_US * nbytes, "sync_us")
-            yield from send("after_step", "sync", self._late_us(since, world))
+            late_us = self._last_rank_wait_us(steps_since_exchange, world)
+            yield from send("after_step", "sync", late_us)
         if after and not delay:
             yield Await("sync")
-        if settings.gradients != "all":
-            yield from self._control(settings, world, bool(after))
+        if settings.gradient_averaging != "all":
+            yield from self._control_instructions(settings, world, bool(after))
         yield Work(work["sync_us"] + work["other_us"], "sync_us")
 
-    def _control(self, settings: TrainSettings, world: WorldShape, sent: bool) -> Iterator[Instruction]:
+    def _control_instructions(
+        self, settings: StepStageSettings, world: WorldShape, sent: bool
+    ) -> Iterator[Instruction]:
         """The control message about a step in which ranks met; where each has one, nobody waits for it."""
         yield Await("control", settings.plan.control_delay_steps)
         if sent and world.ranks > 1:
-            level: Level = "across" if world.hosts > 1 else "within"
+            level: LinkLevel = "across" if world.hosts > 1 else "within"
             rounds = world.ranks - 1
-            nbytes = {level: _CONTROL_BYTES * rounds}
-            carry = Carry(
-                0.0, nbytes, min(rounds, MOST_ROUNDS), latencies={level: 2 * rounds}, queue="control"
+            collective = Collective(
+                work_us=0.0,
+                bytes_by_level={level: _CONTROL_BYTES * rounds},
+                rounds=min(rounds, MAX_SIMULATED_ROUNDS),
+                latency_counts={level: 2 * rounds},
+                queue="control",
             )
-            yield Send(Flight("control", (carry,), "control"))
+            yield Send(BucketTransfer("control", (collective,), "control"))
 
-    def _late_us(self, steps: int, world: WorldShape) -> float:
-        """How long a rank waits for the last one, which gets the cores of the others if they share them."""
-        return self._late.us(steps, world.ranks) * self._machine_of(world, Links()).share()
+    def _last_rank_wait_us(self, steps: int, world: WorldShape) -> float:
+        """How long a rank waits for the last one. Ranks that share cores leave theirs to it when they are
+        done, so they wait less.
+        """
+        core_share = self._make_machine(world, Links()).core_share()
+        return self._lateness.expected_us(steps, world.ranks) * core_share
 
-    def _backward(
-        self, exchanges: Sequence[PlannedExchange], world: WorldShape, stack: _Stack, whole_us: float
+    def _backward_instructions(
+        self, exchanges: Sequence[PlannedExchange], world: WorldShape, stack: _StackCosts, whole_us: float
     ) -> Iterator[Instruction]:
-        late, done = self._late_us(1, world), 0.0
+        late_us, done = self._last_rank_wait_us(1, world), 0.0
         for exchange in exchanges:
             for bucket in (exchange.buckets or ()) if exchange.moment == "backward" else ():
-                ready = max([self._ready.get(name, 1.0) for name in bucket.params] or [1.0])
+                ready = max([self._gradient_ready_shares.get(name, 1.0) for name in bucket.params] or [1.0])
                 if ready > done:
                     yield Work(whole_us * (ready - done), "backward_us")
                     done = ready
-                yield Send(self._flight(exchange, bucket, world.hosts, stack, "gradient", late))
+                yield Send(self._transfer(exchange, bucket, world.hosts, stack, "gradient", late_us))
         yield Work(whole_us * (1 - done), "backward_us")
         yield Await("gradient")
 
-    def _flight(
-        self, exchange: PlannedExchange, bucket: Bucket, hosts: int, stack: _Stack, queue: str, late: float
-    ) -> Flight:
-        """A bucket on its way through the stage's hooks, or past them."""
-        if not exchange.route.hooked:
-            stack = self._plain
-        phases: list[Work | Late | Carry] = []
+    def _transfer(
+        self,
+        exchange: PlannedExchange,
+        bucket: Bucket,
+        hosts: int,
+        stack: _StackCosts,
+        queue: str,
+        late_us: float,
+    ) -> BucketTransfer:
+        """The transfer of a bucket, through the stage's hooks or past them."""
+        if not exchange.route.uses_hooks:
+            stack = self._default_stack_costs
+        phases: list[Work | LastRankWait | Collective] = []
         legs = bucket.legs or ()
         for index in range(len(legs) + 1):
-            if index < len(stack.gaps):
-                phases.append(Work(stack.gaps[index].at(bucket.bytes)))
+            if index < len(stack.hook_costs):
+                phases.append(Work(stack.hook_costs[index].at(bucket.bytes)))
             if index == 0 and legs:
-                phases.append(Late(late))
+                phases.append(LastRankWait(late_us))
             if index < len(legs):
-                phases.append(self._carry(legs[index], hosts, stack, f"{queue} {index}"))
-        return Flight(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, self._on_cpu)
+                phases.append(self._collective(legs[index], hosts, stack, f"{queue} {index}"))
+        return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, self._on_cpu)
 
-    def _carry(self, leg: Leg, hosts: int, stack: _Stack, queue: str) -> Carry:
-        total = rounds_of(leg.op, leg.ranks, in_trees=not self._on_cpu)
-        sent = leg.sent.all_ranks / sum(leg.sent.counts)
-        work = stack.factor * (_MESSAGE_US * total + (_BYTE_US * sent if sent else _COPY_US * leg.bytes))
-        level: Level = "across" if hosts > 1 and leg.among != "host" else "within"
-        nbytes = _bytes(leg, hosts)
+    def _collective(self, leg: Leg, hosts: int, stack: _StackCosts, queue: str) -> Collective:
+        rounds = round_count(leg.op, leg.ranks, use_trees=not self._on_cpu)
+        sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
+        bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
+        work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us)
+        level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
+        nbytes = _leg_bytes(leg, hosts)
         if not sent or not self._on_cpu:
-            latencies = {level: total if sent else 0}
-            return Carry(
-                work if self._on_cpu else 0.0, nbytes, latencies=latencies, wake_us=stack.wake_us, queue=queue
+            return Collective(
+                work_us if self._on_cpu else 0.0,
+                nbytes,
+                latency_counts={level: rounds if sent else 0},
+                wake_us=stack.wake_us,
+                queue=queue,
             )
-        return Carry(
-            work,
+        return Collective(
+            work_us,
             nbytes,
-            rounds=max(1, min(total, MOST_ROUNDS)),
+            rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
             # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
             # has two on their way, and the receiver is ready for the second when the first has come.
-            latencies={level: (1.5 if leg.op == "all_reduce" else 2.0) * total},
+            latency_counts={level: (1.5 if leg.op == "all_reduce" else 2.0) * rounds},
             wake_us=stack.wake_us,
             queue=queue,
         )
@@ -401,8 +440,8 @@ class Lateness:
     """How much later the last of n ranks is than the mean of them, from the spread of each rank's steps.
 
     With n draws from a distribution, the expected largest is an order statistic, not a mean: of m sorted
-    values, the i-th has a share of (i/m)^n - ((i-1)/m)^n in it. Over several steps without a meeting, what a
-    rank is always late by adds up, and chance grows with the square root of the steps.
+    values, the i-th has a share of (i/m)^n - ((i-1)/m)^n in it. Over several steps without an exchange, what
+    a rank is always late by adds up, and chance grows with the square root of the steps.
 
     Args:
         own_us: of each rank, how long it took for each of some steps, in microseconds.
@@ -419,8 +458,8 @@ class Lateness:
         ]
         self._known: dict[tuple[int, int], float] = {}
 
-    def us(self, steps: int, ranks: int) -> float:
-        """After so many steps without a meeting, in microseconds."""
+    def expected_us(self, steps: int, ranks: int) -> float:
+        """The expected lateness after so many steps without an exchange, in microseconds."""
         if (steps, ranks) not in self._known:
             values = sorted(steps * always + math.sqrt(steps) * chance for always, chance in self._spread)
             count = len(values)
@@ -431,12 +470,12 @@ class Lateness:
         return self._known[steps, ranks]
 
 
-def hooks_key(stage: StageExplained) -> str:
+def hooks_key(stage: StageExplanation) -> str:
     """What tells a stage's stack of hooks from another."""
-    return repr([hook.plain() for hook in _settings(stage).hooks])
+    return repr([hook.to_plain_data() for hook in _settings(stage).hooks])
 
 
-def sends(stage: StageExplained) -> bool:
+def sends(stage: StageExplanation) -> bool:
     """Whether any rank sends anything in the stage's steps."""
     return any(
         bucket.legs
@@ -446,50 +485,50 @@ def sends(stage: StageExplained) -> bool:
     )
 
 
-def _settings(stage: StageExplained) -> TrainSettings:
-    assert stage.settings is not None, "only stages with steps are played"
+def _settings(stage: StageExplanation) -> StepStageSettings:
+    assert stage.settings is not None, "only stages with steps are simulated"
     return stage.settings
 
 
-def _delay(stage: StageExplained) -> int:
+def _overlap_steps(stage: StageExplanation) -> int:
     """After how many steps an exchange that overlaps with training is applied."""
     return max((one.delay for one in _settings(stage).plan.transfers), default=0)
 
 
-def _bytes(leg: Leg, hosts: int) -> dict[Level, float]:
+def _leg_bytes(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
     """What each host sends to others, and what its ranks send to each other, in bytes."""
     sizes = leg.sent.sizes()
     across = sizes["between_hosts"]
     return {"within": (sizes["all_ranks"] - across) / hosts, "across": across / hosts}
 
 
-def _sent(stage: StageExplained, hosts: int) -> dict[Level, float]:
-    """The same for a mean step of a stage."""
-    found: dict[Level, float] = dict.fromkeys(LEVELS, 0.0)
+def _step_bytes(stage: StageExplanation, hosts: int) -> dict[LinkLevel, float]:
+    """What each host sends in a mean step of the stage, by level of the link, in bytes."""
+    found: dict[LinkLevel, float] = dict.fromkeys(LINK_LEVELS, 0.0)
     for pattern in stage.patterns:
         for exchange in pattern.exchanges:
-            times = exchange.times * len(pattern.steps) / stage.cycle
+            times = exchange.times_per_step * len(pattern.steps) / stage.cycle
             for leg in (leg for bucket in exchange.buckets or () for leg in bucket.legs or ()):
-                for level, nbytes in _bytes(leg, hosts).items():
+                for level, nbytes in _leg_bytes(leg, hosts).items():
                     found[level] += times * nbytes
     return found
 
 
-def _limit(
+def _bottleneck(
     step_us: float,
     parts: Mapping[str, float],
-    waits: Mapping[Blame, float],
-    busy: Mapping[Level, float],
+    waits: Mapping[WaitCause, float],
+    busy_us: Mapping[LinkLevel, float],
     *,
     contended: bool,
-) -> Limit:
-    if sum(waits.values()) < _LITTLE * step_us:
+) -> Bottleneck:
+    if sum(waits.values()) < _NEGLIGIBLE_EXPOSED_SHARE * step_us:
         if contended:
             return "cores"
         return "data" if parts.get("data_us", 0.0) > step_us / 2 else "computation"
     match max(waits, key=waits.__getitem__):
         case "wire":
-            return "link across" if busy["across"] >= busy["within"] else "link within"
+            return "link across" if busy_us["across"] >= busy_us["within"] else "link within"
         case "latency":
             return "latency"
         case "late":

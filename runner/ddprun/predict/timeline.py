@@ -1,10 +1,10 @@
-"""Plays steps of training against time: who computes, what is on which link, and who waits for whom.
+"""Simulates training steps: who computes, what is on which link, and who waits for whom.
 
-All ranks of a host do the same, so one of them is played, and the others count in what they share: the cores
-of the host, and its link to other hosts. So the cost grows with buckets, not with ranks. Work on a CPU is a
-fluid: all threads that have some get equal shares of the cores. A link carries one message after the other
-(first in, first out). A collective goes in rounds, each with a message that has to arrive, and to be copied
-or summed by a core, before the next.
+All ranks of a host do the same, so one of them is simulated, and the others count in what they share: the
+cores of the host, and its link to other hosts. So the cost grows with buckets, not with ranks. Work on a CPU
+is a fluid: all threads that have some get equal shares of the cores. A link carries one message after the
+other (first in, first out). A collective goes in rounds, each with a message that has to arrive, and to be
+copied or summed by a core, before the next.
 """
 
 import math
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddprun.predict.links import Level, Links
+from ddprun.predict.links import LinkLevel, Links
 
-Blame = Literal["late", "hooks", "wire", "latency", "collectives"]
+WaitCause = Literal["late", "hooks", "wire", "latency", "collectives"]
 """What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
 messages that are under way; the work of collectives."""
 
-MOST_ROUNDS = 12
-"""Of a collective with more rounds, several are played as one."""
+MAX_SIMULATED_ROUNDS = 12
+"""Of a collective with more rounds, several are simulated as one."""
 
 _EPSILON_US = 1e-6
 
@@ -34,20 +34,20 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """The last rank is ready so much later than this one, in microseconds."""
+class LastRankWait:
+    """A phase that lasts until the last rank is ready, so many microseconds after this one."""
 
     us: float
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class Collective:
     """One collective."""
 
     work_us: float  # of this rank: copies, sums, system calls
-    nbytes: Mapping[Level, float]  # what leaves each host for others, or goes between ranks inside, bytes
+    bytes_by_level: Mapping[LinkLevel, float]  # what leaves each host, and what its ranks send to each other
     rounds: int = 1  # messages that can only go one after the other
-    latencies: Mapping[Level, float] = field(default_factory=dict)
+    latency_counts: Mapping[LinkLevel, float] = field(default_factory=dict)
     """How many times the latency of each link counts, in all rounds together."""
 
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
@@ -55,11 +55,11 @@ class Carry:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A bucket on its way."""
+class BucketTransfer:
+    """A bucket and the phases of its exchange: hooks, waiting for the last rank, and collectives."""
 
     name: str
-    phases: tuple[Work | Late | Carry, ...]
+    phases: tuple[Work | LastRankWait | Collective, ...]
     queue: str = "gradient"
     on_training_thread: bool = True  # its first work
 
@@ -68,7 +68,7 @@ class Flight:
 class Send:
     """The training thread hands over a bucket."""
 
-    flight: Flight
+    transfer: BucketTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +83,27 @@ Instruction = Work | Send | Await
 
 
 @dataclass(slots=True)
-class Flown:
-    """What became of a flight: microseconds from the beginning of its step."""
+class TransferTimes:
+    """When a transfer was ready and done, in microseconds since its step began."""
 
     name: str
     ready_us: float
-    done_us: float = math.nan
+    done_us: float = math.nan  # while it is in progress
 
 
 @dataclass(slots=True)
-class Played:
-    """One step."""
+class SimulatedStep:
+    """What came out of one simulated step."""
 
-    us: float = 0.0
+    step_us: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
-    exposed: dict[Blame, float] = field(default_factory=lambda: defaultdict(float))  # it waited, for what
-    flights: list[Flown] = field(default_factory=list)
+    waits_us: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))  # of that thread
+    transfers: list[TransferTimes] = field(default_factory=list)
 
     @property
     def exposed_us(self) -> float:
         """How long the training thread waited."""
-        return sum(self.exposed.values())
+        return sum(self.waits_us.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,118 +111,119 @@ class Machine:
     """What ranks share."""
 
     cores: float  # of a host; infinite where each rank computes on a device of its own
-    local: int  # ranks of a host
+    ranks_per_host: int
     links: Links
     workers: int = 2  # collectives of one process group that run at once
-    drag: float = 1.0
+    overlap_slowdown: float = 1.0
     """How much longer computation takes while something is under way, on a device of its own."""
 
-    def share(self, threads: int = 1) -> float:
+    def core_share(self, threads: int = 1) -> float:
         """The part of a core that each of so many threads of a rank gets, while all ranks have as many."""
-        return min(1.0, self.cores / (self.local * threads)) if threads else 1.0
+        return min(1.0, self.cores / (self.ranks_per_host * threads)) if threads else 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A flight, and where it is: first its message, then work, round by round."""
+class _ActiveTransfer:
+    """A transfer in progress. In each round first its message is sent, then its work is done."""
 
-    flight: Flight
-    flown: Flown
+    transfer: BucketTransfer
+    times: TransferTimes
     step: int
+    step_start_us: float
     phase: int = -1
     round: int = 0  # of a collective, from 1
     running: bool = False  # False: done, or waiting for a thread of its queue
     done: bool = False
     wire_until_us: float = 0.0
     arrives_us: float = 0.0  # its message
-    until_us: float = 0.0  # threads have noticed
-    work_us: float = 0.0  # left
-    next_work_us: float = 0.0  # that begins then
+    resumes_us: float = 0.0  # threads have noticed that it is here
+    work_left_us: float = 0.0
+    next_work_us: float = 0.0  # that begins when threads have noticed
 
 
-class Timeline:
-    """Plays steps one after the other; what is under way at the end of one goes on in the next."""
+class StepSimulator:
+    """Simulates steps one after the other; transfers in progress at the end of one go on in the next."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._now = 0.0
-        self._free: dict[Level, float] = {"within": 0.0, "across": 0.0}  # when each link has nothing to do
-        self._under_way: list[_UnderWay] = []
+        self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
+        self._active_transfers: list[_ActiveTransfer] = []
         self._threads = Counter[str]()  # that work on collectives, by queue
-        self._waiting: dict[str, deque[_UnderWay]] = defaultdict(deque)  # for a thread of their queue
+        self._waiting: dict[str, deque[_ActiveTransfer]] = defaultdict(deque)  # for a thread of their queue
         self._step = 0
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not self._under_way
+        return not self._active_transfers
 
-    def play(self, instructions: Iterable[Instruction]) -> Played:
-        """Play one step."""
+    def simulate_step(self, instructions: Iterable[Instruction]) -> SimulatedStep:
+        """Simulate one step."""
         self._step += 1
-        start, played = self._now, Played()
+        start, step = self._now, SimulatedStep()
         for instruction in instructions:
             match instruction:
                 case Work():
-                    self._compute(instruction, played)
-                case Send(flight):
-                    flown = Flown(flight.name, self._now - start)
-                    played.flights.append(flown)
-                    sent = _UnderWay(flight, flown, self._step)
-                    own = flight.phases[0] if flight.phases and flight.on_training_thread else None
+                    self._compute(instruction, step)
+                case Send(transfer):
+                    times = TransferTimes(transfer.name, self._now - start)
+                    step.transfers.append(times)
+                    active = _ActiveTransfer(transfer, times, self._step, start)
+                    own = transfer.phases[0] if transfer.phases and transfer.on_training_thread else None
                     if isinstance(own, Work):
-                        sent.phase = 0
-                        self._compute(own, played)
-                    self._under_way.append(sent)
-                    self._enter_next(sent)
-                    self._go_on(sent)
+                        active.phase = 0
+                        self._compute(own, step)
+                    self._active_transfers.append(active)
+                    self._enter_next_phase(active)
+                    self._advance_transfer(active)
                 case Await(queue, steps_ago):
                     last = self._step - steps_ago
-                    for one in list(self._under_way):
-                        while one.flight.queue == queue and one.step <= last and not one.done:
-                            self._pass(math.inf, None, played, one)
-        played.us = self._now - start
-        for flown in played.flights:
-            flown.done_us -= start
-        return played
+                    for one in list(self._active_transfers):
+                        while one.transfer.queue == queue and one.step <= last and not one.done:
+                            self._advance_time(math.inf, None, step, one)
+        step.step_us = self._now - start
+        return step
 
-    def _compute(self, work: Work, played: Played) -> None:
+    def _compute(self, work: Work, step: SimulatedStep) -> None:
         left = work.us
         while left > _EPSILON_US:
-            left = self._pass(left, work.part, played)
+            left = self._advance_time(left, work.part, step)
 
-    def _pass(self, left: float, part: str | None, played: Played, awaited: _UnderWay | None = None) -> float:
-        """Let time pass up to the next moment at which anything changes; gives what is left of the training
+    def _advance_time(
+        self, left: float, part: str | None, step: SimulatedStep, awaited: _ActiveTransfer | None = None
+    ) -> float:
+        """Advance time to the next moment at which anything changes; returns what is left of the training
         thread's work.
         """
         machine = self._machine
-        working = [one for one in self._under_way if one.work_us > 0]
-        share = machine.share(len(working) + (part is not None))
-        own_share = share / machine.drag if self._under_way and part != "hooks" else share
+        working = [one for one in self._active_transfers if one.work_left_us > 0]
+        share = machine.core_share(len(working) + (part is not None))
+        own_share = share / machine.overlap_slowdown if self._active_transfers and part != "hooks" else share
         passed = left / own_share if part is not None else math.inf
         for one in working:
-            passed = min(passed, one.work_us / share)
-        for one in self._under_way:
-            for moment in (one.wire_until_us, one.arrives_us, one.until_us):
+            passed = min(passed, one.work_left_us / share)
+        for one in self._active_transfers:
+            for moment in (one.wire_until_us, one.arrives_us, one.resumes_us):
                 if moment > self._now + _EPSILON_US:
                     passed = min(passed, moment - self._now)
         assert math.isfinite(passed), "somebody waits for nothing"
         if part is not None:
-            played.parts[part] += passed
+            step.parts[part] += passed
             left -= passed * own_share
         elif awaited is not None:
-            played.exposed[self._blame(awaited)] += passed
+            step.waits_us[self._wait_cause(awaited)] += passed
         self._now += passed
         for one in working:
-            one.work_us -= passed * share
-        for one in list(self._under_way):
-            self._go_on(one)
+            one.work_left_us -= passed * share
+        for one in list(self._active_transfers):
+            self._advance_transfer(one)
         return left
 
-    def _blame(self, awaited: _UnderWay) -> Blame:
-        """What a bucket is waiting for now."""
-        match awaited.flight.phases[awaited.phase]:
-            case Late():
+    def _wait_cause(self, awaited: _ActiveTransfer) -> WaitCause:
+        """What a transfer is waiting for now."""
+        match awaited.transfer.phases[awaited.phase]:
+            case LastRankWait():
                 return "late"
             case Work():
                 return "hooks"
@@ -231,68 +232,69 @@ class Timeline:
             return "wire"
         return "latency" if awaited.arrives_us > soon else "collectives"
 
-    def _go_on(self, one: _UnderWay) -> None:
-        """Take a flight as far as it gets without time passing."""
+    def _advance_transfer(self, one: _ActiveTransfer) -> None:
+        """Take a transfer as far as it gets without time passing."""
         while one.running:
-            if one.until_us > self._now + _EPSILON_US:
+            if one.resumes_us > self._now + _EPSILON_US:
                 return
             if one.next_work_us > 0:
-                one.work_us, one.next_work_us = one.next_work_us, 0.0
-            if one.work_us > _EPSILON_US:
+                one.work_left_us, one.next_work_us = one.next_work_us, 0.0
+            if one.work_left_us > _EPSILON_US:
                 return
-            one.work_us = 0.0
-            phase = one.flight.phases[one.phase]
-            if isinstance(phase, Carry) and one.round < phase.rounds:
+            one.work_left_us = 0.0
+            phase = one.transfer.phases[one.phase]
+            if isinstance(phase, Collective) and one.round < phase.rounds:
                 self._begin_round(one, phase)
             else:
-                self._enter_next(one)
+                self._enter_next_phase(one)
 
-    def _begin_round(self, one: _UnderWay, carry: Carry) -> None:
+    def _begin_round(self, one: _ActiveTransfer, collective: Collective) -> None:
         """A collective puts its next message on its links."""
         one.round += 1
         end = self._now
-        for level, nbytes in carry.nbytes.items():
-            took = 1e6 * self._machine.links.of(level).seconds(nbytes / carry.rounds)
+        for level, nbytes in collective.bytes_by_level.items():
+            took = 1e6 * self._machine.links.at_level(level).seconds(nbytes / collective.rounds)
             if took:
-                self._free[level] = max(self._now, self._free[level]) + took
-                end = max(end, self._free[level])
+                self._link_free_us[level] = max(self._now, self._link_free_us[level]) + took
+                end = max(end, self._link_free_us[level])
         one.wire_until_us = end
-        for level, times in carry.latencies.items():
-            end += 1e6 * self._machine.links.of(level).latency_s * times / carry.rounds
+        for level, count in collective.latency_counts.items():
+            end += 1e6 * self._machine.links.at_level(level).latency_s * count / collective.rounds
+        one.arrives_us = end
         # Threads need part of that time once the message is here, and part of it for whatever else cores do.
-        one.arrives_us, one.until_us = end, max(end + carry.wake_us / 2, self._now + carry.wake_us)
-        one.next_work_us = carry.work_us / carry.rounds
+        one.resumes_us = max(end + collective.wake_us / 2, self._now + collective.wake_us)
+        one.next_work_us = collective.work_us / collective.rounds
 
-    def _enter_next(self, one: _UnderWay) -> None:
-        """A flight enters its next phase, or is done; its thread takes the next one that waits."""
-        before = one.flight.phases[one.phase] if one.phase >= 0 else None
+    def _enter_next_phase(self, one: _ActiveTransfer) -> None:
+        """A transfer enters its next phase, or is done; its thread takes the next one that waits."""
+        before = one.transfer.phases[one.phase] if one.phase >= 0 else None
         one.phase += 1
-        one.running, one.round, one.until_us = True, 0, self._now
-        if one.phase == len(one.flight.phases):
-            one.running, one.done, one.flown.done_us = False, True, self._now
-            self._under_way.remove(one)
+        one.running, one.round, one.resumes_us = True, 0, self._now
+        if one.phase == len(one.transfer.phases):
+            one.running, one.done, one.times.done_us = False, True, self._now - one.step_start_us
+            self._active_transfers.remove(one)
         else:
-            match one.flight.phases[one.phase]:
+            match one.transfer.phases[one.phase]:
                 case Work(us):
-                    one.work_us = us
-                case Late(us):
-                    one.until_us = self._now + us
-                case Carry(queue=queue):
+                    one.work_left_us = us
+                case LastRankWait(us):
+                    one.resumes_us = self._now + us
+                case Collective(queue=queue):
                     one.running = self._threads[queue] < self._machine.workers
                     if one.running:
                         self._threads[queue] += 1
                     else:
                         self._waiting[queue].append(one)
-        if isinstance(before, Carry):
+        if isinstance(before, Collective):
             if self._waiting[before.queue]:
                 waited = self._waiting[before.queue].popleft()
-                waited.running, waited.until_us = True, self._now
-                self._go_on(waited)
+                waited.running, waited.resumes_us = True, self._now
+                self._advance_transfer(waited)
             else:
                 self._threads[before.queue] -= 1
 
 
-def rounds_of(op: str, ranks: int, *, in_trees: bool = False) -> int:
+def round_count(op: str, ranks: int, *, use_trees: bool = False) -> int:
     """Messages of a collective that can only go one after the other: in a ring, or, as with NCCL, in a tree
     where that takes fewer. Pieces of an all-to-all go at once.
     """
@@ -300,7 +302,7 @@ def rounds_of(op: str, ranks: int, *, in_trees: bool = False) -> int:
     tree = math.ceil(math.log2(max(2, ranks)))
     match op:
         case "all_reduce":
-            return 2 * min(ring, tree) if in_trees else 2 * ring
+            return 2 * min(ring, tree) if use_trees else 2 * ring
         case "all_to_all":
             return min(1, ring)
         case "broadcast":

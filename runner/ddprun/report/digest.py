@@ -19,23 +19,23 @@ from typing import Any
 from ddprun.report.runs import Run
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
-from ddprun.units import count, size
+from ddprun.units import format_bytes, format_count
 
-_POINTS = 400  # of a curve, at most
-_BUCKET_LINES = 200_000
+_MAX_CURVE_POINTS = 400
+_MAX_BUCKET_RECORDS = 200_000  # that are read, about
 _TIMELINES = 10
 _TIMELINE_RANKS = 64
-_RANK_LOSSES = 16
+_MAX_RANK_LOSS_CURVES = 16
 _MARKED_GRADIENTS = 16
-_GROUPS = 8  # of parameters, whose learning rates and gradient norms are curves
-_SIZES = 5  # of buckets, whose fidelity is a curve
-_NAMED_STAGES = 4  # in sentences
-_MUCH_OF_THE_RUN = 0.1  # a stage that took less of the time of all steps has no sentences
+_MAX_PARAM_GROUPS = 8  # whose learning rates and gradient norms are curves
+_MAX_BUCKET_SIZE_RANGES = 5  # whose fidelity is a curve
+_MAX_STAGES_WITH_SENTENCES = 4
+_MIN_STAGE_SHARE = 0.1  # a stage that took less of the time of all steps has no sentences
 _NAMED_PARAMS = 8
-_MUCH = 0.15  # a share of a step's time that is worth a change
-_MUCH_OF_THE_WAITING = 0.25  # a late rank that causes less of all waiting is not what to begin with
-_WINDOW = 20  # synchronising steps that stragglers are looked for in, by default
-_LITTLE = 0.02  # of a step's time: not worth a sentence
+_ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
+_MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
+_STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
+_NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
 PART_NAMES = {
     "data_us": "loading data",
     "forward_us": "forward",
@@ -47,7 +47,7 @@ PART_NAMES = {
     "sync_us": "between steps",
     "other_us": "other",
 }
-_PLACES = {
+_PART_PHRASES = {
     "data_us": "loading data",
     "forward_us": "in forward",
     "backward_us": "in backward",
@@ -58,7 +58,7 @@ _PLACES = {
     "sync_us": "between steps",
     "other_us": "elsewhere",
 }
-_SHARES = {
+_PARTS_BY_CATEGORY = {
     "compute": ("forward_us", "backward_us", "optimizer_us"),
     "data": ("data_us",),
     "hook": ("exposed_hook_us",),
@@ -66,7 +66,7 @@ _SHARES = {
     "wire": ("exposed_wire_us",),
     "sync": ("sync_us", "other_us"),
 }
-_ADVICE = {
+_STRAGGLER_ADVICE = {
     "data": "Try more `loader.workers`, or look at that rank's disk.",
     "forward": "Look at what else runs on that rank's cores or GPU, and at inputs that cost more.",
     "backward": "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
@@ -87,8 +87,8 @@ class Curve:
 
 
 @dataclass(slots=True)
-class Sent:
-    """What went through one stack of hooks: sums over the payloads of all ranks."""
+class StackTraffic:
+    """Totals of what was sent through one stack of hooks, over all ranks."""
 
     kind: str
     hooks: tuple[str, ...]
@@ -96,80 +96,82 @@ class Sent:
     bytes: int = 0
     wire_bytes: int = 0
     between_hosts_bytes: int = 0
-    us: int = 0  # from ready to done
+    ready_to_done_us: int = 0
     encode_us: int = 0
     decode_us: int = 0
     payloads: int = 0
 
 
 @dataclass(slots=True)
-class Gathered:
-    """How the gradients of a bucket became complete, over the steps and ranks that were read."""
+class BucketCompletion:
+    """How the gradients of one bucket became complete, over the steps and ranks that were read."""
 
     params: tuple[str, ...]
     completed_by: Counter[str] = field(default_factory=Counter)  # how often each gradient was the last
-    us: int = 0  # from the first gradient to the last, summed over steps and ranks
+    first_to_last_us: int = 0  # from the first complete gradient to the last, summed over steps and ranks
 
 
 @dataclass
-class Times:
+class StepTimes:
     """Where the time of some steps went, on each rank."""
 
-    us: list[Counter[str]]  # for each rank the sum over its steps of each part, and of `step_us`
-    steps: list[int]  # how many these are, for each rank
+    total_us_by_rank: list[Counter[str]]  # sums over steps: of each part, and of `step_us`
+    steps_by_rank: list[int]  # how many steps these are
 
-    def __add__(self, other: "Times") -> "Times":
-        """Of the steps of both."""
-        us = zip(self.us, other.us, strict=True)
-        return Times([one + more for one, more in us], list(map(int.__add__, self.steps, other.steps)))
+    def __add__(self, other: "StepTimes") -> "StepTimes":
+        """The times of the steps of both."""
+        totals = zip(self.total_us_by_rank, other.total_us_by_rank, strict=True)
+        counts = zip(self.steps_by_rank, other.steps_by_rank, strict=True)
+        return StepTimes([one + more for one, more in totals], [one + more for one, more in counts])
 
     @cached_property
-    def parts_us(self) -> list[dict[str, float]]:
+    def mean_us_by_rank(self) -> list[dict[str, float]]:
         """For each rank the mean of each part of a step, and of `step_us`; empty for a rank without steps."""
-        ranks = zip(self.us, self.steps, strict=True)
+        ranks = zip(self.total_us_by_rank, self.steps_by_rank, strict=True)
         return [
             {part: us[part] / steps for part in (*PARTS, "step_us")} if steps else {} for us, steps in ranks
         ]
 
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
-        """The means over ranks."""
-        known = [one for one in self.parts_us if one]
+        """The mean of each part of a step, and of `step_us`, over ranks."""
+        known = [one for one in self.mean_us_by_rank if one]
         return {part: sum(one[part] for one in known) / max(1, len(known)) for part in (*PARTS, "step_us")}
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Of a step's time, means over ranks."""
+        """The share of a step's time that each category takes, mean over ranks."""
         us = self.mean_parts_us
         return {
-            name: sum(us[part] for part in some) / (us["step_us"] or 1.0) for name, some in _SHARES.items()
+            name: sum(us[part] for part in some) / (us["step_us"] or 1.0)
+            for name, some in _PARTS_BY_CATEGORY.items()
         }
 
     @property
-    def exposed(self) -> float:
-        """The share of communication that does not overlap with computation."""
+    def exposed_share(self) -> float:
+        """The share of a step's time that is communication not hidden behind computation."""
         return self.shares["hook"] + self.shares["wait"] + self.shares["wire"]
 
 
 @dataclass
-class Stage:
+class StageDigest:
     """The steps of a stage in numbers."""
 
     index: int  # in the pipeline's `stages`, from 0
     kind: str
     sync: Any  # the policy as the pipeline has it
     hooks: tuple[str, ...]  # the names in its stack
-    first: int  # recorded step
-    last: int
-    times: Times
+    first_step: int  # that was recorded
+    last_step: int
+    times: StepTimes
     synced_steps: int  # recorded steps in which ranks exchanged their losses
-    sent: list[Sent] = field(default_factory=list)
-    bucket_steps: int = 0  # steps whose bucket records were read
+    traffic: list[StackTraffic] = field(default_factory=list)
+    sampled_step_count: int = 0  # steps whose bucket records were read
 
     @property
     def name(self) -> str:
-        """As a reader knows it."""
-        return f"stage {self.index}, {self.described}"
+        """Its number and description, for a reader."""
+        return f"stage {self.index}, {self.description}"
 
     @property
     def step_ms(self) -> float:
@@ -177,8 +179,8 @@ class Stage:
         return self.times.mean_parts_us["step_us"] / 1000
 
     @property
-    def period(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The sync policy with its options, if it has any: it then synchronises now and then."""
+    def periodic_policy(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The sync policy's name and options, if it has options: it then synchronises in some steps only."""
         if isinstance(self.sync, Mapping) and self.sync:
             name, options = next(iter(self.sync.items()))
             if isinstance(options, Mapping) and options:
@@ -186,7 +188,7 @@ class Stage:
         return None
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """What it does: how it synchronises, and through which hooks."""
         policy = next(iter(self.sync), None) if isinstance(self.sync, Mapping) else self.sync
         about = [str(policy)] if policy not in (None, "every_step") else []
@@ -195,37 +197,39 @@ class Stage:
 
 
 @dataclass
-class Digest:
+class RunDigest:
     """A run in numbers."""
 
     run: Run
-    recorded: list[int]  # the steps that have records
-    stages: list[Stage]  # that have steps, in their order
+    recorded_steps: list[int]  # the steps that have records
+    stages: list[StageDigest]  # that have steps, in their order
     loss: Curve
     rank_losses: list[Curve]  # of the first ranks
     parts_ms: dict[str, Curve]  # each part of a step, mean over ranks
-    groups: dict[str, list[Curve]]  # learning rate and gradient norm of the first groups of parameters
+    param_group_curves: dict[str, list[Curve]]  # `lr` and `group_grad_norms` of the first groups
     grad_norm: Curve  # of all gradients together
     held_out: dict[str, Curve]  # each metric of the evaluations
     fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
-    gathered: dict[int, Gathered] = field(default_factory=dict)  # by gradient bucket, if measured
+    bucket_completions: dict[int, BucketCompletion] = field(default_factory=dict)
+    """By the number of the gradient bucket; empty if that was not recorded."""
+
     timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
-    read_steps: frozenset[int] = frozenset()  # whose bucket records were read
+    sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """How many ranks have records."""
         return len(self.run.ranks)
 
     @cached_property
-    def times(self) -> Times:
-        """Of all steps."""
-        none = Times([Counter() for _ in self.run.ranks], [0] * self.ranks)
+    def times(self) -> StepTimes:
+        """The times of all steps of the run."""
+        none = StepTimes([Counter() for _ in self.run.ranks], [0] * self.rank_count)
         return sum((stage.times for stage in self.stages), none)
 
     @property
     def steps_per_s(self) -> float | None:
-        """The one speed of a run: from the mean time of its steps."""
+        """Steps per second, from the mean time of a step: the speed that all reports of a run give."""
         step_us = self.times.mean_parts_us["step_us"]
         return 1e6 / step_us if step_us else None
 
@@ -237,7 +241,7 @@ class Digest:
         return sum(known) / len(known) if known else None
 
 
-class _Column:
+class _StepMeans:
     """For each recorded step, in order, the mean of a number over ranks, in bounded memory."""
 
     def __init__(self, steps: Sequence[int]) -> None:
@@ -254,13 +258,13 @@ class _Column:
     def mean(self, index: int | None) -> float | None:
         return self.sums[index] / self.counts[index] if index is not None and self.counts[index] else None
 
-    def of(self, step: int) -> float:
+    def at_step(self, step: int) -> float:
         """The mean of a step; 0 if there is none."""
-        return self.mean(_index(self._steps, step)) or 0.0
+        return self.mean(_step_index(self._steps, step)) or 0.0
 
-    def curve(self, stages: Sequence[Stage], scale: float = 1.0) -> Curve:
-        length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _POINTS))
-        starts = [stage.first for stage in stages]
+    def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
+        length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
+        starts = [stage.first_step for stage in stages]
 
         def interval(index: int) -> tuple[int, int]:
             stage = max(0, bisect_right(starts, self._steps[index]) - 1)
@@ -278,59 +282,61 @@ class _Column:
         return found
 
 
-def _index(steps: Sequence[int], step: int) -> int | None:
+def _step_index(steps: Sequence[int], step: int) -> int | None:
     index = bisect_left(steps, step)
     return index if index < len(steps) and steps[index] == step else None
 
 
-def digest(run: Run, timed: Callable[[int], bool] = lambda _: True) -> Digest:
-    """Read a run's records; the time of the steps that are not `timed` does not count."""
-    steps = run.recorded
-    rank_losses = [_Column(steps) for _ in run.ranks]
-    columns = {name: _Column(steps) for name in ("mean_loss", "grad_norm", *PARTS, "step_us")}
-    groups: dict[str, list[_Column]] = {"lr": [], "group_grad_norms": []}
-    of_stages: dict[int, Stage] = {}
-    begun = {event["stage"]: event for event in run.all("stage_started")}
+def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> RunDigest:
+    """Read a run's records; the time of steps for which `is_timed` is false does not count."""
+    steps = run.recorded_steps
+    rank_losses = [_StepMeans(steps) for _ in run.ranks]
+    columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *PARTS, "step_us")}
+    groups: dict[str, list[_StepMeans]] = {"lr": [], "group_grad_norms": []}
+    stages_by_index: dict[int, StageDigest] = {}
+    start_events = {event["stage"]: event for event in run.events_of_kind("stage_started")}
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
-        for line in run.steps(rank):
-            step = line["step"]
-            at = _index(steps, step)
-            own_loss.add(at, line["loss"])
+        for line in run.step_records(rank):
+            step, stage_index = line["step"], line["stage"]
+            index = _step_index(steps, step)
+            own_loss.add(index, line["loss"])
             for name, column in columns.items():
-                column.add(at, line.get(name))
+                column.add(index, line.get(name))
             for name, known in groups.items():
-                for group, value in enumerate((line.get(name) or ())[:_GROUPS]):
+                for group, value in enumerate((line.get(name) or ())[:_MAX_PARAM_GROUPS]):
                     if group == len(known):
-                        known.append(_Column(steps))
-                    known[group].add(at, value)
-            if (stage := of_stages.get(line["stage"])) is None:
-                stage = of_stages[line["stage"]] = _stage(line["stage"], begun, step, len(run.ranks))
-            stage.first, stage.last = min(stage.first, step), max(stage.last, step)
+                        known.append(_StepMeans(steps))
+                    known[group].add(index, value)
+            if (stage := stages_by_index.get(stage_index)) is None:
+                stage = _new_stage_digest(stage_index, start_events, step, len(run.ranks))
+                stages_by_index[stage_index] = stage
+            stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             stage.synced_steps += position == 0 and line["mean_loss"] is not None
-            if timed(step):
-                stage.times.steps[position] += 1
+            if is_timed(step):
+                stage.times.steps_by_rank[position] += 1
                 for part in (*PARTS, "step_us"):
-                    stage.times.us[position][part] += line[part]
-    stages = sorted(of_stages.values(), key=lambda stage: stage.first)
-    found = Digest(
+                    stage.times.total_us_by_rank[position][part] += line[part]
+    stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
+    counts = columns["step_us"].counts
+    found = RunDigest(
         run=run,
-        recorded=[number for number, count in zip(steps, columns["step_us"].counts, strict=True) if count],
+        recorded_steps=[step for step, count in zip(steps, counts, strict=True) if count],
         stages=stages,
         loss=columns["mean_loss"].curve(stages),
-        rank_losses=[column.curve(stages) for column in rank_losses[:_RANK_LOSSES]],
+        rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
-        groups={name: _curves(known, stages) for name, known in groups.items()},
+        param_group_curves={name: _curves(known, stages) for name, known in groups.items()},
         grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
     )
-    if found.recorded:
+    if found.recorded_steps:
         _read_buckets(found)
-        shown = _steps_to_show(found.recorded, columns["step_us"], columns["exposed_wait_us"])
+        shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
     return found
 
 
-def merged(digests: Sequence[Digest]) -> Digest:
+def merge_digests(digests: Sequence[RunDigest]) -> RunDigest:
     """Runs of one pipeline under several seeds as one: the first, with all times and the mean losses."""
     first, *others = digests
     stages = [
@@ -361,14 +367,17 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     return found
 
 
-def _stage(index: int, begun: Mapping[int, Mapping[str, Any]], step: int, ranks: int) -> Stage:
-    event = begun.get(index, {})
+def _new_stage_digest(
+    index: int, start_events: Mapping[int, Mapping[str, Any]], step: int, ranks: int
+) -> StageDigest:
+    event = start_events.get(index, {})
     about = event.get("kind", "train"), event.get("sync"), tuple(event.get("hooks", ()))
-    return Stage(index, *about, step, step, Times([Counter() for _ in range(ranks)], [0] * ranks), 0)
+    times = StepTimes([Counter() for _ in range(ranks)], [0] * ranks)
+    return StageDigest(index, *about, first_step=step, last_step=step, times=times, synced_steps=0)
 
 
-def _curves(columns: Iterable[_Column], stages: Sequence[Stage]) -> list[Curve]:
-    """Of the columns that have any value."""
+def _curves(columns: Iterable[_StepMeans], stages: Sequence[StageDigest]) -> list[Curve]:
+    """The curves of those columns that have any value."""
     return [column.curve(stages) for column in columns if any(column.counts)]
 
 
@@ -382,105 +391,109 @@ def _held_out(run: Run) -> dict[str, Curve]:
     return found
 
 
-def _read_buckets(found: Digest) -> None:
-    """Bucket records, of as many steps as can be read in seconds."""
-    run, recorded = found.run, found.recorded
-    sample = sum(1 for rank in run.ranks for _ in run.buckets(rank, {recorded[-1]}.__contains__)) or 1
-    every = max(1, math.ceil(len(recorded) * sample / _BUCKET_LINES))
+def _read_buckets(digest: RunDigest) -> None:
+    """Read the bucket records of as many steps as can be read in a few seconds."""
+    run, recorded, last = digest.run, digest.recorded_steps, digest.recorded_steps[-1:]
+    per_step = sum(1 for rank in run.ranks for _ in run.bucket_records(rank, last.__contains__)) or 1
+    stride = max(1, math.ceil(len(recorded) * per_step / _MAX_BUCKET_RECORDS))
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
-    wanted = found.read_steps = frozenset(random.Random(0).sample(recorded, len(recorded) // every or 1))
-    sent: dict[tuple[int, str, tuple[str, ...]], Sent] = {}
+    sampled = frozenset(random.Random(0).sample(recorded, len(recorded) // stride or 1))
+    digest.sampled_steps = sampled
+    traffic: dict[tuple[int, str, tuple[str, ...]], StackTraffic] = {}
     steps: dict[tuple[int, str, tuple[str, ...]], set[int]] = defaultdict(set)
-    gathered: dict[int, Gathered] = {}
+    completions: dict[int, BucketCompletion] = {}
     sizes: set[int] = set()
     for rank in run.ranks:
-        for line in run.buckets(rank, wanted.__contains__):
+        for line in run.bucket_records(rank, sampled.__contains__):
             key = line["stage"], line["kind"], tuple(line["hooks"])
-            one = sent.setdefault(key, Sent(*key[1:]))
+            one = traffic.setdefault(key, StackTraffic(*key[1:]))
             steps[key].add(line["step"])
             one.bytes += line["bytes"]
             one.wire_bytes += line["wire_bytes"]
             one.between_hosts_bytes += line["between_hosts_bytes"]
-            one.us += line["done_us"] - line["ready_us"]
+            one.ready_to_done_us += line["done_us"] - line["ready_us"]
             one.encode_us += line["encode_us"]
             one.decode_us += line["decode_us"]
             one.payloads += 1
             sizes.add(line["bytes"])
             ready = [at for at in line.get("params_ready_us", ()) if at is not None]
-            if ready and (last := line.get("completed_by")) is not None:
-                bucket = gathered.setdefault(line["bucket"], Gathered(tuple(line["params"])))
-                bucket.completed_by[last] += 1
-                bucket.us += max(ready) - min(ready)
-    for stage in found.stages:
-        stage.bucket_steps = sum(stage.first <= step <= stage.last for step in wanted)
-        for key, one in sent.items():
+            if ready and (last_gradient := line.get("completed_by")) is not None:
+                bucket = completions.setdefault(line["bucket"], BucketCompletion(tuple(line["params"])))
+                bucket.completed_by[last_gradient] += 1
+                bucket.first_to_last_us += max(ready) - min(ready)
+    for stage in digest.stages:
+        stage.sampled_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
+        for key, one in traffic.items():
             if key[0] == stage.index:
                 one.steps = len(steps[key])
-                stage.sent.append(one)
-    found.gathered = dict(sorted(gathered.items()))
-    _read_fidelity(found, sorted(sizes))
+                stage.traffic.append(one)
+    digest.bucket_completions = dict(sorted(completions.items()))
+    _read_fidelity(digest, sorted(sizes))
 
 
-def _read_fidelity(found: Digest, sizes: Sequence[int]) -> None:
-    """A curve for each size of buckets; of very many sizes, for each of a few ranges."""
-    columns: dict[tuple[str, int], _Column] = {}
-    read: dict[int, set[int]] = defaultdict(set)  # the sizes in each range
-    for rank in found.run.ranks:
-        for line in found.run.buckets(rank, holding=b'"fidelity"'):
-            at = bisect_left(sizes, line["bytes"])
-            group = at * _SIZES // len(sizes) if len(sizes) > _SIZES else at
-            read[group].add(line["bytes"])
+def _read_fidelity(digest: RunDigest, sizes: Sequence[int]) -> None:
+    """Make a fidelity curve for each size of bucket; if there are very many, for a few ranges of sizes."""
+    recorded = digest.recorded_steps
+    columns: dict[tuple[str, int], _StepMeans] = {}
+    sizes_by_range: dict[int, set[int]] = defaultdict(set)
+    for rank in digest.run.ranks:
+        for line in digest.run.bucket_records(rank, holding=b'"fidelity"'):
+            number = bisect_left(sizes, line["bytes"])
+            if len(sizes) > _MAX_BUCKET_SIZE_RANGES:
+                number = number * _MAX_BUCKET_SIZE_RANGES // len(sizes)
+            sizes_by_range[number].add(line["bytes"])
             for name in ("cosine", "relative_l2"):
-                column = columns.setdefault((name, group), _Column(found.recorded))
-                column.add(_index(found.recorded, line["step"]), line["fidelity"][name])
-    for (name, group), column in sorted(columns.items()):
+                column = columns.setdefault((name, number), _StepMeans(recorded))
+                column.add(_step_index(recorded, line["step"]), line["fidelity"][name])
+    for (name, number), column in sorted(columns.items()):
         if any(column.counts):
-            named = " to ".join(dict.fromkeys(map(size, (min(read[group]), max(read[group])))))
-            found.fidelity.setdefault(name, {})[f"buckets of {named}"] = column.curve(found.stages)
+            ends = min(sizes_by_range[number]), max(sizes_by_range[number])
+            label = f"buckets of {' to '.join(dict.fromkeys(map(format_bytes, ends)))}"
+            digest.fidelity.setdefault(name, {})[label] = column.curve(digest.stages)
 
 
-def _steps_to_show(recorded: Sequence[int], step: _Column, waited: _Column) -> dict[int, str]:
+def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:
     """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
     shown = min(len(recorded), _TIMELINES - 2)
     positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
     chosen = {recorded[index]: "" for index in positions}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    by_length = sorted(later, key=step.of)
+    by_length = sorted(later, key=step_us.at_step)
     special = {
         "the median step": by_length[len(later) // 2],
-        "the longest wait": max(later, key=waited.of),
-        "the longest": max(later, key=step.of),
+        "the longest wait": max(later, key=wait_us.at_step),
+        "the longest": max(later, key=step_us.at_step),
     }
-    for why, number in special.items():
-        chosen[number] = f"{chosen[number]}, {why}" if chosen.get(number) else why
+    for why, step in special.items():
+        chosen[step] = f"{chosen[step]}, {why}" if chosen.get(step) else why
     return dict(sorted(chosen.items()))
 
 
 def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    of_steps: dict[int, list[dict[str, Any]]] = {number: [] for number in chosen}
+    ranks_by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in chosen}
     for rank in run.ranks[:_TIMELINE_RANKS]:
         buckets: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for one in run.buckets(rank, chosen.__contains__):
+        for one in run.bucket_records(rank, chosen.__contains__):
             buckets[one["step"]].append(one)
-        for line in run.steps(rank, chosen.__contains__):
+        for line in run.step_records(rank, chosen.__contains__):
             start = line["start_us"]
-            of_steps[line["step"]].append(
+            ranks_by_step[line["step"]].append(
                 {
                     "rank": rank,
-                    "start_us": run.clocks.aligned(rank, start),
+                    "start_us": run.clocks.on_rank0_clock(rank, start),
                     "laps": line.get("laps", ()),
                     "waits": [[begin - start, end - begin] for begin, end in line.get("waits", ())],
-                    "buckets": [_on_timeline(one, start) for one in buckets[line["step"]]],
+                    "buckets": [_timeline_bucket(one, start) for one in buckets[line["step"]]],
                 }
             )
-    for number, ranks in of_steps.items():
+    for step, ranks in ranks_by_step.items():
         first = min((one["start_us"] for one in ranks), default=0.0)
         for one in ranks:
             one["start_us"] = round(one["start_us"] - first)
-        yield {"step": number, "why": chosen[number], "ranks": ranks}
+        yield {"step": step, "why": chosen[step], "ranks": ranks}
 
 
-def _on_timeline(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
+def _timeline_bucket(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
     """A bucket's times after `start_us`; of many gradients those that were complete last."""
     params, all_ready_us = bucket["params"], bucket.get("all_ready_us")
     times = zip(params, bucket.get("params_ready_us", ()), strict=False)
@@ -503,12 +516,12 @@ def _on_timeline(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
 # What stands out.
 
 
-def sentences(digest: Digest) -> dict[str, list[str]]:
+def sentences(digest: RunDigest) -> dict[str, list[str]]:
     """What stands out in a run, by the stage that it is about; names of keys and commands are in backticks.
 
     Of many stages, those that took most time; without a name if only one takes steps.
     """
-    if not digest.recorded:
+    if not digest.recorded_steps:
         return {
             "": [
                 "The run has no step records, so it is unknown where its time went.",
@@ -516,107 +529,113 @@ def sentences(digest: Digest) -> dict[str, list[str]]:
                 "Its events, below, show how far it got.",
             ]
         }
-    return {
-        stage.name if len(digest.stages) > 1 else "": [
-            where(stage.times),
-            _who(digest, stage, sums := straggler_totals(stragglers(digest, stage))),
-            _what(digest, stage, sums),
+    found = {}
+    for stage in main_stages(digest):
+        late_ranks = straggler_totals(straggler_episodes(digest, stage))
+        found[stage.name if len(digest.stages) > 1 else ""] = [
+            time_breakdown(stage.times),
+            _straggler_sentence(digest, stage, late_ranks),
+            _advice_sentence(digest, stage, late_ranks),
         ]
-        for stage in main_stages(digest)
-    }
+    return found
 
 
-def main_stages(digest: Digest) -> list[Stage]:
-    """The few stages in which a run spent most of its time, in their order."""
-    us = {stage.index: sum(one["step_us"] for one in stage.times.us) for stage in digest.stages}
-    longest = sorted(digest.stages, key=lambda stage: us[stage.index])[-_NAMED_STAGES:]
-    least = max(1, _MUCH_OF_THE_RUN * sum(us.values()))
+def main_stages(digest: RunDigest) -> list[StageDigest]:
+    """The few stages in which the run spent most of its time, in pipeline order."""
+    us = {stage.index: sum(one["step_us"] for one in stage.times.total_us_by_rank) for stage in digest.stages}
+    longest = sorted(digest.stages, key=lambda stage: us[stage.index])[-_MAX_STAGES_WITH_SENTENCES:]
+    least = max(1, _MIN_STAGE_SHARE * sum(us.values()))
     return [stage for stage in digest.stages if stage in longest and us[stage.index] >= least]
 
 
-def stragglers(digest: Digest, stage: Stage | None = None) -> list[dict[str, Any]]:
+def straggler_episodes(digest: RunDigest, stage: StageDigest | None = None) -> list[dict[str, Any]]:
     """Each episode in which a rank was late; with `stage`, those that began in it."""
     summary = digest.run.summary
     if summary is not None and "stragglers" in summary:
         found: list[dict[str, Any]] = summary["stragglers"]
     else:
-        found = [{**event, "rank": event["straggler"]} for event in digest.run.all("straggler")]
-    return [one for one in found if stage is None or stage.first <= one["first_step"] <= stage.last]
+        found = [{**event, "rank": event["straggler"]} for event in digest.run.events_of_kind("straggler")]
+    if stage is None:
+        return found
+    return [one for one in found if stage.first_step <= one["first_step"] <= stage.last_step]
 
 
-def where(times: Times) -> str:
-    """Where the time went."""
+def time_breakdown(times: StepTimes) -> str:
+    """A sentence on where the time of a step went."""
     shares = times.shares
-    found = [
+    known = [
         (shares["compute"], "forward, backward and optimizer"),
         (
-            times.exposed,
+            times.exposed_share,
             f"exposed communication ({shares['wire']:.0%} on the wire, {shares['wait']:.0%} waiting for the "
             f"last rank, {shares['hook']:.0%} in hooks)",
         ),
         (shares["data"], "loading data"),
         (shares["sync"], "between steps"),
     ]
-    named = [f"{share:.0%} {what}" for share, what in sorted(found, reverse=True) if share >= 0.005]
+    named = [f"{share:.0%} {what}" for share, what in sorted(known, reverse=True) if share >= 0.005]
+    text = f"A step took {times.mean_parts_us['step_us'] / 1000:.1f} ms on average"
+    if not named:
+        return f"{text}; its records do not tell what for."
     listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])}, and {named[-1]}"
-    return f"A step took {times.mean_parts_us['step_us'] / 1000:.1f} ms on average: {listed}."
+    return f"{text}: {listed}."
 
 
-def difference(first: str, before: Times, after: Times) -> str:
-    """How much longer or shorter a step took than in the run called `first`, and which parts made it so."""
+def step_time_difference(baseline_name: str, before: StepTimes, after: StepTimes) -> str:
+    """How much longer or shorter a step took than in the run `baseline_name`, and which parts made it so."""
     ms = {name: (us - before.mean_parts_us[name]) / 1000 for name, us in after.mean_parts_us.items()}
     total = ms.pop("step_us")
-    if abs(total) < _LITTLE * before.mean_parts_us["step_us"] / 1000:
-        return f"A step took about as long as with {first}."
+    if abs(total) < _NEGLIGIBLE_SHARE * before.mean_parts_us["step_us"] / 1000:
+        return f"A step took about as long as with {baseline_name}."
 
     most = sorted(ms, key=lambda part: ms[part] * math.copysign(1, total))[-2:][::-1]
-    parts = " and ".join(f"{_PLACES[part]} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0)
-    longer = "longer" if total > 0 else "less"
-    return f"A step took {abs(total):.1f} ms {longer} than with {first}, mostly {parts}."
+    parts = " and ".join(f"{_PART_PHRASES[part]} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0)
+    text = f"A step took {abs(total):.1f} ms {'longer' if total > 0 else 'less'} than with {baseline_name}"
+    return f"{text}, mostly {parts}." if parts else f"{text}."
 
 
-def _who(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
-    if digest.ranks < 2:
+def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
+    if digest.rank_count < 2:
         return "There was one rank, so no rank waited for another."
-    if not sums and stage.synced_steps < _WINDOW:
+    if not late_ranks and stage.synced_steps < _STRAGGLER_WINDOW_STEPS:
         return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
-    if not sums:
+    if not late_ranks:
         return "No rank was late for long."
-    worst, *rest = sums
+    worst, *rest = late_ranks
     params = ", ".join(worst.params[:3]) + (" …" if len(worst.params) > 3 else "")
     bucket = "" if worst.bucket is None else f", before bucket {worst.bucket} ({params})"
     more = sum(one.episodes for one in rest)
-    others = f"; {count(more, 'more episode')} of late ranks below" if more else ""
+    others = f"; {format_count(more, 'more episode')} of late ranks below" if more else ""
     return (
         f"Rank {worst.rank} was {worst.late_us / 1000:.1f} ms late in {worst.cause}{bucket}, {worst.when()}, "
         f"and the others waited for it{others}."
     )
 
 
-def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
+def _advice_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
     shares = stage.times.shares
     wait = shares["wait"]
-    if wait > _MUCH and sums and _waiting_for(digest, stage, sums[0]) > _MUCH_OF_THE_WAITING * wait:
-        return _ADVICE.get(sums[0].cause, _ADVICE["optimizer"])
-    if shares["data"] > _MUCH:
+    if wait > _ADVICE_THRESHOLD and late_ranks:
+        worst = late_ranks[0]
+        if _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * wait:
+            return _STRAGGLER_ADVICE.get(worst.cause, _STRAGGLER_ADVICE["optimizer"])
+    if shares["data"] > _ADVICE_THRESHOLD:
         return "Try more `loader.workers`: the training thread waits for its data."
-    if shares["hook"] > _MUCH:
-        plain = [one for one in _alike(digest, stage) if not one.hooks]
-        if plain and (fastest := min(plain, key=lambda one: one.step_ms)).step_ms < stage.step_ms:
+    if shares["hook"] > _ADVICE_THRESHOLD:
+        without = [one for one in _comparable_stages(digest, stage) if not one.hooks]
+        if without and (fastest := min(without, key=lambda one: one.step_ms)).step_ms < stage.step_ms:
             there = f"a step took {fastest.step_ms:.1f} ms in stage {fastest.index}, which has none"
             return f"Try without the hooks: {there}."
         return (
             "Try without the hooks, or with cheaper ones: they may cost more time than they save on the "
             "wire; `ddprun compare` measures it."
         )
-    if shares["wire"] > _MUCH:
-        return _against_the_wire(digest, stage)
-    if wait > _MUCH:
-        return (
-            f"Try {_less_often(digest, stage)}: another rank is the last one each time, and every "
-            "synchronisation waits for it."
-        )
-    if shares["sync"] > _MUCH:
+    if shares["wire"] > _ADVICE_THRESHOLD:
+        return _wire_time_advice(digest, stage)
+    if wait > _ADVICE_THRESHOLD:
+        text = f"Try {_sync_less_often_phrase(digest, stage)}: another rank is the last one each time"
+        return f"{text}, and every synchronisation waits for it."
+    if shares["sync"] > _ADVICE_THRESHOLD:
         return (
             "Try to do less between steps: audits, fidelity, buffer exchanges and mutation are in `sync_us`."
         )
@@ -628,38 +647,38 @@ def _what(digest: Digest, stage: Stage, sums: Sequence[StragglerTotal]) -> str:
     return "Nothing stands out: no single change is likely to gain much."
 
 
-def _against_the_wire(digest: Digest, stage: Stage) -> str:
-    if {one.hooks for one in stage.sent if one.kind in ("gradient", "delta")} != {()}:
-        return f"Try {_less_often(digest, stage)}."
-    if hooked := [one for one in _alike(digest, stage) if one.hooks]:
-        fastest = min(hooked, key=lambda one: one.step_ms)
+def _wire_time_advice(digest: RunDigest, stage: StageDigest) -> str:
+    if {one.hooks for one in stage.traffic if one.kind in ("gradient", "delta")} != {()}:
+        return f"Try {_sync_less_often_phrase(digest, stage)}."
+    if with_hooks := [one for one in _comparable_stages(digest, stage) if one.hooks]:
+        fastest = min(with_hooks, key=lambda one: one.step_ms)
         there = f"with those of stage {fastest.index} a step took {fastest.step_ms:.1f} ms"
         if fastest.step_ms < stage.step_ms:
             return f"Try hooks in this stage, too: {there}."
-        return f"Try {_less_often(digest, stage)}; hooks did not help: {there}."
-    also = ", `[hierarchical]`" if any(one.between_hosts_bytes for one in stage.sent) else ""
+        return f"Try {_sync_less_often_phrase(digest, stage)}; hooks did not help: {there}."
+    also = ", `[hierarchical]`" if any(one.between_hosts_bytes for one in stage.traffic) else ""
     return (
         f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}), or try "
-        f"{_less_often(digest, stage)}."
+        f"{_sync_less_often_phrase(digest, stage)}."
     )
 
 
-def _alike(digest: Digest, stage: Stage) -> list[Stage]:
+def _comparable_stages(digest: RunDigest, stage: StageDigest) -> list[StageDigest]:
     """The stages of the same kind and sync policy: what differs between them may come from the hooks."""
     return [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
 
 
-def _less_often(digest: Digest, stage: Stage) -> str:
-    if stage.period is not None:
-        name, options = stage.period
+def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
+    if stage.periodic_policy is not None:
+        name, options = stage.periodic_policy
         now = ", ".join(f"{key}: {value}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
-    if other := next((one for one in digest.stages if one.period is not None), None):
+    if other := next((one for one in digest.stages if one.periodic_policy is not None), None):
         return f"to synchronise less often, as stage {other.index} does"
     return "to synchronise less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
 
 
-def _waiting_for(digest: Digest, stage: Stage, late: StragglerTotal) -> float:
+def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:
     """The share of the stage's time that ranks waited for a late one, mean over ranks."""
-    steps = max(late.steps, stage.last - stage.first + 1)
-    return late.lost_steps / steps * (digest.ranks - 1) / digest.ranks
+    steps = max(late.steps, stage.last_step - stage.first_step + 1)
+    return late.lost_steps / steps * (digest.rank_count - 1) / digest.rank_count

@@ -12,20 +12,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ddprun.config.resolved import flow
-from ddprun.predict.links import Level, rate_of
-from ddprun.report.digest import Digest, Stage, stragglers
-from ddprun.report.replay import WARM_UP, Measured, Moments, Network, Part, Replay, numbered, read, replay
-from ddprun.run_files import parse
-from ddprun.units import count, duration
+from ddprun.config.resolved import flow_yaml
+from ddprun.predict.links import LinkLevel, rate_text
+from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
+from ddprun.report.replay import (
+    WARM_UP,
+    BucketTimes,
+    MeasuredStage,
+    Replay,
+    RunTopology,
+    StepPart,
+    numbered_name,
+    read_measured_stages,
+    replay_stage,
+)
+from ddprun.run_files import parse_json
+from ddprun.units import format_count, format_duration
 
-MOST_BYTES = 64 << 20
-"""Of a file."""
+MAX_PREDICTION_BYTES = 64 << 20
+"""Largest size of a prediction file."""
 
-_MUCH = 0.1  # a difference that wants a reason
-_MOST_OF = 0.5  # what accounts for so much of a difference is its reason
+_NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference wants a reason
+_MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
 _NEAR_LARGEST = 0.8
-_BUSY = 0.8  # a process that has its cores computes for more of the time in which it does not wait
+_MIN_CPU_SHARE = 0.8  # a process that has its cores computes for more of the time in which it does not wait
 
 
 class PredictionError(Exception):
@@ -33,13 +43,13 @@ class PredictionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """A stage: predicted and measured, in microseconds."""
+class StageComparison:
+    """Predicted and measured times of one stage, in microseconds."""
 
     stage: str
     sentences: Sequence[str]
-    step: Mapping[Part, tuple[float, float]] = field(default_factory=dict)
-    buckets: Mapping[str, tuple[Moments | None, Moments | None]] = field(default_factory=dict)
+    step_parts_us: Mapping[StepPart, tuple[float, float]] = field(default_factory=dict)
+    buckets: Mapping[str, tuple[BucketTimes | None, BucketTimes | None]] = field(default_factory=dict)
     sweep: Sequence[tuple[int, float, float]] = ()
     """Predicted for other numbers of ranks: how many, a step, and how long it waits."""
 
@@ -67,13 +77,13 @@ class _Predicted(BaseModel):
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     parts_us: dict[str, _Us]
     waits_us: dict[str, _Us]
-    links_busy_us: dict[Level, _Us]
+    links_busy_us: dict[LinkLevel, _Us]
     host_sends_bytes: _Us
     buckets: list[_PredictedBucket]
     sweep: Annotated[list[_PredictedRanks], Field(max_length=100)] = []
 
     @property
-    def parts(self) -> dict[Part, float]:
+    def step_parts(self) -> dict[StepPart, float]:
         """A step, divided as records divide it."""
         late, hooks_us = self.waits_us.get("late", 0.0), self.waits_us.get("hooks", 0.0)
         wire = sum(self.waits_us.values()) - late - hooks_us
@@ -82,13 +92,14 @@ class _Predicted(BaseModel):
         return {"own": own, "hooks": hooks, "late": late, "wire": wire, "step": self.step_us}
 
     @property
-    def moments(self) -> dict[str, Moments]:
-        """Of each bucket, under the name that records have for it."""
-        times = Counter[str]()
+    def bucket_times(self) -> dict[str, BucketTimes]:
+        """The times of each bucket, under the name that records have for it."""
+        occurrences = Counter[str]()
         found = {}
         for one in self.buckets:
-            times[one.bucket] += 1
-            found[numbered(one.bucket, times[one.bucket])] = Moments(one.ready_us, one.done_us)
+            occurrences[one.bucket] += 1
+            name = numbered_name(one.bucket, occurrences[one.bucket])
+            found[name] = BucketTimes(one.ready_us, one.done_us)
         return found
 
 
@@ -111,15 +122,15 @@ class Prediction(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> "Prediction":
-        """Check what anybody may have written.
+        """Parse and check the bytes of a prediction file, which anybody may have written.
 
         Raises:
             PredictionError: says what is wrong with it.
         """
-        if len(data) > MOST_BYTES:
-            raise PredictionError(f"longer than {MOST_BYTES:,} bytes")
+        if len(data) > MAX_PREDICTION_BYTES:
+            raise PredictionError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
         try:
-            found = cls.model_validate(parse(data))
+            found = cls.model_validate(parse_json(data))
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
@@ -134,166 +145,188 @@ class Prediction(BaseModel):
 # Both, side by side.
 
 
-def compare(digest: Digest, prediction: Prediction | None = None) -> list[Compared]:
-    """The stages of a run, against a prediction or against what their records explain."""
-    started = digest.run.first("started") or {}
-    hosts = len(set(started.get("hosts") or [""]))
-    network = Network(hosts, started.get("world_size", digest.ranks), started.get("device", "cpu") == "cpu")
-    measured, found = read(digest), list[Compared]()
+def compare_stages(digest: RunDigest, prediction: Prediction | None = None) -> list[StageComparison]:
+    """Compare each stage of a run with a prediction, or with what its own records explain."""
+    started = digest.run.first_event("started") or {}
+    topology = RunTopology(
+        hosts=len(set(started.get("hosts") or [""])),
+        ranks=started.get("world_size", digest.rank_count),
+        on_cpu=started.get("device", "cpu") == "cpu",
+    )
+    measured_stages, found = read_measured_stages(digest), list[StageComparison]()
     for stage in digest.stages:
-        if stage.index not in measured:
+        if (measured := measured_stages.get(stage.index)) is None:
             continue
-        one = _Stage(digest, stage, measured[stage.index], replay(measured[stage.index], network))
+        comparer = _StageComparer(digest, stage, measured, replay_stage(measured, topology))
         if prediction is not None:
-            found.append(one.against(prediction, network))
-        elif one.replay is not None:
-            found.append(one.explained(one.replay))
+            found.append(comparer.compare_with_prediction(prediction, topology))
+        elif comparer.replay is not None:
+            found.append(comparer.compare_with_replay(comparer.replay))
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class _StageComparer:
     """A stage of a run, and what is known of it."""
 
-    digest: Digest
-    stage: Stage
-    measured: Measured
+    digest: RunDigest
+    stage: StageDigest
+    measured: MeasuredStage
     replay: Replay | None
 
-    def explained(self, replay: Replay) -> Compared:
-        """Against what the records explain."""
-        measured, played = self.measured.parts(replay.steps), replay.played
-        own, hooks = measured["own"], measured["hooks"]  # they are played as they were
-        wire = max(0.0, played.us - own - hooks)
-        predicted: dict[Part, float] = {
-            "own": own,
-            "hooks": hooks,
-            "late": 0.0,
-            "wire": wire,
-            "step": played.us,
-        }
-        text = f"The link {replay.where} gave {rate_of(replay.bytes_per_s)}."
-        if not replay.known:
-            text = f"The link {replay.where} took too little of a step for its rate to be known."
+    def compare_with_replay(self, replay: Replay) -> StageComparison:
+        """Compare the stage with the replay of its records."""
+        measured, simulated = self.measured.parts(replay.steps), replay.simulated_step
+        own, hooks = measured["own"], measured["hooks"]  # they are replayed as they were
+        wire, step_us = max(0.0, simulated.step_us - own - hooks), simulated.step_us
+        predicted: dict[StepPart, float]
+        predicted = {"own": own, "hooks": hooks, "late": 0.0, "wire": wire, "step": step_us}
+        text = f"The link {replay.link_location} gave {rate_text(replay.bytes_per_s)}."
+        if not replay.rate_known:
+            text = f"The link {replay.link_location} took too little of a step for its rate to be known."
         text += " Over it, with what ranks did themselves and with no rank late, a step takes "
-        text += f"{duration(1e-6 * played.us)}; it took {duration(1e-6 * measured['step'])}."
-        ends = {one.name: Moments(one.ready_us, one.done_us) for one in played.flights}
-        return self._compared(text, predicted, measured, ends)
+        text += f"{format_duration(1e-6 * step_us)}; it took {format_duration(1e-6 * measured['step'])}."
+        buckets = {one.name: BucketTimes(one.ready_us, one.done_us) for one in simulated.transfers}
+        return self._comparison(text, predicted, measured, buckets)
 
-    def against(self, prediction: Prediction, network: Network) -> Compared:
-        """Against a prediction, if it is of the same stage."""
-        one = next((one for one in prediction.stages if one.stage == self.stage.index), None)
+    def compare_with_prediction(self, prediction: Prediction, topology: RunTopology) -> StageComparison:
+        """Compare the stage with a prediction, if that is of the same stage."""
+        one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
         if one is None or one.predicted is None:
-            return Compared(self.stage.name, ["Nothing is predicted of this stage."])
+            return StageComparison(self.stage.name, ["Nothing is predicted of this stage."])
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
-            "ranks": (prediction.ranks, network.ranks),
-            "hosts": (prediction.hosts, network.hosts),
-            "sync": (flow(one.sync), flow(self.stage.sync)),
-            "hooks": (flow(hooks), flow(list(self.stage.hooks))),
+            "ranks": (prediction.ranks, topology.ranks),
+            "hosts": (prediction.hosts, topology.hosts),
+            "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
+            "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
-        differ = [f"{name} {said} (in the run {was})" for name, (said, was) in facts.items() if said != was]
+        differ = [
+            f"{name} {predicted} (in the run {actual})"
+            for name, (predicted, actual) in facts.items()
+            if predicted != actual
+        ]
         if differ:
             text = f"The prediction is not compared, since it is of something else: {', '.join(differ)}."
-            return Compared(self.stage.name, [text])
-        measured = self.measured.parts(self.measured.steps, max(1, one.cycle))
+            return StageComparison(self.stage.name, [text])
+        measured = self.measured.parts(self.measured.step_records, max(1, one.cycle))
         if not measured:
             text = f"Too few steps are recorded: it takes {one.cycle:,} after the first {WARM_UP}."
-            return Compared(self.stage.name, [text])
-        said, was = one.predicted.step_us, measured["step"]
-        text = f"A step was predicted to take {duration(1e-6 * said)}, and took {duration(1e-6 * was)}"
-        text += f" ({_percent(was, said)})."
-        found = self._compared(text, one.predicted.parts, measured, one.predicted.moments, one.predicted)
+            return StageComparison(self.stage.name, [text])
+        predicted_us, measured_us = one.predicted.step_us, measured["step"]
+        text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
+        text += f"{format_duration(1e-6 * measured_us)} ({_percent_change(predicted_us, measured_us)})."
+        buckets = one.predicted.bucket_times
+        found = self._comparison(text, one.predicted.step_parts, measured, buckets, one.predicted)
         sweep = [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep]
         return replace(found, sweep=sweep)
 
-    def _compared(
+    def _comparison(
         self,
         text: str,
-        predicted: Mapping[Part, float],
-        measured: Mapping[Part, float],
-        ends: Mapping[str, Moments],
-        by: _Predicted | None = None,
-    ) -> Compared:
+        predicted: Mapping[StepPart, float],
+        measured: Mapping[StepPart, float],
+        predicted_buckets: Mapping[str, BucketTimes],
+        prediction: _Predicted | None = None,
+    ) -> StageComparison:
         step = {part: (us, measured[part]) for part, us in predicted.items()}
-        names = dict.fromkeys((*ends, *(self.measured.buckets if by else ())))
-        buckets = {name: (ends.get(name), self.measured.moments(name)) for name in names}
-        found = Compared(self.stage.name, [text], step, buckets)
-        return Compared(self.stage.name, [text, self._unexplained(found, by)], step, buckets)
+        names = dict.fromkeys((*predicted_buckets, *(self.measured.buckets if prediction else ())))
+        buckets = {name: (predicted_buckets.get(name), self.measured.median_times(name)) for name in names}
+        found = StageComparison(self.stage.name, [text], step, buckets)
+        return replace(found, sentences=[text, self._difference_sentence(found, prediction)])
 
-    def _unexplained(self, found: Compared, by: _Predicted | None) -> str:
-        """Which bucket differs by much, or else whether the step does, and the likely reason."""
-        known = {name: (said, was) for name, (said, was) in found.buckets.items() if said and was}
-        off = {name: was.done_us - said.done_us for name, (said, was) in known.items()}
-        off = {name: us for name, us in off.items() if abs(us) > _MUCH * known[name][0].done_us}
-        said_us, was_us = found.step["step"]
-        if off:
+    def _difference_sentence(self, found: StageComparison, prediction: _Predicted | None) -> str:
+        """A sentence on the first bucket, or else the step, that differs much, with the likely reason."""
+        known = {
+            name: (predicted, measured)
+            for name, (predicted, measured) in found.buckets.items()
+            if predicted and measured
+        }
+        late_us = {
+            name: measured.done_us - predicted.done_us for name, (predicted, measured) in known.items()
+        }
+        late_us = {
+            name: us for name, us in late_us.items() if abs(us) > _NOTABLE_DIFFERENCE * known[name][0].done_us
+        }
+        predicted_us, measured_us = found.step_parts_us["step"]
+        if late_us:
             # What holds up one bucket holds up those behind it: the first of them is named.
-            bucket = next(
-                name for name in off if abs(off[name]) >= _NEAR_LARGEST * max(map(abs, off.values()))
-            )
-            us, (said, was) = off[bucket], known[bucket]
-            text = f"{bucket[:1].upper()}{bucket[1:]} was done {_time(us)} {_word(us, 'later', 'earlier')} "
-            text += f"than predicted ({_percent(was.done_us, said.done_us)})"
-            if len(off) > 1:
-                text += f", and {count(len(off) - 1, 'other bucket')} by more than {_MUCH:.0%}"
-            return f"{text}: {self._reason(us, found, bucket, by)}."
-        if abs(us := was_us - said_us) > _MUCH * said_us:
-            text = f"The step took {_time(us)} {_word(us, 'longer', 'less')} than predicted"
-            return f"{text}: {self._reason(us, found, None, by)}."
-        return f"Neither the step nor a bucket differs from the prediction by more than {_MUCH:.0%}."
+            least_us = _NEAR_LARGEST * max(map(abs, late_us.values()))
+            bucket = next(name for name, us in late_us.items() if abs(us) >= least_us)
+            us, (predicted, measured) = late_us[bucket], known[bucket]
+            text = f"{bucket[:1].upper()}{bucket[1:]} was done {_difference_text(us, 'later', 'earlier')} "
+            text += f"than predicted ({_percent_change(predicted.done_us, measured.done_us)})"
+            if len(late_us) > 1:
+                others = format_count(len(late_us) - 1, "other bucket")
+                text += f", and {others} by more than {_NOTABLE_DIFFERENCE:.0%}"
+            return f"{text}: {self._reason(us, found, bucket, prediction)}."
+        if abs(us := measured_us - predicted_us) > _NOTABLE_DIFFERENCE * predicted_us:
+            text = f"The step took {_difference_text(us, 'longer', 'less')} than predicted"
+            return f"{text}: {self._reason(us, found, None, prediction)}."
+        text = "Neither the step nor a bucket differs from the prediction by more than"
+        return f"{text} {_NOTABLE_DIFFERENCE:.0%}."
 
-    def _reason(self, us: float, found: Compared, bucket: str | None, by: _Predicted | None) -> str:
-        for amount_us, reason in self._evidence(found, bucket, by):
-            if amount_us * math.copysign(1.0, us) >= _MOST_OF * abs(us):
+    def _reason(
+        self, us: float, found: StageComparison, bucket: str | None, prediction: _Predicted | None
+    ) -> str:
+        for amount_us, reason in self._evidence(found, bucket, prediction):
+            if amount_us * math.copysign(1.0, us) >= _MIN_EXPLAINED_SHARE * abs(us):
                 return reason
-        busy = self.measured.busy
-        if us > 0 and busy < _BUSY:
-            return (
-                f"ranks share too few cores: each had one for {busy:.0%} of the time in which it did not wait"
-            )
+        share = self.measured.cpu_share
+        if us > 0 and share < _MIN_CPU_SHARE:
+            text = "ranks share too few cores: each had one for"
+            return f"{text} {share:.0%} of the time in which it did not wait"
         return "nothing in the records says why"
 
     def _evidence(
-        self, found: Compared, bucket: str | None, by: _Predicted | None
+        self, found: StageComparison, bucket: str | None, prediction: _Predicted | None
     ) -> Iterator[tuple[float, str]]:
-        """What records know of: by how many microseconds it makes a bucket, or else the step, later."""
-        more_us = {part: was - said for part, (said, was) in found.step.items()}
-        ends = {name: was.done_us for name, (_, was) in found.buckets.items() if was}
-        said, was = found.buckets[bucket] if bucket else (None, None)
-        late_us, last = self.measured.late(bucket or max(ends, key=ends.__getitem__, default=""))
-        text = f"ranks waited {_time(late_us)} for the last one, which was not always the same"
+        """Causes that the records show: by how many microseconds each makes the bucket, or else the step,
+        later, and a text.
+        """
+        more_us = {part: measured - predicted for part, (predicted, measured) in found.step_parts_us.items()}
+        done_us = {name: measured.done_us for name, (_, measured) in found.buckets.items() if measured}
+        predicted_times, measured_times = found.buckets[bucket] if bucket else (None, None)
+        late_us, last = self.measured.wait_for_last_rank(
+            bucket or max(done_us, key=done_us.__getitem__, default="")
+        )
+        waited = _unsigned_duration(late_us)
+        text = f"ranks waited {waited} for the last one, which was not always the same"
         if last is not None:
-            episodes = stragglers(self.digest, self.stage)
+            episodes = straggler_episodes(self.digest, self.stage)
             causes = [f", late in {one['cause']}" for one in episodes if one["rank"] == last]
-            text = f"rank {last} had it ready {_time(late_us)} after the others{''.join(causes[:1])}"
-        yield (late_us - found.step["late"][0] if bucket else more_us["late"]), text
-        if by is None:
+            text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
+        yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
+        if prediction is None:
             return
-        if said and was:
-            us = was.ready_us - said.ready_us
-            yield us, f"it was ready {_time(us)} {_word(us, 'later', 'earlier')}"
+        if predicted_times and measured_times:
+            us = measured_times.ready_us - predicted_times.ready_us
+            yield us, f"it was ready {_difference_text(us, 'later', 'earlier')}"
         else:
             us = more_us["own"]
-            yield us, f"ranks' own work took {_time(us)} {_word(us, 'longer', 'less')}"
-        link, busy_us = self.replay, self.replay and by.links_busy_us.get(self.replay.level)
-        if link and link.known and busy_us and by.host_sends_bytes:
-            bytes_per_s = 1e6 * by.host_sends_bytes / busy_us
-            took_us = was.done_us - was.ready_us if was else found.step["wire"][1]
-            text = f"the link {link.where} gave {rate_of(link.bytes_per_s)}, and {rate_of(bytes_per_s)} was "
-            yield took_us * (1 - link.bytes_per_s / bytes_per_s), f"{text}predicted with"
+            yield us, f"ranks' own work took {_difference_text(us, 'longer', 'less')}"
+        replay = self.replay
+        busy_us = prediction.links_busy_us.get(replay.level) if replay else None
+        if replay and replay.rate_known and busy_us and prediction.host_sends_bytes:
+            bytes_per_s = 1e6 * prediction.host_sends_bytes / busy_us
+            took_us = found.step_parts_us["wire"][1]
+            if measured_times:
+                took_us = measured_times.done_us - measured_times.ready_us
+            text = f"the link {replay.link_location} gave {rate_text(replay.bytes_per_s)}"
+            text += f", and {rate_text(bytes_per_s)} was predicted with"
+            yield took_us * (1 - replay.bytes_per_s / bytes_per_s), text
         us = more_us["hooks"]
-        yield us, f"hooks took {_time(us)} {_word(us, 'longer', 'less')}"
+        yield us, f"hooks took {_difference_text(us, 'longer', 'less')}"
 
 
-def _time(us: float) -> str:
-    return duration(1e-6 * abs(us))
+def _unsigned_duration(us: float) -> str:
+    return format_duration(1e-6 * abs(us))
 
 
-def _word(us: float, more: str, less: str) -> str:
-    return more if us > 0 else less
+def _difference_text(us: float, more: str, less: str) -> str:
+    return f"{_unsigned_duration(us)} {more if us > 0 else less}"
 
 
-def _percent(was: float, said: float) -> str:
-    return f"{was / said - 1:+.0%}" if said else "+∞"
+def _percent_change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.0%}" if before else "+∞"

@@ -16,9 +16,9 @@ from typing import IO, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
-from ddprun.run_files import open_file, parse, read_object
+from ddprun.run_files import open_file, parse_json, read_json_object
 from ddprun.telemetry.steps import PARTS
-from ddprun.telemetry.writer import EVENTS, PROFILE, file_of, ranks_in
+from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_records, record_file
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _MAX_LINE_BYTES = 64 << 20
@@ -94,7 +94,7 @@ class _Bucket(BaseModel):
     fidelity: _Fidelity = _OPTIONAL
 
 
-class _Profiled(BaseModel):
+class _ProfilerRecord(BaseModel):
     step: _StepNumber
     first_step: _StepNumber
     track: str
@@ -107,11 +107,9 @@ class _Profiled(BaseModel):
     id: _Count = _OPTIONAL
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if (
-            not {"us", "id"} & self.model_fields_set
-            or not 0 <= self.step - self.first_step < _MAX_PROFILED_STEPS
-        ):
+    def _check_profiler_record(self) -> Self:
+        has_length_or_id = bool({"us", "id"} & self.model_fields_set)
+        if not has_length_or_id or not 0 <= self.step - self.first_step < _MAX_PROFILED_STEPS:
             raise ValueError
         return self
 
@@ -126,7 +124,7 @@ class _Episode(BaseModel):
     last_step: _Count
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_step_order(self) -> Self:
         if self.first_step > self.last_step:
             raise ValueError
         return self
@@ -187,7 +185,7 @@ class _Summary(BaseModel):
     seconds_in_steps: _Number = _OPTIONAL
 
 
-_NO_METRICS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
+_NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
 _Check = Callable[[Any], bool]
 
 
@@ -198,7 +196,7 @@ def _check(model: type[BaseModel]) -> _Check:
 _parts: dict[str, Any] = dict.fromkeys(PARTS, (_Number, ...))
 _is_step = _check(create_model("_StepWithParts", __base__=_Step, **_parts))
 _is_bucket = _check(_Bucket)
-_is_profiled = _check(_Profiled)
+_is_profiler_record = _check(_ProfilerRecord)
 _is_any_event = _check(_Event)
 _IS_EVENT = {
     "clock_offsets": _check(_ClockOffsets),
@@ -218,8 +216,8 @@ def _is_event(value: Any) -> bool:
     return _is_any_event(value) and _IS_EVENT.get(value["event"], _is_any_event)(value)
 
 
-def _plausible(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary without the fields whose values cannot be what their names say."""
+def _without_invalid_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary without those fields whose values are invalid."""
     try:
         _Summary.model_validate(summary)
         wrong = set()
@@ -249,7 +247,7 @@ class Run:
 
     def __post_init__(self) -> None:
         try:
-            open_file(self.folder, EVENTS).close()
+            open_file(self.folder, EVENTS_FILE).close()
         except FileNotFoundError:
             what = "has no events.jsonl" if self.folder.is_dir() else "does not exist"
             raise NoRunError(f"{self.folder} is not the folder of a run: it {what}") from None
@@ -262,13 +260,13 @@ class Run:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """All events, in order of time."""
-        return list(self._lines(EVENTS, _is_event))
+        return list(self._lines(EVENTS_FILE, _is_event))
 
-    def first(self, event: str) -> dict[str, Any] | None:
+    def first_event(self, event: str) -> dict[str, Any] | None:
         """The first event of a kind."""
-        return next(iter(self.all(event)), None)
+        return next(iter(self.events_of_kind(event)), None)
 
-    def all(self, event: str) -> list[dict[str, Any]]:
+    def events_of_kind(self, event: str) -> list[dict[str, Any]]:
         """All events of a kind."""
         return [one for one in self.events if one["event"] == event]
 
@@ -276,7 +274,9 @@ class Run:
     def summary(self) -> dict[str, Any] | None:
         """`summary.json`; None if the run has not ended, or was killed."""
         try:
-            return _plausible(read_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES, finite=False))
+            return _without_invalid_fields(
+                read_json_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES, finite=False)
+            )
         except (OSError, ValueError):
             return None
 
@@ -284,8 +284,8 @@ class Run:
     def evaluations(self) -> dict[int, dict[str, float]]:
         """The metrics of each evaluation, by the number of steps before it; a resumed run repeats some."""
         found = {}
-        for event in self.all("evaluated"):
-            metrics = {name: value for name, value in event.items() if name not in _NO_METRICS}
+        for event in self.events_of_kind("evaluated"):
+            metrics = {name: value for name, value in event.items() if name not in _NON_METRIC_FIELDS}
             found[event["step"]] = {name: value for name, value in metrics.items() if _is_number(value)}
         return dict(sorted(found.items()))
 
@@ -293,53 +293,57 @@ class Run:
     def ranks(self) -> list[int]:
         """The ranks that have step records."""
         try:
-            return ranks_in(self.folder, "steps")
+            return ranks_with_records(self.folder, "steps")
         except OSError as error:
             raise self._cannot_be_read(error) from None
 
     @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
-        return self.recorded[-1] if self.recorded else 0
+        return self.recorded_steps[-1] if self.recorded_steps else 0
 
     @cached_property
-    def recorded(self) -> Sequence[int]:
+    def recorded_steps(self) -> Sequence[int]:
         """The steps that any rank has a record of, in order."""
         found: set[int] = set()
         for rank in self.ranks:
-            with self._open(file_of("steps", rank)) as file:
+            with self._open(record_file("steps", rank)) as file:
                 while line := file.readline(_MAX_LINE_BYTES):
                     if step := _STEP_NUMBER.search(line):
                         found.add(int(step[1]))
         return array("q", sorted(found))
 
-    def steps(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[dict[str, Any]]:
+    def step_records(
+        self, rank: int, wanted: Callable[[int], bool] | None = None
+    ) -> Iterator[dict[str, Any]]:
         """A rank's step records; only those of `wanted` steps, if given."""
-        return self._lines(file_of("steps", rank), _is_step, wanted)
+        return self._lines(record_file("steps", rank), _is_step, wanted)
 
-    def buckets(
+    def bucket_records(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
     ) -> Iterator[dict[str, Any]]:
         """A rank's bucket records; only those of `wanted` steps, and only lines that contain `holding`."""
-        return self._lines(file_of("buckets", rank), _is_bucket, wanted, holding)
+        return self._lines(record_file("buckets", rank), _is_bucket, wanted, holding)
 
-    def profile(self, rank: int) -> Iterator[dict[str, Any]]:
+    def profiler_records(self, rank: int) -> Iterator[dict[str, Any]]:
         """What torch's profiler recorded on a rank; nothing if it did not run."""
-        return self._lines(file_of(PROFILE, rank), _is_profiled)
+        return self._lines(record_file(PROFILE_FOLDER, rank), _is_profiler_record)
 
     @cached_property
-    def profiled(self) -> set[int]:
+    def profiled_steps(self) -> set[int]:
         """The steps that torch's profiler recorded."""
         intervals = {
-            (line["first_step"], line["step"]) for rank in self.ranks[:1] for line in self.profile(rank)
+            (line["first_step"], line["step"])
+            for rank in self.ranks[:1]
+            for line in self.profiler_records(rank)
         }
         ends = {step for interval in intervals for step in interval}
-        return ends.union(*(between(self.recorded, first, last + 1) for first, last in intervals))
+        return ends.union(*(between(self.recorded_steps, first, last + 1) for first, last in intervals))
 
     @cached_property
     def clocks(self) -> "Clocks":
         """How to compare times of different ranks."""
-        found = self.all("clock_offsets")
+        found = self.events_of_kind("clock_offsets")
         return Clocks([one["monotonic_us"] for one in found], [one["offset_us"] for one in found])
 
     def _lines(
@@ -354,7 +358,7 @@ class Run:
                     if step is None or not wanted(int(step[1])):
                         continue
                 try:
-                    found = parse(line, finite=False)
+                    found = parse_json(line, finite=False)
                 except ValueError:
                     continue
                 if is_record(found):
@@ -383,20 +387,22 @@ class Clocks:
     offset_us: list[list[float]]  # for each measurement the offset of every rank
 
     @cached_property
-    def _measured(self) -> list[tuple[list[float], list[float]]]:
+    def _offsets_by_rank(self) -> list[tuple[list[float], list[float]]]:
         """For each rank when its offset was measured, on its own clock, and the offsets."""
         found = []
         for rank in range(max(map(len, self.offset_us), default=0)):
             known = zip(self.at_us, self.offset_us, strict=True)
-            rows = sorted((at + of[rank], of[rank]) for at, of in known if rank < len(of))
+            rows = sorted((at + offsets[rank], offsets[rank]) for at, offsets in known if rank < len(offsets))
             found.append(([at for at, _ in rows], [offset for _, offset in rows]))
         return found
 
-    def aligned(self, rank: int, at_us: float) -> float:
-        """A time of a rank's clock on rank 0's clock; between two measurements clocks drift evenly."""
-        if rank >= len(self._measured):
+    def on_rank0_clock(self, rank: int, at_us: float) -> float:
+        """Convert a time on a rank's clock to rank 0's clock. Between two measurements, the drift is
+        interpolated linearly.
+        """
+        if rank >= len(self._offsets_by_rank):
             return at_us
-        times, offsets = self._measured[rank]
+        times, offsets = self._offsets_by_rank[rank]
         index = bisect_right(times, at_us)  # on the rank's own clock, which may have started at another time
         if index == 0:
             return at_us - offsets[0]

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.report.runs import Run, between, event_name
-from ddprun.run_files import replacing
-from ddprun.telemetry.writer import finite
+from ddprun.run_files import replace_atomically
+from ddprun.telemetry.writer import nonfinite_to_none
 
-_EVENTS = 200_000  # in a trace at most, about: what a browser still opens at once
+_MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
 _INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
-_TRACKS = 1_000_000
+_TRACKS_PER_PROCESS = 1_000_000
 """Track numbers are unique over all processes, and none is a process's: Perfetto would take it for that
 process's main thread.
 """
 
-_RUN = 0  # the process for what concerns all ranks; rank 0's is 1
-_STEPS, _THREAD, _WAITING, _FIRST_BUCKET = 1, 2, 3, 10
-_EVENT_TRACK, _CHECKPOINTS = 1, 2
-_PROFILER = 100_000
-_FLOWS = 1_000_000_000
-_KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
-_PER_KIND = 10_000
-_EVENT_KINDS = [
+_RUN_PROCESS = 0  # the process for what concerns all ranks; rank 0's is 1
+_STEPS_TRACK, _TRAINING_THREAD_TRACK, _WAITING_TRACK, _FIRST_BUCKET_TRACK = 1, 2, 3, 10
+_EVENT_TRACK, _CHECKPOINT_TRACK = 1, 2
+_FIRST_PROFILER_TRACK = 100_000
+_FLOW_IDS_PER_RANK = 1_000_000_000
+_BUCKET_KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
+_TRACKS_PER_KIND = 10_000
+_SHOWN_EVENTS = [
     "straggler",
     "straggler_over",
     "checkpoint_taken",
@@ -47,7 +47,7 @@ _EVENT_KINDS = [
     "evaluated",
     "stage_started",
 ]
-"""That are shown, besides checkpoints that were written."""
+"""Kinds of events that are shown, besides checkpoints that were written."""
 
 Event = dict[str, Any]
 
@@ -57,38 +57,39 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
 
     `steps` are the first and the last; None: a selection that is small enough.
     """
-    chosen = _choose(run) if steps is None else range(steps[0], steps[1] + 1)
-    with replacing(target.parent, target.name) as file:
+    chosen = _choose_steps(run) if steps is None else range(steps[0], steps[1] + 1)
+    with replace_atomically(target.parent, target.name) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
         for event in _events(run, chosen, whole=steps is None):
-            file.write(separator + json.dumps(finite(event), separators=(",", ":"), allow_nan=False).encode())
+            text = json.dumps(nonfinite_to_none(event), separators=(",", ":"), allow_nan=False)
+            file.write(separator + text.encode())
             separator = b",\n"
         file.write(b"\n]}\n")
     return len(chosen)
 
 
-def _choose(run: Run) -> range | set[int]:
+def _choose_steps(run: Run) -> range | set[int]:
     """All steps, or intervals of steps that begin evenly over the run."""
     last = run.last_step
     if not run.ranks or not last:
         return range(0)
-    first = [line["step"] for line in islice(run.steps(run.ranks[0]), 3)]
+    first = [line["step"] for line in islice(run.step_records(run.ranks[0]), 3)]
     every = max(1, first[-1] - first[-2]) if len(first) > 1 else 1
     sample = range(max(1, last - 3 * every + 1), last + 1)
     count = sum(1 for _ in _rank_events(run, run.ranks[0], sample))
     per_step = max(1.0, count / len(sample)) * len(run.ranks)
     length = _INTERVAL * every
-    room = max(length, int(_EVENTS / per_step))
+    room = max(length, int(_MAX_EVENTS / per_step))
     if last <= room:
         return range(1, last + 1)
     intervals = max(1, room // length)
     starts = [1 + round(index * (last - length) / max(1, intervals - 1)) for index in range(intervals)]
-    return run.profiled.union(*(between(run.recorded, start, start + length) for start in starts))
+    return run.profiled_steps.union(*(between(run.recorded_steps, start, start + length) for start in starts))
 
 
 def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Event]:
-    yield from _names(run)
+    yield from _process_and_track_names(run)
     low, high = math.inf, -math.inf
     for rank in run.ranks:
         for event in chain(_rank_events(run, rank, chosen), _profiler_events(run, rank, chosen)):
@@ -100,19 +101,19 @@ def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Even
             yield event
 
 
-def _names(run: Run) -> Iterator[Event]:
-    hosts = (run.first("started") or {}).get("hosts") or []
-    yield _meta(_RUN, None, "process_name", name="run")
-    yield _meta(_RUN, None, "process_sort_index", sort_index=0)
-    yield _meta(_RUN, _EVENT_TRACK, "thread_name", name="events")
-    yield _meta(_RUN, _CHECKPOINTS, "thread_name", name="checkpoints")
+def _process_and_track_names(run: Run) -> Iterator[Event]:
+    hosts = (run.first_event("started") or {}).get("hosts") or []
+    yield _meta(_RUN_PROCESS, None, "process_name", name="run")
+    yield _meta(_RUN_PROCESS, None, "process_sort_index", sort_index=0)
+    yield _meta(_RUN_PROCESS, _EVENT_TRACK, "thread_name", name="events")
+    yield _meta(_RUN_PROCESS, _CHECKPOINT_TRACK, "thread_name", name="checkpoints")
     for rank in run.ranks:
         host = f" on {hosts[rank]}" if rank < len(hosts) else ""
         yield _meta(rank + 1, None, "process_name", name=f"rank {rank}{host}")
         yield _meta(rank + 1, None, "process_sort_index", sort_index=rank + 1)
-        yield from _named_track(rank, _STEPS, "steps")
-        yield from _named_track(rank, _THREAD, "training thread")
-        yield from _named_track(rank, _WAITING, "waiting")
+        yield from _named_track(rank, _STEPS_TRACK, "steps")
+        yield from _named_track(rank, _TRAINING_THREAD_TRACK, "training thread")
+        yield from _named_track(rank, _WAITING_TRACK, "waiting")
 
 
 def _named_track(rank: int, track: int, name: str) -> Iterator[Event]:
@@ -121,37 +122,37 @@ def _named_track(rank: int, track: int, name: str) -> Iterator[Event]:
 
 
 def _meta(process: int, track: int | None, what: str, **args: Any) -> Event:
-    at = {"pid": process + 1} if track is None else _at(process, track)
+    at = {"pid": process + 1} if track is None else _track_ids(process, track)
     return {"ph": "M", "name": what, **at, "args": args}
 
 
-def _at(process: int, track: int) -> dict[str, int]:
-    """Where an event belongs; processes count from 1, since 0 is the idle one."""
-    return {"pid": process + 1, "tid": (process + 1) * _TRACKS + track}
+def _track_ids(process: int, track: int) -> dict[str, int]:
+    """The process and track ids of an event. Processes count from 1, for Perfetto takes 0 as the idle one."""
+    return {"pid": process + 1, "tid": (process + 1) * _TRACKS_PER_PROCESS + track}
 
 
 def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
     def time(at_us: float) -> int:
         # In whole microseconds: slices that lie inside one another on this rank's clock do so on rank 0's.
-        return round(run.clocks.aligned(rank, at_us))
+        return round(run.clocks.on_rank0_clock(rank, at_us))
 
     def slice_(track: int, name: str, start_us: float, end_us: float, **args: Any) -> Event:
         start = time(start_us)
-        at = {**_at(rank + 1, track), "ts": start, "dur": max(0, time(end_us) - start)}
+        at = {**_track_ids(rank + 1, track), "ts": start, "dur": max(0, time(end_us) - start)}
         return {"ph": "X", "name": name, **at, "args": args}
 
-    for line in run.steps(rank, chosen.__contains__):
+    for line in run.step_records(rank, chosen.__contains__):
         start = line["start_us"]
         facts = {name: line[name] for name in ("stage", "samples", "loss", "mean_loss")}
-        yield slice_(_STEPS, f"step {line['step']}", start, start + line["step_us"], **facts)
+        yield slice_(_STEPS_TRACK, f"step {line['step']}", start, start + line["step_us"], **facts)
         for part, us in line.get("laps", ()):
-            yield slice_(_THREAD, part, start, start + us, step=line["step"])
+            yield slice_(_TRAINING_THREAD_TRACK, part, start, start + us, step=line["step"])
             start += us
         for begin, end in line.get("waits", ()):
-            yield slice_(_WAITING, "wait", begin, end, step=line["step"])
+            yield slice_(_WAITING_TRACK, "wait", begin, end, step=line["step"])
     named: set[int] = set()
-    for line in run.buckets(rank, chosen.__contains__):
-        track = _FIRST_BUCKET + _PER_KIND * _KINDS.index(line["kind"]) + line["bucket"]
+    for line in run.bucket_records(rank, chosen.__contains__):
+        track = _FIRST_BUCKET_TRACK + _TRACKS_PER_KIND * _BUCKET_KINDS.index(line["kind"]) + line["bucket"]
         name = f"{line['kind']} {line['bucket']}"
         if track not in named:
             named.add(track)
@@ -165,7 +166,7 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         yield slice_(track, f"{name} of step {line['step']}", line["ready_us"], line["done_us"], **facts)
         for param, at in zip(params, line.get("params_ready_us", ()), strict=False):
             if at is not None:
-                about = {**_at(rank + 1, track), "ts": time(at)}
+                about = {**_track_ids(rank + 1, track), "ts": time(at)}
                 yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
         all_ready = line.get("all_ready_us") or 0
         for leg in line["legs"]:
@@ -179,20 +180,21 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
 def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
     """What torch's profiler recorded, in tracks of their own below the rank's others."""
     tracks: dict[str, int] = {}
-    for line in run.profile(rank):
+    for line in run.profiler_records(rank):
         if not any(step in chosen for step in range(line["first_step"], line["step"] + 1)):
             continue
         name = line["track"]
         if name not in tracks:
-            tracks[name] = _PROFILER + len(tracks)
+            tracks[name] = _FIRST_PROFILER_TRACK + len(tracks)
             yield from _named_track(rank, tracks[name], f"torch: {name}")
         event = {key: line[key] for key in ("ph", "name", "cat", "args")}
-        event |= {**_at(rank + 1, tracks[name]), "ts": round(run.clocks.aligned(rank, line["start_us"]), 3)}
+        start = run.clocks.on_rank0_clock(rank, line["start_us"])
+        event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}
         if "us" in line:
             yield event | {"dur": round(line["us"], 3)}
         else:
             # Perfetto takes whole numbers only, each once in a trace.
-            yield event | {"id": rank * _FLOWS + line["id"], "bp": "e"}
+            yield event | {"id": rank * _FLOW_IDS_PER_RANK + line["id"], "bp": "e"}
 
 
 def _run_events(run: Run) -> Iterator[Event]:
@@ -202,12 +204,12 @@ def _run_events(run: Run) -> Iterator[Event]:
             continue
         if kind == "checkpoint_written":
             # Not a slice of a track: when it is reported, the next one may have begun.
-            one = {"cat": "checkpoint", "id": event["step"], **_at(_RUN, _CHECKPOINTS)}
+            one = {"cat": "checkpoint", "id": event["step"], **_track_ids(_RUN_PROCESS, _CHECKPOINT_TRACK)}
             name = f"checkpoint of step {event['step']}"
             yield {"ph": "b", "name": name, "ts": round(at - event["seconds"] * 1e6), **one}
             yield {"ph": "e", "name": name, "ts": at, **one}
-        elif kind in _EVENT_KINDS:
+        elif kind in _SHOWN_EVENTS:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
-            about = {**_at(_RUN, _EVENT_TRACK), "ts": at, "args": args}
+            about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": at, "args": args}
             yield {"ph": "i", "s": "t", "name": event_name(kind), **about}

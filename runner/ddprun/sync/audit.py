@@ -18,7 +18,7 @@ class DriftError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditResult:
     """What one audit found; the same on every rank."""
 
     differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
@@ -33,28 +33,30 @@ def audit(
     model: nn.Module,
     exchange: Exchange,
     groups: Sequence[Sequence[int]] | None = None,
-    not_judged: Container[str] = (),
-) -> Finding:
-    """Compare parameters between ranks, by hash; where they differ, by value. Called by all ranks together.
+    exempt: Container[str] = (),
+) -> AuditResult:
+    """Compare parameters between ranks by hash, and those that differ by value. Called by all ranks together.
 
-    The ranks of each of `groups` have to be equal (None: all of them), but for parameters that are
-    `not_judged`; the distance is over all ranks. What is sent for it is in no record of training.
+    Within each of `groups` (None: all ranks) parameters have to be equal, except those in `exempt`; distances
+    are over all ranks. The audit's traffic is in no record.
     """
-    named = dict(model.named_parameters())
-    hashes = [float(digest(param)) for param in named.values()]
+    parameters = dict(model.named_parameters())
+    hashes = [float(digest(param)) for param in parameters.values()]
     digests = exchange.control.all_gather(hashes, "digests of the parameters")  # (ranks, parameters)
-    odd = _odd(digests, groups or [range(len(digests))])  # (ranks, parameters)
-    judged = zip(named, odd.any(0), strict=True)
-    differing = [name for name, differs in judged if differs and name not in not_judged]
-    apart = (digests != digests[0]).any(0)
+    off_majority = _ranks_off_majority(digests, groups or [range(len(digests))])  # (ranks, parameters)
+    judged = zip(parameters, off_majority.any(0), strict=True)
+    differing = [name for name, differs in judged if differs and name not in exempt]
+    unequal = (digests != digests[0]).any(0)
     distances = {
-        name: _spread(param, exchange)
-        for (name, param), differs in zip(named.items(), apart, strict=True)
+        name: _largest_difference(param, exchange)
+        for (name, param), differs in zip(parameters.items(), unequal, strict=True)
         if differs
     }
     farthest = max(distances, key=lambda name: distances[name], default="")
-    odd_ranks = odd[:, list(named).index(differing[0])].nonzero().flatten().tolist() if differing else []
-    return Finding(tuple(differing), tuple(odd_ranks), distances.get(farthest, 0.0), farthest)
+    odd_ranks: list[int] = []
+    if differing:
+        odd_ranks = off_majority[:, list(parameters).index(differing[0])].nonzero().flatten().tolist()
+    return AuditResult(tuple(differing), tuple(odd_ranks), distances.get(farthest, 0.0), farthest)
 
 
 def digest(tensor: Tensor) -> int:
@@ -64,21 +66,21 @@ def digest(tensor: Tensor) -> int:
     return int.from_bytes(found.digest(), "big")
 
 
-def _odd(digests: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
+def _ranks_off_majority(digests: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     """Which ranks differ from most of their group: shape (ranks, parameters)."""
-    odd = torch.zeros_like(digests, dtype=torch.bool)
+    off_majority = torch.zeros_like(digests, dtype=torch.bool)
     for ranks in map(list, groups):
         for index, values in enumerate(digests[ranks].T.tolist()):
             # Of two equally frequent values, that of the first rank counts as the right one.
             usual = max(dict.fromkeys(values), key=values.count)
-            odd[ranks, index] = digests[ranks, index] != usual
-    return odd
+            off_majority[ranks, index] = digests[ranks, index] != usual
+    return off_majority
 
 
-def _spread(param: Tensor, exchange: Exchange) -> float:
+def _largest_difference(param: Tensor, exchange: Exchange) -> float:
     """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
     real = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
-    highest = exchange.largest(values.clone())
-    lowest = exchange.largest(values.neg()).neg_()
+    highest = exchange.max_over_ranks(values.clone())
+    lowest = exchange.max_over_ranks(values.neg()).neg_()
     return float((highest - lowest).max()) if values.numel() else 0.0

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ddprun.sync.audit import digest
-from ddprun.sync.exchanger import ParameterExchanger, has_mean
-from ddprun.sync.plan import Buffers
+from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
+from ddprun.sync.plan import BufferSettings
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.control import Control
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.payload import nbytes
 
 
@@ -25,11 +25,13 @@ class BufferUse:
     counters: tuple[str, ...] = ()
     """Whole numbers of one element: every rank counts the same, so they are not sent."""
 
-    read: bool = False  # a training forward pass comes out differently when the changing ones have changed
-    bytes: int = 0  # size of the changing ones
+    read_in_training: bool = False
+    """A training forward pass comes out differently when the changing ones have changed."""
+
+    changing_bytes: int = 0  # size of the changing ones
 
     @classmethod
-    def of(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
+    def from_changes(cls, named: Mapping[str, Tensor], changing: Collection[str], *, read: bool) -> Self:
         """Of these buffers, `changing` change; counters aside, which are not among them."""
         changing = tuple(name for name in named if name in changing)
         counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
@@ -45,23 +47,24 @@ class BufferUse:
             return f"none of {others} buffers changes in training: nothing is sent"
         total = len(self.changing) + len(self.constant) + len(self.counters)
         names = self.changing[0] if len(self.changing) == 1 else f"{self.changing[0]} … {self.changing[-1]}"
-        what = f"{len(self.changing)} of {total} buffers change in training ({names}, {self.bytes} bytes)"
-        if self.read:
+        facts = f"{names}, {self.changing_bytes} bytes"
+        what = f"{len(self.changing)} of {total} buffers change in training ({facts})"
+        if self.read_in_training:
             return f"{what} and training reads them: sent before each forward pass"
         return f"{what} and training does not read them: sent before evaluate and save"
 
 
 def is_counter(buffer: Tensor) -> bool:
     """A whole number that counts something, such as BatchNorm's batches."""
-    return buffer.numel() == 1 and not has_mean(buffer)
+    return buffer.numel() == 1 and not can_be_averaged(buffer)
 
 
-def counters_of(model: nn.Module) -> tuple[str, ...]:
+def counter_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the buffers that count."""
     return tuple(name for name, buffer in model.named_buffers() if is_counter(buffer))
 
 
-def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
+def probe_buffer_use(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
     """Find out by value what training forward passes do with the buffers; leaves them as they were. `forward`
     runs the model, which is in training mode, on one and the same batch with the same random numbers, and
     gives the loss.
@@ -72,31 +75,33 @@ def probe(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
     before = {name: buffer.detach().clone() for name, buffer in named.items()}
     first = forward().detach().clone()
     changing = [
-        name for name, buffer in named.items() if not is_counter(buffer) and not _same(buffer, before[name])
+        name
+        for name, buffer in named.items()
+        if not is_counter(buffer) and not _bitwise_equal(buffer, before[name])
     ]
-    read = bool(changing) and not _same(forward().detach(), first)
+    read = bool(changing) and not _bitwise_equal(forward().detach(), first)
     with torch.no_grad():
         for name, buffer in named.items():
             buffer.copy_(before[name])
-    return BufferUse.of(named, changing, read=read)
+    return BufferUse.from_changes(named, changing, read=read)
 
 
-def agree(found: BufferUse, model: nn.Module, control: Control) -> BufferUse:
-    """What all ranks together have found: what one rank has seen change counts as changing."""
+def merge_buffer_use(found: BufferUse, model: nn.Module, control: ControlChannel) -> BufferUse:
+    """The buffer use merged over all ranks: a buffer that changes on one rank counts as changing."""
     named = dict(model.named_buffers())
     if not named:
         return found
-    flags = [float(found.read), *(float(name in found.changing) for name in named)]
+    flags = [float(found.read_in_training), *(float(name in found.changing) for name in named)]
     read, *changes = control.all_gather(flags, "what buffers do").any(0).tolist()
     changing = [name for name, changes_here in zip(named, changes, strict=True) if changes_here]
-    return BufferUse.of(named, changing, read=bool(read))
+    return BufferUse.from_changes(named, changing, read=bool(read))
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
     """Which buffers are sent in the steps of a stage, and when."""
 
-    setting: Buffers
+    setting: BufferSettings
     use: BufferUse
     names: tuple[str, ...]  # all but counters, in the model's order
     gradients_everywhere: bool
@@ -105,7 +110,7 @@ class BufferPlan:
     def before_forward(self) -> tuple[str, ...]:
         """Before each forward pass: those that it reads, so that all ranks read the same."""
         when = self.setting.when
-        if when == "auto" and self.use.read and self.gradients_everywhere:
+        if when == "auto" and self.use.read_in_training and self.gradients_everywhere:
             return self.use.changing
         return self.names if when == "every_forward" else ()
 
@@ -113,26 +118,27 @@ class BufferPlan:
         """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
         if self.setting.when == "every" and self.synchronizes(step):
             return self.names
-        if self.setting.when == "auto" and self.use.read and not self.gradients_everywhere and synchronized:
+        follows_policy = self.setting.when == "auto" and not self.gradients_everywhere
+        if follows_policy and self.use.read_in_training and synchronized:
             return self.use.changing
         return ()
 
     @property
-    def goes_by_steps(self) -> bool:
+    def has_own_schedule(self) -> bool:
         """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
         return self.setting.when in ("every_forward", "every") and bool(self.names)
 
     def synchronizes(self, step: int) -> bool:
         """Whether ranks exchange buffers in this step, whatever the sync policy does."""
         every = 1 if self.setting.when == "every_forward" else self.setting.every
-        return self.goes_by_steps and every is not None and step % every == 0
+        return self.has_own_schedule and every is not None and step % every == 0
 
 
-def split_by_transfer(
-    named: Mapping[str, Tensor], setting: Buffers
+def split_averaged_and_broadcast(
+    named: Mapping[str, Tensor], setting: BufferSettings
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers that are averaged, and those that rank 0 broadcasts; whole numbers are never averaged."""
-    averaged = {n: b for n, b in named.items() if setting.reduce == "mean" and has_mean(b)}
+    averaged = {n: b for n, b in named.items() if setting.reduce == "mean" and can_be_averaged(b)}
     return averaged, {name: buffer for name, buffer in named.items() if name not in averaged}
 
 
@@ -140,15 +146,15 @@ class BufferSync:
     """Sends buffers when the setting says so; all ranks hold the same ones now."""
 
     def __init__(
-        self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: Buffers
+        self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: BufferSettings
     ) -> None:
         self.use = use
         self._exchanger = exchanger
         self._named: dict[str, Tensor] = dict(model.named_buffers())
-        self._seen = self._copied()
+        self._common_values = self._clone_buffers()
         self.begin_stage(setting, gradients_everywhere=True)
 
-    def begin_stage(self, setting: Buffers, *, gradients_everywhere: bool) -> None:
+    def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
         """Go by other settings from now on."""
         names = tuple(name for name in self._named if name not in self.use.counters)
         self.plan = BufferPlan(setting, self.use, names, gradients_everywhere)
@@ -161,7 +167,7 @@ class BufferSync:
         """Send, if it is time; `step` counts from 1 in the stage. Whether it was done."""
         return self._send(self.plan.after_step(step, synchronized=synchronized))
 
-    def before_reading(self) -> tuple[str, ...]:
+    def before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
 
         Only what has changed on some rank since ranks were last equal is sent. Gives the names of those;
@@ -170,50 +176,54 @@ class BufferSync:
         if not self._named:
             return ()
         count = len(self._named)
-        changed = [float(not _same(buffer, self._seen[name])) for name, buffer in self._named.items()]
-        digests = [0.0 if has_mean(buffer) else float(digest(buffer)) for buffer in self._named.values()]
+        common, buffers = self._common_values, self._named.values()
+        changed = [float(not _bitwise_equal(buffer, common[name])) for name, buffer in self._named.items()]
+        digests = [0.0 if can_be_averaged(buffer) else float(digest(buffer)) for buffer in buffers]
         found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
         changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
         wanted = [
             name
             for index, (name, buffer) in enumerate(self._named.items())
-            if (changes if has_mean(buffer) else differs)[index]
+            if (changes if can_be_averaged(buffer) else differs)[index]
         ]
         if self.plan.setting.when != "never":
             self._send(wanted)
-            self._seen = self._copied()
+            self._common_values = self._clone_buffers()
         return tuple(wanted)
 
     @contextmanager
-    def equal_meanwhile(self) -> Iterator[None]:
-        """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit."""
-        own, seen = self._copied(), self._seen
-        self.before_reading()
+    def temporarily_equal(self) -> Iterator[None]:
+        """Context in which buffers are as before an evaluate stage; afterwards each rank has its own back,
+        bit for bit.
+        """
+        own, common_values = self._clone_buffers(), self._common_values
+        self.before_evaluate_or_save()
         try:
             yield
         finally:
-            self._seen = seen
+            self._common_values = common_values
             with torch.no_grad():
                 for name, buffer in self._named.items():
                     buffer.copy_(own[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values that all ranks had in common last."""
-        return dict(self._seen)
+        return dict(self._common_values)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Bring them back."""
-        for name, seen in self._seen.items():
-            seen.copy_(state[name])
+        for name, value in self._common_values.items():
+            value.copy_(state[name])
 
-    def _copied(self) -> dict[str, Tensor]:
-        """Values that all ranks have in common now."""
+    def _clone_buffers(self) -> dict[str, Tensor]:
+        """A copy of each buffer, by name."""
         return {name: buffer.detach().clone() for name, buffer in self._named.items()}
 
     def _send(self, names: Sequence[str]) -> bool:
         if not names:
             return False
-        averaged, broadcast = split_by_transfer({n: self._named[n] for n in names}, self.plan.setting)
+        named = {name: self._named[name] for name in names}
+        averaged, broadcast = split_averaged_and_broadcast(named, self.plan.setting)
         with torch.no_grad():
             cap_bytes = self._exchanger.cap_bytes
             self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
@@ -221,6 +231,6 @@ class BufferSync:
         return True
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Bit for bit: a NaN is the same as itself."""
     return digest(one) == digest(other)

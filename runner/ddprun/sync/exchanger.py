@@ -22,7 +22,7 @@ from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.queue import CommQueue
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import Kind, Payload
+from ddprun_hooks.payload import Payload, PayloadKind
 from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
 
 
@@ -41,47 +41,52 @@ class ParameterExchanger:
 
     def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
         self.exchange, self.cap_bytes, self._recorder = exchange, cap_bytes, recorder
-        self._plain = all_reduce_stack()
+        self._all_reduce_stack = all_reduce_stack()
 
     def send(self, queue: CommQueue, payload: Payload, stack: Stack, group: RankGroup) -> PendingExchange:
-        """Start sending a payload; `land` waits for it. All ranks send in one order."""
+        """Start sending a payload; `wait` waits for it. All ranks send in one order."""
         traces: list[BucketTrace[Any]] = []
         future = queue.send(payload, stack, traces, group)
         self._recorder.sync.sent.append(traces[0])
         return PendingExchange(future, traces[0])
 
-    def land(self, pending: PendingExchange) -> Tensor:
+    def wait(self, pending: PendingExchange) -> Tensor:
         """Wait for a payload: the mean over ranks, in the payload's own memory."""
         marks = self._recorder.sync
         start = self._recorder.mark()
         mean: Tensor = pending.future.wait()
         marks.waits.append((start, self._recorder.mark()))
-        marks.landed.append(pending.trace)
+        marks.completed.append(pending.trace)
         return mean
 
-    def average(self, buckets: ParameterBuckets, kind: Kind, group: RankGroup | None = None) -> None:
+    def average(self, buckets: ParameterBuckets, kind: PayloadKind, group: RankGroup | None = None) -> None:
         """Overwrite the floating-point numbers in the buckets with their mean over ranks, exactly: no hook
         touches them. The group is of the plain queue; None: all ranks.
         """
-        group = group or self.exchange.plain.world
-        self._exchange(buckets, kind, self._plain, group, 1.0 / group.size)
+        group = group or self.exchange.plain_queue.world
+        self._exchange(buckets, kind, self._all_reduce_stack, group, 1.0 / group.size)
 
-    def broadcast(self, buckets: ParameterBuckets, kind: Kind, source: int) -> None:
+    def broadcast(self, buckets: ParameterBuckets, kind: PayloadKind, source: int) -> None:
         """Overwrite what is in the buckets with what rank `source` has in them."""
-        self._exchange(buckets, kind, broadcast_stack(source), self.exchange.plain.world, None)
+        self._exchange(buckets, kind, broadcast_stack(source), self.exchange.plain_queue.world, None)
 
     def _exchange(
-        self, buckets: ParameterBuckets, kind: Kind, stack: Stack, group: RankGroup, share: float | None
+        self,
+        buckets: ParameterBuckets,
+        kind: PayloadKind,
+        stack: Stack,
+        group: RankGroup,
+        scale: float | None,
     ) -> None:
         pending = []
         for index, layout in enumerate(buckets.layouts):
             flat = buckets.flatten(index)
-            if share is not None:
-                flat.mul_(share)
+            if scale is not None:
+                flat.mul_(scale)
             payload = Payload(flat, layout.params, kind, layout.index)
-            pending.append(self.send(self.exchange.plain, payload, stack, group))
+            pending.append(self.send(self.exchange.plain_queue, payload, stack, group))
         for index, one in enumerate(pending):
-            buckets.put(index, self.land(one))
+            buckets.copy_to_tensors(index, self.wait(one))
 
 
 _COUNTERS = {"step": 0.0, "mu_product": 1.0}
@@ -94,11 +99,11 @@ def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
         f"{index}.{name}": value
         for index, param in enumerate(_params(optimizer))
         for name, value in sorted(optimizer.state.get(param, {}).items())
-        if isinstance(value, Tensor) and not _counts(name, value) and has_mean(value)
+        if isinstance(value, Tensor) and not _is_counter(name, value) and can_be_averaged(value)
     }
 
 
-def average_state(
+def average_optimizer_state(
     optimizer: Optimizer, exchanger: ParameterExchanger, group: RankGroup | None = None
 ) -> None:
     """Overwrite the optimizer's state by its mean over ranks, and counters by those of the rank with most
@@ -108,13 +113,15 @@ def average_state(
     keep: they are not to wait for others. Raises DisagreementError if the ranks' optimizers keep different
     state.
     """
-    complete_state(optimizer)
+    initialize_optimizer_state(optimizer)
     named = floating_state(optimizer)
     control = exchanger.exchange.control
     if group is None:
-        control.agree("the optimizer's state", str([(name, tuple(v.shape)) for name, v in named.items()]))
+        shapes = str([(name, tuple(value.shape)) for name, value in named.items()])
+        control.check_agreement("the optimizer's state", shapes)
         states = [optimizer.state.get(param, {}) for param in _params(optimizer)]
-        counters = [(kept, name) for kept in states for name in _COUNTERS if _counts(name, kept.get(name))]
+        pairs = ((kept, name) for kept in states for name in _COUNTERS)
+        counters = [(kept, name) for kept, name in pairs if _is_counter(name, kept.get(name))]
         if counters:
             numbers = [float(kept[name]) for kept, name in counters]
             gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
@@ -124,8 +131,8 @@ def average_state(
         exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
 
 
-def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state for optimizers of another number of ranks, as `average_state` makes it, from
+def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state for optimizers of another number of ranks, as `average_optimizer_state` makes it, from
     `Optimizer.state_dict` of each rank. A rank that has not stepped has no state of a parameter; the others'
     is averaged.
     """
@@ -133,22 +140,22 @@ def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for param in dict.fromkeys(param for state in states for param in state["state"]):
         kept = [state["state"][param] for state in states if param in state["state"]]
         params[param] = {
-            name: _joined(name, [one[name] for one in kept if name in one])
+            name: _merge_entry(name, [one[name] for one in kept if name in one])
             for name in dict.fromkeys(name for one in kept for name in one)
         }
     return {**states[0], "state": params}
 
 
-def _joined(name: str, values: Sequence[Any]) -> Any:
+def _merge_entry(name: str, values: Sequence[Any]) -> Any:
     """One entry, of all ranks that have it."""
-    if _counts(name, values[0]):
+    if _is_counter(name, values[0]):
         return (max if name == "step" else min)(values)
-    if isinstance(values[0], Tensor) and has_mean(values[0]):
+    if isinstance(values[0], Tensor) and can_be_averaged(values[0]):
         return mean_of(values)
     return values[0]
 
 
-def has_mean(tensor: Tensor) -> bool:
+def can_be_averaged(tensor: Tensor) -> bool:
     """Whether its numbers are such that a mean over ranks is one of them."""
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -159,11 +166,10 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(tensors[0].dtype)
 
 
-def complete_state(optimizer: Optimizer) -> None:
-    """Make the state of parameters that have none yet, as it is before a first step.
-
-    Ranks then keep the same state whatever steps they have skipped. Optimizers make their state when they
-    first step; a step on gradients of zero makes it, and is taken back.
+def initialize_optimizer_state(optimizer: Optimizer) -> None:
+    """Create the optimizer state of parameters that have none yet, as it is before the first step. Ranks then
+    keep the same entries, whatever steps they have skipped. A step on zero gradients creates it; the weights
+    are restored.
     """
     everything = _params(optimizer)
     lacking = [param for param in everything if param.requires_grad and not optimizer.state.get(param)]
@@ -185,7 +191,7 @@ def complete_state(optimizer: Optimizer) -> None:
         for param, value in zip(lacking, weights, strict=True):
             param.copy_(value)
             for name, start in _COUNTERS.items():
-                if _counts(name, optimizer.state[param].get(name)):
+                if _is_counter(name, optimizer.state[param].get(name)):
                     _set(optimizer.state[param], name, start)
     for param, gradient in zip(everything, gradients, strict=True):
         param.grad = gradient
@@ -195,7 +201,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _counts(name: str, value: Any) -> bool:
+def _is_counter(name: str, value: Any) -> bool:
     """Whether an entry of a parameter's state is one of torch's counters."""
     if isinstance(value, Tensor):
         return name in _COUNTERS and value.numel() == 1

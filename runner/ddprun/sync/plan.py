@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from ddprun.options import Options
 
-Gradients = Literal["all", "host"] | None
+GradientScope = Literal["all", "host"] | None
 """Among which ranks backward averages gradients: all, those of each host, or none."""
 
 Consistency = Literal["common", "host", "apart"]
@@ -22,7 +22,7 @@ Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
 do not. `apart`: each rank went its own way."""
 
-_CONTROL_STEPS = 8  # that a control message may take, at most, if nothing else holds it up
+_MAX_CONTROL_DELAY_STEPS = 8  # that a control message may take, at most, if nothing else holds it up
 _LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are followed for so many steps
 
 
@@ -57,7 +57,7 @@ class Transfer:
     or of the optimizer's state, as they are and past all hooks."""
 
     every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
-    phase: int = 0  # it sets out after steps whose number, divided by `every`, leaves this remainder
+    phase: int = 0  # it starts after steps whose number, divided by `every`, leaves this remainder
     not_every: int | None = None  # it does not after multiples of this
     delay: int = 0
     """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
@@ -67,15 +67,15 @@ class Transfer:
     fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
     outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
 
-    def sets_out(self, step: int) -> bool:
-        """Whether it sets out after this step."""
+    def starts_after(self, step: int) -> bool:
+        """Whether the transfer starts after this step."""
         if step <= 0 or not self.every or step % self.every != self.phase:
             return False
         return self.not_every is None or step % self.not_every != 0
 
-    def lands(self, step: int) -> bool:
+    def is_applied_after(self, step: int) -> bool:
         """Whether its result is applied after this step."""
-        return self.sets_out(step - self.delay)
+        return self.starts_after(step - self.delay)
 
     @property
     def partition(self) -> Partition | None:
@@ -92,8 +92,8 @@ class Transfer:
 class SyncPlan:
     """All that ranks exchange in a stage besides buffers and control messages."""
 
-    gradients: Gradients = None
-    transfers: tuple[Transfer, ...] = ()  # in the order in which they set out after one step
+    gradients: GradientScope = None
+    transfers: tuple[Transfer, ...] = ()  # in the order in which they start after one step
     hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
     changes_weights: bool = True  # False: nothing in the stage does
     keeps_apart: bool = False
@@ -107,11 +107,13 @@ class SyncPlan:
         if self.gradients == "all":
             return True
         return any(
-            one.lands(step) for one in self.transfers if one.what != "optimizer" and one.among != "host"
+            one.is_applied_after(step)
+            for one in self.transfers
+            if one.what != "optimizer" and one.among != "host"
         )
 
     @property
-    def never(self) -> bool:
+    def never_exchanges(self) -> bool:
         """Ranks do not exchange anything before the stage's end."""
         return self.gradients != "all" and all(one.among == "host" for one in self.transfers)
 
@@ -127,10 +129,11 @@ class SyncPlan:
 
     @property
     def control_delay_steps(self) -> int:
-        """Steps that a control message may take: an overlapping transfer may hold it up, and where ranks meet
-        rarely, nobody is to wait for a slow link in between.
+        """After how many steps control messages are read: as long as an overlapping transfer may hold them
+        up, and longer where ranks meet rarely, so that nobody waits for a slow link.
         """
-        return max([1, *(one.delay for one in self.transfers), min(self.period - 1, _CONTROL_STEPS)])
+        between_exchanges = min(self.period - 1, _MAX_CONTROL_DELAY_STEPS)
+        return max([1, *(one.delay for one in self.transfers), between_exchanges])
 
     @property
     def period(self) -> int:
@@ -143,11 +146,11 @@ class SyncPlan:
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
 
-Reduce = Literal["broadcast", "mean"]
+BufferReduction = Literal["broadcast", "mean"]
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferSettings:
     """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
 
     when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
@@ -155,10 +158,10 @@ class Buffers:
     them equal before evaluate and save."""
 
     every: int | None = None  # steps, with `when: every` only
-    reduce: Reduce = "broadcast"
+    reduce: BufferReduction = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
-    def plain(self) -> Any:
+    def to_plain_data(self) -> Any:
         """As a file would hold it."""
         if self.when == "every":
             return {"every": self.every, "reduce": self.reduce}
@@ -174,57 +177,57 @@ class StageFacts:
 
 
 class PlanProgress:
-    """Follows a stage's plan step by step: what sets out, what lands, and what that makes of the ranks."""
+    """Follows a stage's plan step by step: what starts, what is applied, and what that makes of the ranks."""
 
     def __init__(self, plan: SyncPlan) -> None:
         self.plan = plan
-        self.since = [0] * len(plan.transfers)  # of each transfer: steps since it set out last
-        self.under_way: set[int] = set()  # indices of transfers that have set out and not landed
+        self.steps_since_start = [0] * len(plan.transfers)  # of each transfer: steps since it started last
+        self.in_flight: set[int] = set()  # indices of transfers that have started and are not applied
 
     def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
-        """The optimizer has taken a step. Gives the indices of the transfers that land, then of those that
-        set out (and land at once unless they have a delay), and what all of that makes of the ranks.
+        """Advance by a step of the optimizer. Returns indices of the transfers that are applied, indices of
+        those that start (and are applied at once unless they have a delay), and the effect on the ranks'
+        parameters.
         """
         transfers = self.plan.transfers
         if not transfers:
             return [], [], self._effect([])
-        self.since = [steps + 1 for steps in self.since]
-        landing = [index for index, one in enumerate(transfers) if one.delay and one.lands(step)]
-        setting_out = [index for index, one in enumerate(transfers) if one.sets_out(step)]
-        self.under_way -= set(landing)
-        for index in setting_out:
-            self.since[index] = 0
+        self.steps_since_start = [steps + 1 for steps in self.steps_since_start]
+        finishing = [index for index, one in enumerate(transfers) if one.delay and one.is_applied_after(step)]
+        starting = [index for index, one in enumerate(transfers) if one.starts_after(step)]
+        self.in_flight -= set(finishing)
+        for index in starting:
+            self.steps_since_start[index] = 0
             if transfers[index].delay:
-                self.under_way.add(index)
-        return landing, setting_out, self._effect(setting_out)
+                self.in_flight.add(index)
+        return finishing, starting, self._effect(starting)
 
-    def _effect(self, setting_out: Sequence[int]) -> Effect:
+    def _effect(self, starting: Sequence[int]) -> Effect:
         plan = self.plan
         if plan.gradients == "all" or not plan.changes_weights:
             return "nothing"
         equalizing = [index for index, one in enumerate(plan.transfers) if one.equalizes]
-        if equalizing and not any(self.since[p] or plan.transfers[p].delay for p in equalizing):
+        since = self.steps_since_start
+        if equalizing and not any(since[index] or plan.transfers[index].delay for index in equalizing):
             return "common"
-        sent = [plan.transfers[index] for index in setting_out]
+        sent = [plan.transfers[index] for index in starting]
         if any(one.what != "optimizer" and one.among == "host" for one in sent):
             return "host"
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
     def finish(self, *, reconcile: bool) -> tuple[list[int], list[int], Effect]:
-        """The stage is over: what is under way lands; the last round is a short one, if ranks are to become
-        equal. Returns as `after_step`.
+        """The stage is over: what is in flight is applied; the last round is a short one, if ranks are to
+        become equal. Returns as `after_step`.
         """
-        transfers = self.plan.transfers
-        landing = sorted(self.under_way)
-        self.under_way.clear()
-        setting_out = []
-        if reconcile and any(self.since[index] for index, one in enumerate(transfers) if one.equalizes):
-            setting_out = [
-                index for index, one in enumerate(transfers) if one.among == "all" and self.since[index]
-            ]
-        for index in setting_out:
-            self.since[index] = 0
-        return landing, setting_out, "common" if reconcile and (landing or setting_out) else "nothing"
+        since, transfers = self.steps_since_start, self.plan.transfers
+        finishing = sorted(self.in_flight)
+        self.in_flight.clear()
+        starting = []
+        if reconcile and any(since[index] for index, one in enumerate(transfers) if one.equalizes):
+            starting = [index for index, one in enumerate(transfers) if one.among == "all" and since[index]]
+        for index in starting:
+            since[index] = 0
+        return finishing, starting, "common" if reconcile and (finishing or starting) else "nothing"
 
 
 @dataclass(slots=True)
@@ -240,12 +243,12 @@ class ReplicaConsistency:
     hosts: int | None = None
     """Into how many hosts the running stage splits the ranks; None: as they were launched."""
 
-    def note(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
+    def apply_effect(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
         """A step, or a stage, had this effect on the ranks' parameters; `noop`: its hooks give each rank its
         own values back.
         """
         noop = noop and plan.uses_hooks
-        self.parameters = _after(self.parameters, effect)
+        self.parameters = _consistency_after(self.parameters, effect)
         if noop and effect != "nothing":
             self.parameters = "apart"
         if noop and plan.gradients:
@@ -255,16 +258,16 @@ class ReplicaConsistency:
         elif plan.gradients and self.parameters == "apart":
             self.optimizer = "apart"  # weight decay makes momentum of weights
         elif plan.gradients == "host":
-            self.optimizer = _after(self.optimizer, "hosts_apart")
+            self.optimizer = _consistency_after(self.optimizer, "hosts_apart")
             self.optimizer_hosts = plan.hosts
         elif plan.gradients is None:
             self.optimizer = "apart"
 
-    def mutated(self, step: int) -> None:
+    def mark_mutated(self, step: int) -> None:
         """Each rank's weights were changed, in a way of its own, after `step` steps of the run."""
         self.parameters, self.mutated_at = "apart", step
 
-    def needs_equal_state(self, plan: SyncPlan) -> bool:
+    def needs_state_averaging(self, plan: SyncPlan) -> bool:
         """Whether the optimizer's state must be averaged before ranks exchange gradients by this plan: equal
         gradients keep ranks equal only if their optimizers' state is.
         """
@@ -282,7 +285,7 @@ class ReplicaConsistency:
         self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at = state
 
 
-def _after(before: Consistency, effect: Effect) -> Consistency:
+def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
     """Which ranks hold the same after a step."""
     match effect:
         case "nothing":
@@ -293,7 +296,7 @@ def _after(before: Consistency, effect: Effect) -> Consistency:
             return effect
 
 
-OptimizerState = Literal["local", "average"]
+OptimizerStateMode = Literal["local", "average"]
 
 
 class SyncPolicy(Options):

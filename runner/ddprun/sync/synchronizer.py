@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_state
+from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
 from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements, RankGroup, combine, within_hosts
+from ddprun_hooks.comm.groups import (
+    GroupRequirement,
+    GroupRequirements,
+    RankGroup,
+    merge_requirements,
+    requirements_within_hosts,
+)
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
 
-_ADDS = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
+_PLAIN_AVERAGING = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
 
 
 @dataclass(eq=False)
@@ -33,47 +39,47 @@ class Synchronizer:
     exchanger: ParameterExchanger
     stack: Stack  # the stage's hooks, among all ranks
     host_stack: Stack  # the stage's hooks among the ranks of one host
-    momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
+    outer_momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
 
     def __post_init__(self) -> None:
         self._progress = PlanProgress(self.plan)
-        self._buckets = buckets_of(self.plan, self.frozen.trained, self.exchanger.cap_bytes)
+        self._buckets = buckets_by_fragment(self.plan, self.frozen.trainable, self.exchanger.cap_bytes)
         equalizing = (index for index, one in enumerate(self.plan.transfers) if one.equalizes)
-        self._compares_frozen = next(equalizing, None)  # the transfer with which frozen ones are compared
+        self._frozen_check_index = next(equalizing, None)  # the transfer with which frozen ones are compared
         self._deltas = {
             index: self._delta(one) for index, one in enumerate(self.plan.transfers) if one.what == "change"
         }
 
     def _delta(self, transfer: Transfer) -> "DeltaExchange":
-        stack, group = self.stack, self.exchanger.exchange.deltas.world
+        stack, group = self.stack, self.exchanger.exchange.delta_queue.world
         if transfer.among == "host":
             stack, group = self.host_stack, group.splits[self.plan.hosts][0]
-        buckets, outer = self._buckets[transfer.fragment], transfer.outer or _ADDS
+        buckets, outer = self._buckets[transfer.fragment], transfer.outer or _PLAIN_AVERAGING
         delta = DeltaExchange(buckets, self.exchanger, stack, group, outer)
-        delta.take_over(self.momentum)
+        delta.load_momentum(self.outer_momentum)
         return delta
 
     def begin(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
         for delta in self._deltas.values():
-            delta.begin()
+            delta.set_base()
 
     def after_step(self, step: int) -> Effect:
         """The optimizer has taken its step, which counts from 1 in the stage."""
-        landing, setting_out, effect = self._progress.after_step(step)
-        if landing or setting_out:
-            self._carry_out(landing, setting_out)
+        finishing, starting, effect = self._progress.after_step(step)
+        if finishing or starting:
+            self._run_transfers(finishing, starting)
         return effect
 
     def finish(self, *, reconcile: bool) -> Effect:
-        """The stage is over: land what is under way, and make the ranks equal, unless what comes next wants
+        """The stage is over: apply what is in flight, and make the ranks equal, unless what comes next wants
         them as they are.
         """
-        unmoved = {index for index, steps in enumerate(self._progress.since) if not steps}
-        landing, setting_out, effect = self._progress.finish(reconcile=reconcile)
-        self._carry_out(landing, setting_out, unmoved=unmoved, at_end=True)
+        unchanged = {index for index, steps in enumerate(self._progress.steps_since_start) if not steps}
+        finishing, starting, effect = self._progress.finish(reconcile=reconcile)
+        self._run_transfers(finishing, starting, unchanged=unchanged, at_end=True)
         for delta in self._deltas.values():
-            delta.hand_over(self.momentum)
+            delta.store_momentum(self.outer_momentum)
         return effect
 
     def describe(self) -> str:
@@ -81,27 +87,27 @@ class Synchronizer:
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides later steps, mid-stage; of this rank. Waits for what is under way."""
-        state: dict[str, Any] = {"frozen_differ": self.frozen.unequal()}
-        for index, steps in enumerate(self._progress.since):
+        """What decides later steps, mid-stage; of this rank. Waits for what is in flight."""
+        state: dict[str, Any] = {"frozen_differ": self.frozen.ranks_differ()}
+        for index, steps in enumerate(self._progress.steps_since_start):
             delta = self._deltas.get(index)
             state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there; comes after `begin`."""
-        self.frozen.load_unequal(state["frozen_differ"])
+        self.frozen.load_ranks_differ(state["frozen_differ"])
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
-            self._progress.since[index] = own["since"]
+            self._progress.steps_since_start[index] = own["since"]
             if delta := self._deltas.get(index):
                 delta.load_state_dict(own)
-                if delta.under_way:
-                    self._progress.under_way.add(index)
+                if delta.in_flight:
+                    self._progress.in_flight.add(index)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of a round that begins, of the states of all ranks of another world, whose weights have
-        become equal: the outer momentum, which is the same on all ranks.
+        """The state of a new round, from the states of all ranks of another world size whose weights have
+        become equal: only the outer momentum, which is the same on all ranks, is kept.
         """
         first = states[0] if states else {}
         if not first:
@@ -112,65 +118,65 @@ class Synchronizer:
             state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
         return state
 
-    def _carry_out(
+    def _run_transfers(
         self,
-        landing: Sequence[int],
-        setting_out: Sequence[int],
+        finishing: Sequence[int],
+        starting: Sequence[int],
         *,
-        unmoved: Container[int] = (),
+        unchanged: Container[int] = (),
         at_end: bool = False,
     ) -> None:
-        """Land transfers, and send others; all by their index in the plan.
+        """Apply the transfers that finish, and start others; all by their index in the plan.
 
-        `unmoved`: of those that land, where this rank's weights have not changed since it set out. `at_end`:
-        training is over, so nothing overlaps with it, and all changes travel at once.
+        `unchanged`: those since whose start this rank's weights have not changed. `at_end`: training is over,
+        so nothing overlaps with it, and all changes travel at once.
         """
         transfers = self.plan.transfers
-        for index in landing:
-            self._deltas[index].land(moved=index not in unmoved)
-        changes = [index for index in setting_out if index in self._deltas]
+        for index in finishing:
+            self._deltas[index].wait_and_apply(weights_changed=index not in unchanged)
+        changes = [index for index in starting if index in self._deltas]
         for index in changes:
             overlap = transfers[index].delay > 0 and not at_end
             self._deltas[index].send(overlap=overlap)
             if not overlap and not at_end:
-                self._deltas[index].land()
+                self._deltas[index].wait_and_apply()
         if at_end:
             for index in changes:
-                self._deltas[index].land()
-        for index in setting_out:
+                self._deltas[index].wait_and_apply()
+        for index in starting:
             if index not in self._deltas:
-                self._send_as_is(transfers[index])
-        self._equalize_frozen(landing, setting_out, at_end=at_end)
-        if any(transfers[index].equalizes for index in setting_out):
+                self._exchange_without_hooks(transfers[index])
+        self._equalize_frozen(finishing, starting, at_end=at_end)
+        if any(transfers[index].equalizes for index in starting):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
-                    delta.begin()  # changes inside a host are counted from what all ranks have now
+                    delta.set_base()  # changes inside a host are counted from what all ranks have now
 
-    def _equalize_frozen(self, landing: Sequence[int], setting_out: Sequence[int], *, at_end: bool) -> None:
-        """Compare the frozen parameters when all ranks' trained ones set out, and make them equal when these
-        land.
+    def _equalize_frozen(self, finishing: Sequence[int], starting: Sequence[int], *, at_end: bool) -> None:
+        """Compare the frozen parameters when the exchange of all ranks' trained ones starts, and make them
+        equal when it is applied.
         """
-        index = self._compares_frozen
+        index = self._frozen_check_index
         if index is None:
             return
         source = self.plan.transfers[index].source
-        if index in landing:
+        if index in finishing:
             self.frozen.make_equal(source)
-        if index in setting_out:
-            self.frozen.post()
+        if index in starting:
+            self.frozen.post_checksum()
             if at_end or not self.plan.transfers[index].delay:
                 self.frozen.make_equal(source)
 
-    def _send_as_is(self, transfer: Transfer) -> None:
+    def _exchange_without_hooks(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
-        exchanger, world = self.exchanger, self.exchanger.exchange.plain.world
+        exchanger, world = self.exchanger, self.exchanger.exchange.plain_queue.world
         group: RankGroup | None = None
         if transfer.among == "host":
             group = world.splits[self.plan.hosts][0]
         elif transfer.among != "all":
-            group = world.parts[transfer.among.parts(world.size)]
+            group = world.partition_groups[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
-            average_state(self.optimizer, exchanger, group)
+            average_optimizer_state(self.optimizer, exchanger, group)
             return
         buckets = self._buckets[transfer.fragment]
         with torch.no_grad():
@@ -182,7 +188,9 @@ class Synchronizer:
 
 @dataclass
 class DeltaExchange:
-    """One part of the parameters: what ranks last had in common, and how their mean change is applied."""
+    """One part of the parameters: the weights that ranks last had in common, and the exchange of their mean
+    change.
+    """
 
     buckets: ParameterBuckets
     exchanger: ParameterExchanger
@@ -190,17 +198,17 @@ class DeltaExchange:
     group: RankGroup  # of the exchanger's queue of deltas
     outer: OuterOptimizer  # what becomes of the mean change
     _base: list[Tensor] = field(default_factory=list)  # common weights, (numel,) of each bucket
-    _left: list[Tensor] = field(default_factory=list)  # this rank's weights when the exchange under way began
+    _weights_at_send: list[Tensor] = field(default_factory=list)  # this rank's, when what is in flight began
     _pending: list[PendingExchange] = field(default_factory=list)
-    _means: list[Tensor] = field(default_factory=list)  # of an exchange that has landed, not yet applied
+    _means: list[Tensor] = field(default_factory=list)  # of an exchange that is complete, not yet applied
     _momentum: dict[int, Tensor] = field(default_factory=dict)  # of each bucket, (numel,), at least fp32
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """An exchange has begun and is not applied yet."""
         return bool(self._pending or self._means)
 
-    def begin(self) -> None:
+    def set_base(self) -> None:
         """The ranks have the same weights now."""
         self._base = [self.buckets.flatten(index) for index in range(len(self.buckets.layouts))]
 
@@ -209,14 +217,14 @@ class DeltaExchange:
         for index, layout in enumerate(self.buckets.layouts):
             flat = self.buckets.flatten(index)
             if overlap:
-                self._left.append(flat.clone())
+                self._weights_at_send.append(flat.clone())
             change = flat.sub_(self._base[index]).mul_(1.0 / self.group.size)
             payload = Payload(change, layout.params, "delta", layout.index)
-            queue = self.exchanger.exchange.deltas
+            queue = self.exchanger.exchange.delta_queue
             self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))
 
-    def land(self, *, moved: bool = True) -> None:
-        """Wait for the exchange under way and apply it; `moved`: this rank's weights have changed since it
+    def wait_and_apply(self, *, weights_changed: bool = True) -> None:
+        """Wait for the exchange and apply it; `weights_changed`: this rank's weights have changed since it
         began.
 
         Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
@@ -225,30 +233,30 @@ class DeltaExchange:
         """
         means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
         for index, mean in enumerate(means):
-            mean = self.exchanger.land(self._pending[index]) if mean is None else mean
+            mean = self.exchanger.wait(self._pending[index]) if mean is None else mean
             common = self._outer_step(index, mean)
-            if self._left and moved:
-                self.buckets.add(index, common - self._left[index])
+            if self._weights_at_send and weights_changed:
+                self.buckets.add_to_tensors(index, common - self._weights_at_send[index])
             else:
-                self.buckets.put(index, common)
+                self.buckets.copy_to_tensors(index, common)
             self._base[index] = common
-        self._pending, self._left, self._means = [], [], []
+        self._pending, self._weights_at_send, self._means = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Common weights, what an exchange under way has brought, and the outer optimizer's momentum, each by
+        """Common weights, what an exchange in flight has brought, and the outer optimizer's momentum, each by
         bucket: (numel,).
         """
         if self._pending and not self._means:
-            self._means = [self.exchanger.land(pending).clone() for pending in self._pending]
-        tensors = {"base": [*self._base], "left": [*self._left], "means": [*self._means]}
+            self._means = [self.exchanger.wait(pending).clone() for pending in self._pending]
+        tensors = {"base": [*self._base], "left": [*self._weights_at_send], "means": [*self._means]}
         return {**tensors, "momentum": dict(self._momentum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there; without common weights in it, from those of `begin`."""
+        """Continue from there; without common weights in it, from those of `set_base`."""
         device = self.buckets.device
         self._momentum = {index: one.to(device, copy=True) for index, one in state["momentum"].items()}
         if state.get("base"):
-            self._base, self._left, self._means = (
+            self._base, self._weights_at_send, self._means = (
                 [one.clone().to(base) for one, base in zip(state[name], self._base, strict=True)]
                 if state[name]
                 else []
@@ -270,33 +278,33 @@ class DeltaExchange:
             step = torch.add(wide, buffer, alpha=momentum).to(mean.dtype)
         return torch.add(self._base[index], step, alpha=self.outer.lr)
 
-    def take_over(self, momentum: Mapping[str, Tensor]) -> None:
+    def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
         """Start with the momentum that an earlier stage left, by parameter name."""
         for index, layout in enumerate(self.buckets.layouts):
             if self.outer.momentum and all(param.name in momentum for param in layout.params):
                 joined = torch.cat([momentum[param.name] for param in layout.params])
                 self._momentum[index] = joined.to(self.buckets.device)  # a checkpoint's is in host memory
 
-    def hand_over(self, momentum: dict[str, Tensor]) -> None:
+    def store_momentum(self, momentum: dict[str, Tensor]) -> None:
         """Hand the momentum to a later stage, by parameter name."""
         for index, buffer in self._momentum.items():
             for param in self.buckets.layouts[index].params:
                 momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
 
 
-def buckets_of(
-    plan: SyncPlan, trained: Mapping[str, Tensor], cap_bytes: float
+def buckets_by_fragment(
+    plan: SyncPlan, trainable: Mapping[str, Tensor], cap_bytes: float
 ) -> dict[tuple[int, int], ParameterBuckets]:
     """The trained parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`;
     raises ValueError for more fragments than parameters.
     """
-    found: dict[tuple[int, int], ParameterBuckets] = {}
+    buckets: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
-        for index, named in enumerate(split_evenly(trained, count)):
-            found[index, count] = ParameterBuckets(named, cap_bytes, first)
-            first += len(found[index, count].layouts)
-    return found
+        for index, named in enumerate(split_evenly(trainable, count)):
+            buckets[index, count] = ParameterBuckets(named, cap_bytes, first)
+            first += len(buckets[index, count].layouts)
+    return buckets
 
 
 def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -329,12 +337,12 @@ class QueueRequirements(NamedTuple):
     def of_stages(cls, stages: Iterable["QueueRequirements"]) -> "QueueRequirements":
         """What serves each of several stages, one at a time."""
         always = cls({}, {}, {GroupRequirement("world"): 1})
-        return cls(*map(combine, zip(*[always, *stages], strict=True)))
+        return cls(*map(merge_requirements, zip(*[always, *stages], strict=True)))
 
 
-def requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
+def queue_requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) -> QueueRequirements:
     """What a stage with this plan needs, with its hooks among all ranks and among those of one host."""
-    in_hosts = within_hosts(host_stack.requirements, plan.hosts)
+    in_hosts = requirements_within_hosts(host_stack.requirements, plan.hosts)
     gradients = {"all": stack.requirements, "host": in_hosts, None: {}}[plan.gradients]
     deltas: list[GroupRequirements] = []
     plain: list[GroupRequirements] = [{GroupRequirement("world"): 1}]
@@ -345,4 +353,4 @@ def requirements(plan: SyncPlan, stack: Stack, host_stack: Stack, ranks: int) ->
             plain.append({GroupRequirement("within", plan.hosts): 1})
         elif one.among != "all":
             plain.append({GroupRequirement("part", parts=one.among.parts(ranks)): 1})
-    return QueueRequirements(gradients, combine(deltas), combine(plain))
+    return QueueRequirements(gradients, merge_requirements(deltas), merge_requirements(plain))

@@ -1,7 +1,7 @@
 """Clocks: marks that cost next to nothing in a step and become microseconds afterwards.
 
-The recorder and the dispatcher take marks while a step runs (`recorder.py`); `steps.resolve` reads them once
-the step is over. `GradientTimes` takes more of them in backward, if the pipeline asks for that.
+The recorder and the dispatcher take marks while a step runs (`recorder.py`); `steps.resolve_steps` reads them
+once the step is over. `GradientTimes` takes more of them in backward, if the pipeline asks for that.
 """
 
 import time
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddprun_hooks.comm.gpu import Gpu, Mark, to_host
+from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp, copy_scalar_to_host
 from ddprun_hooks.comm.trace import BucketTrace, now_us
 
-_MOST_DRIFT = 1e-3  # how much faster or slower than the device's the time of marks may run
+_MAX_DRIFT_RATE = 1e-3  # how much faster or slower than the device's the time of marks may run
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
     This one is the CPU's: a mark is the monotonic clock itself.
     """
 
-    lag = 0
+    lag_steps = 0
     """How many steps after its own end a step's marks can be read without waiting for the current step."""
 
     mark: Callable[[], Any] = staticmethod(time.monotonic_ns)
@@ -39,12 +39,14 @@ class Clock:
         """Many marks in microseconds."""
         return [mark // 1000 for mark in marks]
 
-    def read(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
-        """Traces of buckets that have landed, their marks in microseconds."""
+    def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
+        """Traces of buckets that have been waited for, their marks in microseconds."""
         return traces
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
-        """How long hooks ran on the training thread while a bucket was sent; it may not have landed yet."""
+        """Time that hooks took on the training thread while this bucket was sent; the bucket may still be in
+        flight.
+        """
         assert trace.handed_over is not None, "a bucket that was sent has been handed over"
         in_hooks: int = trace.handed_over - trace.ready
         return in_hooks
@@ -55,13 +57,13 @@ class Clock:
     def synchronize(self) -> None:
         """Wait until the device has done all that was given to it."""
 
-    def on_host(self, number: Tensor) -> Any:
+    def copy_to_host(self, number: Tensor) -> Any:
         """A copy of a number, shape (), that can be read as soon as the step's last mark can."""
         return float(number.item())  # at once: steps were shorter than when the tensors were kept for a while
 
-    def numbers(self, on_host: list[Any]) -> list[float]:
-        """Read what `on_host` returned."""
-        return on_host
+    def read_numbers(self, copied: list[Any]) -> list[float]:
+        """Read what `copy_to_host` returned."""
+        return copied
 
 
 class StreamClock(Clock):
@@ -75,55 +77,55 @@ class StreamClock(Clock):
     the device has passed it; each is read once.
     """
 
-    lag = 2
+    lag_steps = 2
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._idle = gpu, gpu.stream()
-        self._base, self._base_us = self._look()
+        self._gpu, self._idle = gpu, gpu.new_stream()
+        self._base, self._base_us = self._base_event()
         self._rate = 1.0  # microseconds of the host's clock for one of the device's
 
-    def mark(self) -> Mark:
-        return self._gpu.mark()
+    def mark(self) -> StreamTimestamp:
+        return self._gpu.record_timestamp()
 
-    def us(self, mark: Mark | int) -> int:
+    def us(self, mark: StreamTimestamp | int) -> int:
         if isinstance(mark, int):
             return mark  # read ahead
         if mark.us is None:
             event = mark.event
             event.synchronize()
-            self._gpu.settle(mark, round(self._time_of(event)))
+            self._gpu.set_time(mark, round(self._time_of(event)))
         assert mark.us is not None
         return mark.us
 
-    def times(self, marks: list[Mark | int]) -> list[int]:
+    def times(self, marks: list[StreamTimestamp | int]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
-    def read(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
-        return [trace if isinstance(trace.ready, int) else trace.mapped(self.us) for trace in traces]
+    def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
+        return [trace if isinstance(trace.ready, int) else trace.in_microseconds(self.us) for trace in traces]
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
         return 0  # of the device: hooks work on streams of their own
 
     def reanchor(self) -> None:
-        event, host_us = self._look()
+        event, host_us = self._base_event()
         device_us = self._time_of(event)
         self._base, self._base_us = event, device_us
         drift_us = host_us - device_us
-        self._rate = 1.0 + max(-_MOST_DRIFT, min(_MOST_DRIFT, drift_us / 1e6))
+        self._rate = 1.0 + max(-_MAX_DRIFT_RATE, min(_MAX_DRIFT_RATE, drift_us / 1e6))
 
     def synchronize(self) -> None:
         self._gpu.synchronize()
 
-    def on_host(self, number: Tensor) -> Tensor:
-        return to_host(number)  # `.item()` would wait for all that is queued behind the number
+    def copy_to_host(self, number: Tensor) -> Tensor:
+        return copy_scalar_to_host(number)  # `.item()` would wait for all that is queued behind the number
 
-    def numbers(self, on_host: list[Tensor]) -> list[float]:
-        numbers: list[float] = torch.stack(on_host).tolist() if on_host else []
+    def read_numbers(self, copied: list[Tensor]) -> list[float]:
+        numbers: list[float] = torch.stack(copied).tolist() if copied else []
         return numbers
 
-    def _look(self) -> tuple[torch.cuda.Event, float]:
+    def _base_event(self) -> tuple[torch.cuda.Event, float]:
         """An event that is over, and the host's time of it."""
-        event = self._gpu.event()
+        event = self._gpu.take_event()
         before = now_us()
         event.record(self._idle)
         event.synchronize()
@@ -146,7 +148,7 @@ class GradientTimes:
     """
 
     def __init__(self, model: nn.Module, mark: Callable[[], Any]) -> None:
-        self.wanted = True  # of this step
+        self.enabled = True  # of this step
         self._mark = mark
         self._marks: dict[str, Any] = {}
         for name, param in model.named_parameters():
@@ -159,5 +161,5 @@ class GradientTimes:
         return marks
 
     def _note(self, name: str, param: Tensor) -> None:
-        if self.wanted:
+        if self.enabled:
             self._marks[name] = self._mark()

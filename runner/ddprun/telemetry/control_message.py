@@ -2,8 +2,8 @@
 
 An `Accumulator` adds up this rank's numbers from one message to the next, and makes messages of resolved
 steps (`steps.py`). The recorder posts those of half a second together and reads those of all ranks a step
-later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.divide` can split its
-waiting; `recorder.combine_messages` and `stragglers.py` read the rest.
+later. `all_ready_us` matches their ready times with this rank's traces, so that `steps.split_exposed_time`
+can split its waiting; `recorder.combine_messages` and `stragglers.py` read the rest.
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
@@ -17,11 +17,11 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ddprun.telemetry.steps import OWN_PARTS, Ints, Numbers, ResolvedSteps
+from ddprun.telemetry.steps import OWN_PARTS, FloatArray, IntArray, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import Kind
+from ddprun_hooks.payload import PayloadKind
 
-MOST_READY = 64  # ready times in a message, at most
+MAX_READY_TIMES = 64  # ready times in a message, at most
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
 SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
 """`samples`: what counts in the mean loss, samples unless `weight_by` says otherwise. `us`: how long the
@@ -39,38 +39,38 @@ OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 def reported_buckets(buckets: int) -> list[int]:
     """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
-    if buckets <= MOST_READY:
+    if buckets <= MAX_READY_TIMES:
         return list(range(buckets))
-    return [math.ceil((index + 1) * buckets / MOST_READY) - 1 for index in range(MOST_READY)]
+    return [math.ceil((index + 1) * buckets / MAX_READY_TIMES) - 1 for index in range(MAX_READY_TIMES)]
 
 
 def message_length(buckets: int) -> int:
     """How many numbers a message has in a stage with so many gradient buckets."""
-    return READY_AT + min(buckets, MOST_READY)
+    return READY_AT + min(buckets, MAX_READY_TIMES)
 
 
 @dataclass(slots=True)
 class OwnMessages:
     """Messages of this rank."""
 
-    numbers: Numbers  # shape (messages, numbers of a message)
-    steps: list[int]  # that each is about; behind them the stage's last step, if `add_rest` was called
-    rows: list[int]  # these steps' rows in `ResolvedSteps`; the rest of a stage has none
+    numbers: FloatArray  # shape (messages, numbers of a message)
+    steps: list[int]  # that each is about; behind them the stage's last step, if `add_remainder` was called
+    rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
 
-    def add_rest(self, rest: "Accumulator", last_step: int) -> None:
+    def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last.
 
         Every rank sends one, since others may have something left where this one does not.
         """
         row = np.zeros((1, self.numbers.shape[1]))
-        row[0, :REQUESTS_AT], row[0, FINDING_AT] = rest.sums, rest.first_finding
-        self.findings[len(self.steps)] = rest.found
+        row[0, :REQUESTS_AT], row[0, FINDING_AT] = remainder.sums, remainder.first_finding
+        self.findings[len(self.steps)] = remainder.traces_with_findings
         self.steps.append(last_step)
         self.numbers = np.vstack((self.numbers, row))
 
 
-def no_messages(buckets: int) -> OwnMessages:
+def empty_messages(buckets: int) -> OwnMessages:
     """None so far, in a stage with so many gradient buckets."""
     return OwnMessages(np.zeros((0, message_length(buckets))), [], [], {})
 
@@ -79,10 +79,10 @@ def no_messages(buckets: int) -> OwnMessages:
 class Accumulator:
     """What this rank has added up since its last message."""
 
-    sums: Numbers = field(default_factory=lambda: np.zeros(len(SUMS)))
+    sums: FloatArray = field(default_factory=lambda: np.zeros(len(SUMS)))
     last_step: int = 0
     first_finding: int = 0
-    found: list[BucketTrace[int]] = field(default_factory=list)  # traces in which hooks have found something
+    traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint can hold it."""
@@ -90,7 +90,7 @@ class Accumulator:
         return {**sums, "last_step": self.last_step, "first_finding": self.first_finding}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Accumulator":
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Accumulator":
         """From what `state_dict` returned."""
         sums = np.array([state[name] for name in SUMS], dtype=np.float64)
         return cls(sums, state["last_step"], state["first_finding"])
@@ -99,11 +99,12 @@ class Accumulator:
         """Keep what hooks have found in these traces, and the first of it as a number."""
         if found := [trace for trace in traces if trace.findings]:
             self.first_finding = self.first_finding or first_finding(found)
-            self.found += found
+            self.traces_with_findings += found
 
-    def messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
-        """Add up the steps that were resolved after those before, and make a message of each in which ranks
-        exchanged something. This rank's clock is `offset_us` ahead of rank 0's.
+    def make_messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
+        """Add up the resolved steps, and make a message of each in which ranks exchanged something.
+
+        `offset_us`: how far this rank's clock is ahead of rank 0's.
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
@@ -112,14 +113,14 @@ class Accumulator:
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
             _put_ready_times(resolved, rows, numbers, buckets, offset_us)
-        findings = self._find(resolved, rows, numbers)
+        findings = self._put_findings(resolved, rows, numbers)
         return OwnMessages(numbers, [steps[row].number for row in rows], rows, findings)
 
-    def _add_up(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers) -> None:
+    def _add_up(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray) -> None:
         """Put the sums into the messages; keeps those since the last one."""
         running = np.empty((1 + len(resolved.steps), len(SUMS)))
         running[0] = self.sums
-        running[1:, SAMPLES_AT] = resolved.counts
+        running[1:, SAMPLES_AT] = resolved.loss_weights
         running[1:, STEPS_AT] = 1.0
         running[1:, US_AT] = resolved.step_us
         running[1:, OWN_AT:] = resolved.own_us
@@ -141,34 +142,34 @@ class Accumulator:
             self.sums -= at[-1]
         self.sums[LOSS_AT] = loss_sum
 
-    def _find(
-        self, resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers
+    def _put_findings(
+        self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray
     ) -> dict[int, Sequence[BucketTrace[int]]]:
         """Put the first finding into each message; returns all of them, by message."""
         by_row, by_message = resolved.findings, dict[int, Sequence[BucketTrace[int]]]()
-        if not (by_row or self.found or self.first_finding):
+        if not (by_row or self.traces_with_findings or self.first_finding):
             return by_message
         for row, message in enumerate(_message_of(rows, resolved).tolist()):
             self.note_findings(by_row.get(row, ()))
             if message >= 0:
                 numbers[message, FINDING_AT] = self.first_finding
-                if self.found:  # also where only another rank's values may have been lost
-                    by_message[message] = self.found
-                self.first_finding, self.found = 0, []
+                if self.traces_with_findings:  # also where only another rank's values may have been lost
+                    by_message[message] = self.traces_with_findings
+                self.first_finding, self.traces_with_findings = 0, []
         return by_message
 
 
-NOTHING_ADDED: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
+EMPTY_ACCUMULATOR_STATE: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
 """The part `round` of a recorder's state right after an exchange."""
 
 
-def mean_losses(messages: Numbers) -> list[float]:
+def mean_losses(messages: FloatArray) -> list[float]:
     """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
     return local_mean_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
 
-def local_mean_losses(messages: Numbers) -> list[float]:
+def local_mean_losses(messages: FloatArray) -> list[float]:
     """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
     with np.errstate(invalid="ignore", divide="ignore"):
         losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()
@@ -176,8 +177,8 @@ def local_mean_losses(messages: Numbers) -> list[float]:
 
 
 def all_ready_us(
-    resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None, *, buckets: int, offset_us: float
-) -> Numbers:
+    resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None, *, buckets: int, offset_us: float
+) -> FloatArray:
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
     `own` are this rank's messages, `messages` those of all ranks, shape (messages, ranks, numbers of a
@@ -186,20 +187,20 @@ def all_ready_us(
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
-    sections, bucket, _, _ = resolved.landed
+    sections, bucket, _, _ = resolved.trace_table
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
     known = (about >= 0) & (outside | (bucket < buckets))
     ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
-    all_ready: Numbers = np.where(known & (ready > 0), ready + offset_us, 0.0)
+    all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
 
 
 def _put_ready_times(
-    resolved: ResolvedSteps, rows: Sequence[int], numbers: Numbers, buckets: int, offset_us: float
+    resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, buckets: int, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
-    sections, bucket, ready, _ = resolved.landed
+    sections, bucket, ready, _ = resolved.trace_table
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
     reported, at = np.array(reported_buckets(buckets)), ready - offset_us
     mine = (about >= 0) & ~outside & np.isin(bucket, reported)
@@ -208,7 +209,7 @@ def _put_ready_times(
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
 
 
-def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> Ints:
+def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
     """The message about each resolved step; -1: there is none. Shape (steps,)."""
     message_of = np.full(len(resolved.steps), -1)
     message_of[rows] = range(len(rows))
@@ -219,15 +220,15 @@ def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> Ints:
 class Overflow:
     """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
 
-    kind: Kind
+    kind: PayloadKind
     bucket: int
     hook: str
     params: tuple[str, ...]
 
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one number
-_CODES = 3
+_KINDS: tuple[PayloadKind, ...] = get_args(PayloadKind)
+_MAX_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one number
+_FINDING_CODES = 3
 
 
 def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
@@ -238,18 +239,19 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         for finding in trace.findings:
             if finding.code:
-                return _CODES * (_BUCKETS * _KINDS.index(trace.kind) + trace.bucket) + int(finding.code)
+                kind_and_bucket = _MAX_BUCKETS * _KINDS.index(trace.kind) + trace.bucket
+                return _FINDING_CODES * kind_and_bucket + int(finding.code)
     return 0
 
 
-def overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
+def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
     """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
 
     `traces` are those of this rank in which hooks have found something.
     """
-    if not any(findings) or any(number % _CODES == 2 for number in findings):
+    if not any(findings) or any(number % _FINDING_CODES == 2 for number in findings):
         return None
-    kind, bucket = divmod(max(findings) // _CODES, _BUCKETS)
+    kind, bucket = divmod(max(findings) // _FINDING_CODES, _MAX_BUCKETS)
     for trace in traces:
         if (trace.kind, trace.bucket) == (_KINDS[kind], bucket):
             # This rank may have lost nothing of it where another rank has: then any of its hooks will do.

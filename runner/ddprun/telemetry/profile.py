@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ddprun.telemetry.steps import VERSION
-from ddprun.telemetry.writer import PROFILE, Writer, dumps, file_of
+from ddprun.telemetry.writer import PROFILE_FOLDER, Writer, dumps, record_file
 
-_QUIET = "6"  # Kineto's log level: otherwise it says on every rank's screen that it starts and stops
+_KINETO_LOG_LEVEL = "6"  # otherwise Kineto says on every rank's screen that it starts and stops
 _SLICES, _FLOWS = "X", "sf"
 """Phases of the Chrome trace format that are kept: what took time, and arrows between them."""
 
@@ -31,15 +31,15 @@ class Profiler:
         self._first, self._last = steps
         self._writer, self._rank = writer, rank
         self._running: torch.profiler.profile | None = None
-        self._began = 0
-        self._ahead_us = 0.0  # of this rank's monotonic clock: the profiler's is the time of day
+        self._first_profiled_step = 0
+        self._clock_offset_us = 0.0  # of this rank's monotonic clock: the profiler's is the time of day
 
     def toggles_before(self, step: int) -> bool:
         """Whether the profiler has to start or to stop before step `step` of the run."""
         return (self._first <= step <= self._last) != (self._running is not None)
 
     def toggle(self, step: int) -> None:
-        """Start or stop it before step `step`."""
+        """Start or stop the profiler before step `step`."""
         if self._running is None:
             self._start(step)
         else:
@@ -51,18 +51,18 @@ class Profiler:
             return
         profile, self._running = self._running, None
         profile.stop()
-        if step < self._began:
+        if step < self._first_profiled_step:
             return  # no step came after all
         # Encoded here: on the writer's thread that would slow down the steps that follow.
         lines = b"".join(map(dumps, self._records(profile, step)))
-        self._writer.put(file_of(PROFILE, self._rank), lines)
+        self._writer.put(record_file(PROFILE_FOLDER, self._rank), lines)
 
     def _start(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
         self._running = torch.profiler.profile(record_shapes=True)
         self._running.start()
-        self._began = step
-        self._ahead_us = (time.time_ns() - time.monotonic_ns()) / 1000
+        self._first_profiled_step = step
+        self._clock_offset_us = (time.time_ns() - time.monotonic_ns()) / 1000
 
     def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[dict[str, Any]]:
         """A record for each of the profiler's events."""
@@ -70,7 +70,7 @@ class Profiler:
             path = Path(scratch) / "trace.json"
             profile.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        base_us = trace.get("baseTimeNanoseconds", 0) / 1000 - self._ahead_us
+        base_us = trace.get("baseTimeNanoseconds", 0) / 1000 - self._clock_offset_us
         events = trace["traceEvents"]
         tracks = {
             (event["pid"], event["tid"]): event["args"]["name"]
@@ -85,7 +85,7 @@ class Profiler:
                 "v": VERSION,
                 "rank": self._rank,
                 "step": step,
-                "first_step": self._began,
+                "first_step": self._first_profiled_step,
                 "track": tracks[at],
                 "ph": event["ph"],
                 "name": event["name"],

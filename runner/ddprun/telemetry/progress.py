@@ -16,7 +16,7 @@ from rich.table import Table
 from ddprun.screen import is_terminal
 from ddprun.telemetry.recorder import AgreedSteps
 from ddprun.telemetry.stragglers import straggler_totals
-from ddprun.units import size
+from ddprun.units import format_bytes
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -29,8 +29,8 @@ class Screen:
     def note(self, text: str) -> None:
         """Say something once."""
 
-    def begin(self, stage: str, steps: int | None, first: int) -> None:
-        """A stage begins after `first` steps of the run; `steps` is None where nobody can know."""
+    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+        """A stage begins after `steps_before` steps of the run; `steps` is None where nobody can know."""
 
     def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
@@ -41,11 +41,11 @@ class Screen:
     def end(self) -> None:
         """The stage is over."""
 
-    def closing(self, summary: Mapping[str, Any]) -> None:
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
         """Show the closing table."""
 
 
-class Plain(Screen):
+class PlainScreen(Screen):
     """Lines for a log file: about ten in each stage, and one every half minute."""
 
     _box = ASCII
@@ -55,14 +55,14 @@ class Plain(Screen):
         self._console = Console(stderr=True, highlight=False, color_system=None, width=100, soft_wrap=True)
         self._stage = ""
         self._steps: int | None = None
-        self._first = self._next_step = 0
+        self._steps_before_stage = self._next_step = 0
         self._next_time = 0.0
 
     def note(self, text: str) -> None:
         self._console.print(self._redact(text), markup=False)
 
-    def begin(self, stage: str, steps: int | None, first: int) -> None:
-        self._stage, self._steps, self._first = stage, steps, first
+    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+        self._stage, self._steps, self._steps_before_stage = stage, steps, steps_before
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
@@ -77,10 +77,10 @@ class Plain(Screen):
 
     def _tail(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> str:
         """What follows the stage's step: the run's, if it is another one, and how the stage goes."""
-        of_run = f" ({self._first + done} of the run)" if self._first else ""
-        return f"{of_run}, {progress_text(agreed, self._first + done, own_loss, steps_per_s)}"
+        of_run = f" ({self._steps_before_stage + done} of the run)" if self._steps_before_stage else ""
+        return f"{of_run}, {progress_text(agreed, self._steps_before_stage + done, own_loss, steps_per_s)}"
 
-    def closing(self, summary: Mapping[str, Any]) -> None:
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
         table = Table(show_header=False, box=self._box)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -89,7 +89,7 @@ class Plain(Screen):
         self._console.print(table)
 
 
-class Bar(Plain):
+class ProgressBarScreen(PlainScreen):
     """A progress bar on a terminal."""
 
     _box = ROUNDED
@@ -99,8 +99,8 @@ class Bar(Plain):
         self._console = Console(stderr=True, highlight=False)
         self._progress: Progress | None = None
 
-    def begin(self, stage: str, steps: int | None, first: int) -> None:
-        self._first = first
+    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+        self._steps_before_stage = steps_before
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -134,7 +134,7 @@ def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
     """The screen of a rank; `redact` replaces secrets in what it says."""
     if rank != 0:
         return Screen()
-    return Bar(redact) if is_terminal(sys.stderr) else Plain(redact)
+    return ProgressBarScreen(redact) if is_terminal(sys.stderr) else PlainScreen(redact)
 
 
 def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_per_s: float) -> str:
@@ -143,9 +143,8 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
     late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
     losses = f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
-    at = (
-        "" if agreed.steps[-1] >= step else f" at step {agreed.steps[-1]}"
-    )  # when ranks last exchanged anything
+    newest = agreed.steps[-1]  # in which ranks last exchanged anything
+    at = "" if newest >= step else f" at step {newest}"
     return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
 
 
@@ -160,7 +159,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
         *_best_rows(summary.get("best"), summary.get("stages", ())),
-        ("sent by all ranks", size(summary["wire_bytes"])),
+        ("sent by all ranks", format_bytes(summary["wire_bytes"])),
         ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
         (

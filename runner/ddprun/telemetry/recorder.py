@@ -5,8 +5,8 @@ every half second `end_step` resolves the steps that are over, and posts this ra
 those in which ranks exchanged something (`control_message.py`). It reads those of all ranks
 `control_delay_steps` later, when they have long arrived, and returns what all ranks agree on then
 (`AgreedSteps`): so all ranks learn the mean loss and stop at the same step, and nothing waits for that.
-Dividing the steps' time and making their records is deferred work, for when the training thread has to wait
-anyway. The loss of a step in which ranks exchanged nothing is in the next message.
+Splitting the steps' waiting and making their records is deferred work, for when the training thread has to
+wait anyway. The loss of a step in which ranks exchanged nothing is in the next message.
 """
 
 import math
@@ -37,43 +37,43 @@ from ddprun.telemetry.control_message import (
     Overflow,
     OwnMessages,
     all_ready_us,
+    empty_messages,
+    find_overflow,
     local_mean_losses,
     mean_losses,
-    no_messages,
-    overflow,
 )
 from ddprun.telemetry.steps import (
     PARTS,
+    FloatArray,
     MarkBuffer,
-    Numbers,
     ResolvedSteps,
     StepMarks,
     Totals,
     Traffic,
     bucket_record,
-    divide,
-    landed_table,
-    resolve,
+    in_flight_us,
+    make_trace_table,
+    resolve_steps,
+    split_exposed_time,
     step_records,
-    under_way_us,
 )
-from ddprun.telemetry.stragglers import Straggler, Stragglers
-from ddprun.telemetry.writer import Writer, dumps, file_of
-from ddprun_hooks.comm.control import Control, PendingMessage
+from ddprun.telemetry.stragglers import Straggler, StragglerDetector
+from ddprun.telemetry.writer import Writer, dumps, record_file
+from ddprun_hooks.comm.control import ControlChannel, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
-from ddprun_hooks.comm.uncounted import Uncounted
+from ddprun_hooks.comm.uncounted import UncountedCollective
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
 their time, and so does code that has not run for a while. A request to stop takes as long to be known.
 """
 
-_MOST_PER_POST, _MOST_ON_A_DEVICE = 256, 32
+_MAX_PER_POST, _MAX_PER_POST_ON_DEVICE = 256, 32
 """Messages in a post, at most: this bounds what is kept of steps. Those of a device take longer, and the host
 gives it nothing to do meanwhile.
 """
 
-_AT_ONCE = 8  # records that are made before looking whether there is still time
+_RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
 """How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
@@ -97,7 +97,7 @@ class AgreedSteps(NamedTuple):
 
 
 def combine_messages(
-    own: OwnMessages, messages: Numbers, stragglers: Stragglers | None
+    own: OwnMessages, messages: FloatArray, stragglers: StragglerDetector | None
 ) -> AgreedSteps | None:
     """What the messages of all ranks come to; None if they are about no step of any rank.
 
@@ -112,7 +112,7 @@ def combine_messages(
     overflows = list[tuple[int, Overflow]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
-        found = overflow(findings[message].tolist(), own.findings.get(message, ()))
+        found = find_overflow(findings[message].tolist(), own.findings.get(message, ()))
         if found is not None:
             overflows.append((own.steps[message], found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
@@ -163,7 +163,7 @@ class DeferredWork:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _PendingSteps:
     """Steps that were resolved together, until the messages about them have arrived."""
 
     resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
@@ -182,19 +182,19 @@ class StepRecorder:
         self,
         *,
         clock: Clock,
-        control: Control,
+        control: ControlChannel,
         writer: Writer,
         every: int,
-        stragglers: Stragglers | None = None,
+        stragglers: StragglerDetector | None = None,
     ) -> None:
         self._clock, self._control, self._writer, self._every = clock, control, writer, every
-        self._most_per_post = _MOST_ON_A_DEVICE if clock.lag else _MOST_PER_POST
+        self._max_per_post = _MAX_PER_POST_ON_DEVICE if clock.lag_steps else _MAX_PER_POST
         self.stragglers = stragglers
         self.deferred = DeferredWork()  # methods here finish it when they need its results
         self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
         self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
-        self.observe: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
-        """Is called with every step's record, and with the traces of what landed in it."""
+        self.on_step_record: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
+        """Is called with every step's record, and with the traces of what was waited for in it."""
 
         self.control_delay_steps = 1
         """Messages are read so many steps after the last one's: more where they share a slow link with what
@@ -203,25 +203,25 @@ class StepRecorder:
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
-        self.nonfinite: tuple[int, float] | None = None  # first step whose own loss was not finite, and it
-        self.uncounted: list[tuple[int, Uncounted]] = []
+        self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
+        self.uncounted_collectives: list[tuple[int, UncountedCollective]] = []
         """Collectives that hooks have issued themselves, each once, with the step; the reporter clears it."""
 
-        self._known_uncounted: set[Uncounted] = set()
+        self._known_uncounted: set[UncountedCollective] = set()
         self._buckets = 0  # gradient buckets of the stage
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
         self._step: StepMarks | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
         self._last_cpu_ns = 0  # processor time of this process at that moment
         self._between_steps = Traffic()
-        self._unposted = 0  # steps since messages were posted
+        self._steps_since_post = 0
         self._resolved_at = 0  # by this rank's own clock
         self._accumulator = Accumulator()
-        self._batches: deque[_Batch] = deque()  # whose messages are under way
+        self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
 
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
         """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it."""
-        self._buckets, self.steps_per_post, self._unposted = len(params), 1, 0
+        self._buckets, self.steps_per_post, self._steps_since_post = len(params), 1, 0
         if self.stragglers is not None:
             self.stragglers.begin_stage(params)
 
@@ -271,14 +271,14 @@ class StepRecorder:
         On a device it is read some steps later: its memory must be its own.
         """
         assert self._step is not None, "no step is running"
-        self._buffer.losses.append(self._clock.on_host(mean))
+        self._buffer.losses.append(self._clock.copy_to_host(mean))
         self._buffer.samples.append(samples)
-        self._buffer.counts.append(samples if counts is None else counts)
+        self._buffer.loss_weights.append(samples if counts is None else counts)
 
     @property
     def records_step(self) -> bool:
-        """Whether the running step has a record, in a file or for trackers."""
-        return self.current.number % self._every == 0 or self.observe is not None
+        """Whether the running step gets a record, in a file or for trackers."""
+        return self.current.number % self._every == 0 or self.on_step_record is not None
 
     def note_update(
         self, optimizer: Optimizer, grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
@@ -289,11 +289,11 @@ class StepRecorder:
         """
         if not self.records_step:
             return
-        step, on_host = self.current, self._clock.on_host
+        step, copy_to_host = self.current, self._clock.copy_to_host
         step.lr = [float(group["lr"]) for group in optimizer.param_groups]
-        step.grad_norm = None if grad_norm is None else on_host(grad_norm.float())
+        step.grad_norm = None if grad_norm is None else copy_to_host(grad_norm.float())
         if group_norms is not None:
-            step.group_grad_norms = [on_host(norm.float()) for norm in group_norms]
+            step.group_grad_norms = [copy_to_host(norm.float()) for norm in group_norms]
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
@@ -323,28 +323,28 @@ class StepRecorder:
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = self._buffer.marks[-1]
-        self._buffer.close(step)
-        self._unposted += 1
+        self._buffer.end_step(step)
+        self._steps_since_post += 1
         self._step = None
-        if self._clock.lag:
+        if self._clock.lag_steps:
             self._read_ahead()
         due = 0
-        for batch in self._batches:
-            due += batch.last_step + self.control_delay_steps <= step.number
-        if self._unposted >= self.steps_per_post + self._clock.lag and self._must_resolve():
-            self._resolve(self._clock.lag)
+        for pending in self._pending_steps:
+            due += pending.last_step + self.control_delay_steps <= step.number
+        if self._steps_since_post >= self.steps_per_post + self._clock.lag_steps and self._must_resolve():
+            self._resolve(self._clock.lag_steps)
         return self._await_messages(due) if due else []
 
     # Between steps.
 
-    def wait_for_messages(self, *, rest: bool = False) -> list[AgreedSteps]:
+    def wait_for_messages(self, *, post_remainder: bool = False) -> list[AgreedSteps]:
         """Wait for the messages about all steps that are over, and finish these.
 
         Called by all ranks after the same step. What they have added up since their last exchange stays for
-        the next message; `rest` sends it now.
+        the next message; `post_remainder` sends it now.
         """
-        self._resolve(0, rest=rest)
-        agreed_steps = self._await_messages(len(self._batches))
+        self._resolve(0, post_remainder=post_remainder)
+        agreed_steps = self._await_messages(len(self._pending_steps))
         self.deferred.do_all()
         return agreed_steps
 
@@ -358,16 +358,16 @@ class StepRecorder:
         Called by all ranks, even by one without such steps.
         """
         self.pause_timing()
-        return self.wait_for_messages(rest=True)
+        return self.wait_for_messages(post_remainder=True)
 
     def write_between_steps(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._between_steps = self._between_steps, Traffic()
-        traces, rank = list(self._clock.read(traffic.landed)), self._control.rank
+        traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
         read_findings(traces)
         self._note_uncounted((step, trace) for trace in traces)
         self._accumulator.note_findings(traces)
-        self._count_traffic(traces, int(under_way_us(landed_table([0] * len(traces), traces), 1)[0]))
+        self._count_traffic(traces, int(in_flight_us(make_trace_table([0] * len(traces), traces), 1)[0]))
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
         self._write("buckets", list(map(dumps, records)))
 
@@ -383,7 +383,7 @@ class StepRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
         self.totals = Totals.of(state["totals"])
-        self._accumulator = Accumulator.of(state["round"])
+        self._accumulator = Accumulator.from_state_dict(state["round"])
         self.own_loss = state["own_loss"]
         if self.stragglers is not None:
             self.stragglers.load_state_dict(state["stragglers"])
@@ -391,17 +391,17 @@ class StepRecorder:
     def salvage(self) -> None:
         """Record the steps that are over without the messages of other ranks: the run has failed."""
         self.deferred.do_all()
-        if self._clock.lag:
+        if self._clock.lag_steps:
             return  # the device may never get there
-        batches, self._batches = self._batches, deque()
-        for batch in batches:
-            if batch.resolved is not None:
-                self.deferred.add(self._finish(batch.resolved, batch.own, None))
+        all_pending, self._pending_steps = self._pending_steps, deque()
+        for pending in all_pending:
+            if pending.resolved is not None:
+                self.deferred.add(self._divide_and_record(pending.resolved, pending.own, None))
         buffer, self._buffer = self._buffer, MarkBuffer()
         buffer.drop_running()
         if buffer.steps:
-            resolved = resolve(buffer, self._clock, every=self._every)
-            self.deferred.add(self._finish(resolved, no_messages(0), None))
+            resolved = resolve_steps(buffer, self._clock, every=self._every)
+            self.deferred.add(self._divide_and_record(resolved, empty_messages(0), None))
         self.deferred.do_all()
 
     # Steps that are over.
@@ -410,60 +410,62 @@ class StepRecorder:
         """Read the marks of the step that the device has passed meanwhile: a little in each step, since the
         device would run out of work while many were read at once.
         """
-        buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag
+        buffer, index = self._buffer, len(self._buffer.steps) - 1 - self._clock.lag_steps
         if index < 0:
             return
         before = buffer.steps[index - 1] if index else StepMarks(0, 0)
         step = buffer.steps[index]
         marks, traces = slice(before.marks_end, step.marks_end), slice(before.traces_end, step.traces_end)
         buffer.marks[marks] = self._clock.times(buffer.marks[marks])
-        buffer.traces[traces] = self._clock.read(buffer.traces[traces])
+        buffer.traces[traces] = self._clock.read_traces(buffer.traces[traces])
 
     def _must_resolve(self) -> bool:
         """Whether steps are over that have a message, which is so on all ranks after the same step; or, if
         none of them has one, whether they have waited for a while.
 
         That while differs between ranks. It decides nothing that ranks do together: steps with a message
-        never wait for it, and `_unposted` counts from posted messages only.
+        never wait for it, and `_steps_since_post` counts from posted messages only.
         """
-        readable = len(self._buffer.steps) - self._clock.lag  # without waiting for a mark
+        readable = len(self._buffer.steps) - self._clock.lag_steps  # without waiting for a mark
         if readable < 1:
             return False
         if any(step.exchanged for step in islice(self._buffer.steps, readable)):
             return True
-        return readable >= self._most_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
+        return readable >= self._max_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
-    def _resolve(self, keep: int, *, rest: bool = False) -> None:
+    def _resolve(self, keep: int, *, post_remainder: bool = False) -> None:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
 
-        `rest`: post one message more, for the steps since the last exchange.
+        `post_remainder`: post one message more, for the steps since the last exchange.
         """
         self.deferred.do_all()
         self._resolved_at = now_us()
         buffer = self._buffer
         self._buffer = buffer.split_off(len(buffer.steps) - keep)
-        resolved, own, last_step = None, no_messages(self._buckets), self._accumulator.last_step
+        resolved, own, last_step = None, empty_messages(self._buckets), self._accumulator.last_step
         if buffer.steps:
             last_step = buffer.steps[-1].number
-            resolved = resolve(buffer, self._clock, every=self._every)
+            resolved = resolve_steps(buffer, self._clock, every=self._every)
             if any(trace.uncounted for trace in resolved.traces):
-                numbers = [resolved.steps[section // 2].number for section in resolved.landed[0].tolist()]
+                sections = resolved.trace_table[0].tolist()
+                numbers = [resolved.steps[section // 2].number for section in sections]
                 self._note_uncounted(zip(numbers, resolved.traces, strict=True))
             self.own_loss = resolved.loss(-1)
-            if self.nonfinite is None and not math.isfinite(sum(resolved.loss_sums)):
+            if self.first_nonfinite_loss is None and not math.isfinite(sum(resolved.loss_sums)):
                 losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
-                self.nonfinite = next((lost for lost in losses if not math.isfinite(lost[1])), None)
-            own = self._accumulator.messages(resolved, buckets=self._buckets, offset_us=self.offset_us)
-        if rest:
-            own.add_rest(self._accumulator, last_step)
+                nonfinite = (one for one in losses if not math.isfinite(one[1]))
+                self.first_nonfinite_loss = next(nonfinite, None)
+            own = self._accumulator.make_messages(resolved, buckets=self._buckets, offset_us=self.offset_us)
+        if post_remainder:
+            own.add_remainder(self._accumulator, last_step)
             self._accumulator = Accumulator()
         if resolved is None and not own.steps:
             return
-        batch = _Batch(resolved, own, last_step)
-        self._batches.append(batch)  # first, so that it is salvaged if nothing can be posted any more
+        pending = _PendingSteps(resolved, own, last_step)
+        self._pending_steps.append(pending)  # first, so that it is salvaged if nothing can be posted any more
         if own.steps:
-            self._unposted = keep
-            batch.posted = self._control.post(torch.from_numpy(own.numbers.ravel()))
+            self._steps_since_post = keep
+            pending.posted = self._control.all_gather_async(torch.from_numpy(own.numbers.ravel()))
 
     def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
         """Note collectives that hooks have issued themselves; traces come with their steps."""
@@ -471,40 +473,42 @@ class StepRecorder:
             for note in trace.uncounted:
                 if note not in self._known_uncounted:
                     self._known_uncounted.add(note)
-                    self.uncounted.append((step, note))
+                    self.uncounted_collectives.append((step, note))
 
-    def _await_messages(self, batches: int) -> list[AgreedSteps]:
-        """Read the messages about the oldest batches, whose steps are finished some time later."""
+    def _await_messages(self, posts: int) -> list[AgreedSteps]:
+        """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""
         agreed_steps = []
-        for _ in range(batches):
-            batch, messages = self._batches[0], None
-            if batch.posted is not None:
-                gathered: Numbers = batch.posted.wait().numpy()  # (ranks, numbers of all messages)
-                messages = gathered.reshape(len(gathered), len(batch.own.steps), -1).swapaxes(0, 1)
+        for _ in range(posts):
+            pending, messages = self._pending_steps[0], None
+            if pending.posted is not None:
+                gathered: FloatArray = pending.posted.wait().numpy()  # (ranks, numbers of all messages)
+                messages = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
                 per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
-                self.steps_per_post = max(1, min(self._most_per_post, per_post))
-            self._batches.popleft()  # only now, so that it is salvaged if the other ranks are gone
-            if batch.resolved is not None:
-                self.deferred.add(self._finish(batch.resolved, batch.own, messages))
-            newest = None if messages is None else combine_messages(batch.own, messages, self.stragglers)
+                self.steps_per_post = max(1, min(self._max_per_post, per_post))
+            self._pending_steps.popleft()  # only now, so that it is salvaged if the other ranks are gone
+            if pending.resolved is not None:
+                self.deferred.add(self._divide_and_record(pending.resolved, pending.own, messages))
+            newest = None if messages is None else combine_messages(pending.own, messages, self.stragglers)
             if newest is not None:
                 agreed_steps.append(newest)
         return agreed_steps
 
-    def _finish(self, resolved: ResolvedSteps, own: OwnMessages, messages: Numbers | None) -> Iterator[None]:
-        """Deferred work: divide the steps' waiting, count their time, and record them.
+    def _divide_and_record(
+        self, resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None
+    ) -> Iterator[None]:
+        """Deferred work: split the steps' waiting, count their time, and record them.
 
         `messages`: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
-        exposed = divide(resolved, all_ready)
-        under_way = under_way_us(resolved.landed, len(resolved.steps))
-        self._count_traffic(resolved.traces, int(np.maximum(under_way, exposed).sum()))
+        exposed = split_exposed_time(resolved, all_ready)
+        in_flight = in_flight_us(resolved.trace_table, len(resolved.steps))
+        self._count_traffic(resolved.traces, int(np.maximum(in_flight, exposed).sum()))
         totals = self.totals
         totals.steps += len(resolved.steps)
         totals.samples += sum(resolved.samples)
-        for part, us in zip(PARTS, resolved.us.sum(0).tolist(), strict=True):
+        for part, us in zip(PARTS, resolved.parts_us.sum(0).tolist(), strict=True):
             totals.parts_us[part] += us
         totals.parts_us["step_us"] += sum(resolved.step_us)
         yield
@@ -512,18 +516,18 @@ class StepRecorder:
         if messages is not None:
             for row, loss in zip(own.rows, mean_losses(messages), strict=False):
                 losses[row] = loss
-        every = self._every if self.observe is None else 1
+        every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
             for one in step_records(resolved, losses, all_ready, rank=self._control.rank, every=every):
-                if self.observe is not None:
-                    self.observe(one.record, one.traces)
+                if self.on_step_record is not None:
+                    self.on_step_record(one.record, one.traces)
                 made += 1
                 if one.record["step"] % self._every == 0:
                     steps.append(dumps(one.record))
                     buckets += map(dumps, one.buckets())
                     made += len(one.traces)
-                if made >= _AT_ONCE:
+                if made >= _RECORDS_PER_SLICE:
                     made = 0
                     yield
         finally:
@@ -532,7 +536,7 @@ class StepRecorder:
 
     def _write(self, kind: str, lines: Sequence[bytes]) -> None:
         if lines:
-            self._writer.put(file_of(kind, self._control.rank), b"".join(lines), len(lines))
+            self._writer.put(record_file(kind, self._control.rank), b"".join(lines), len(lines))
 
     def _count_traffic(self, traces: Sequence[BucketTrace[int]], communication_us: int) -> None:
         self.totals.communication_us += communication_us

@@ -1,8 +1,8 @@
-"""What steps leave behind, and how it becomes numbers.
+"""Turns the marks of steps into times and records.
 
 A running step only appends to a `MarkBuffer`: its marks, losses and bucket traces. Once steps are over,
-`resolve` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
-(`control_message.py`), `divide` splits the time in which this rank waited into `exposed_hook_us`,
+`resolve_steps` reads the marks of many of them at once. When it is known when all ranks had each bucket ready
+(`control_message.py`), `split_exposed_time` splits the time in which this rank waited into `exposed_hook_us`,
 `exposed_wait_us` and `exposed_wire_us`. `step_records` and `bucket_record` make records of the result, whose
 fields `docs/records.md` explains.
 
@@ -41,22 +41,22 @@ OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", 
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 
 VERSION = 1  # of all records
-Ints = NDArray[np.int64]
-Numbers = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
 _HOOK, _WIRE = _COLUMN["exposed_hook_us"], _COLUMN["exposed_wire_us"]
 _LAPS = {part: part.removesuffix("_us") for part in (*PARTS, "")}
-_OWN = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
+_OWN_COLUMNS = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
 
 @dataclass(slots=True)
 class Traffic:
     """What is exchanged outside backward, in a running step or between steps."""
 
-    sent: list[BucketTrace[Any]] = field(default_factory=list)  # it may not have landed yet
-    landed: list[BucketTrace[Any]] = field(default_factory=list)  # waited for; maybe sent in an earlier step
+    sent: list[BucketTrace[Any]] = field(default_factory=list)  # some may still be in flight
+    completed: list[BucketTrace[Any]] = field(default_factory=list)  # maybe sent in an earlier step
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     """When the training thread only waited: marks, from and to, of `ParameterExchanger`."""
 
@@ -74,13 +74,13 @@ class StepMarks:
     traces_end: int = 0
     losses_end: int = 0
     backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
-    gradients: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
+    gradient_marks: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
-    grad_norm: Any = None  # of all gradients before clipping, from `Clock.on_host`; None: not measured
+    grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
     group_grad_norms: list[Any] | None = None  # the same of each parameter group
 
 
@@ -95,12 +95,12 @@ class MarkBuffer:
     parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
     marks: list[Any] = field(default_factory=list)
     traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
-    losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.on_host`
+    losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.copy_to_host`
     samples: list[int] = field(default_factory=list)  # of each micro-batch
-    counts: list[float] = field(default_factory=list)  # what its loss counts in means
+    loss_weights: list[float] = field(default_factory=list)  # what its loss counts in means
 
-    def close(self, step: StepMarks) -> None:
-        """End the running step."""
+    def end_step(self, step: StepMarks) -> None:
+        """End the running step: its marks, traces and losses end here."""
         step.marks_end, step.traces_end = len(self.marks), len(self.traces)
         step.losses_end = len(self.losses)
         self.steps.append(step)
@@ -110,7 +110,7 @@ class MarkBuffer:
         last = self.steps[-1] if self.steps else StepMarks(0, 0)
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.traces[last.traces_end :]
-        for column in (self.losses, self.samples, self.counts):
+        for column in (self.losses, self.samples, self.loss_weights):
             del column[last.losses_end :]
 
     def split_off(self, count: int) -> "MarkBuffer":
@@ -122,7 +122,7 @@ class MarkBuffer:
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
         rest.traces = self.traces[traces:]
         rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
-        rest.counts = self.counts[losses:]
+        rest.loss_weights = self.loss_weights[losses:]
         for step in rest.steps:
             step.marks_end -= marks
             step.traces_end -= traces
@@ -140,47 +140,51 @@ class ResolvedSteps:
     steps: list[StepMarks]  # in the order in which they were taken
     parts: list[str]  # as in the buffer
     times: list[int]  # of the marks
-    durations: Ints  # from the mark before to each mark
+    durations: IntArray  # from the mark before to each mark
     bounds: list[int]  # where each step's marks begin, and where the last one's end
     step_us: list[int]
-    us: Ints  # shape (steps, parts); exposed communication is in backward and sync until `divide`
+    parts_us: IntArray
+    """Shape (steps, parts); exposed communication is in backward and sync until `split_exposed_time`."""
+
     traces: list[BucketTrace[int]]  # that were waited for, in the order of sections
-    landed: Ints  # section, bucket, ready and done of each trace; shape (4, traces)
-    work: Ints  # section, start and end of hooks' work on other threads; shape (3, n)
-    waits: Ints  # section, start and end of each time in which the training thread only waited; shape (3, n)
-    waited_us: Ints  # sums of `waits`, shape (sections,)
-    in_hooks_us: Ints  # time of hooks on the training thread, shape (sections,)
+    trace_table: IntArray  # section, bucket, ready and done of each trace; shape (4, traces)
+    hook_work: IntArray  # section, start and end of hooks' work on other threads; shape (3, n)
+    waits: IntArray
+    """Section, start and end of each time in which the training thread only waited; shape (3, n)."""
+
+    waited_us: IntArray  # sums of `waits`, shape (sections,)
+    in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
     loss_sums: list[float]  # of this rank, over what counts in the step
-    counts: list[float]  # how much that is
+    loss_weights: list[float]  # how much that is
     samples: list[int]
-    gradients: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
+    gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
     def loss(self, row: int) -> float:
         """This rank's mean loss of a step; NaN where nothing counts."""
-        return self.loss_sums[row] / self.counts[row] if self.counts[row] else math.nan
+        return self.loss_sums[row] / self.loss_weights[row] if self.loss_weights[row] else math.nan
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
         """By row, the traces in which hooks have found something."""
         found: dict[int, list[BucketTrace[int]]] = {}
         if any(trace.findings for trace in self.traces):
-            for section, trace in zip(self.landed[0].tolist(), self.traces, strict=True):
+            for section, trace in zip(self.trace_table[0].tolist(), self.traces, strict=True):
                 if trace.findings:
                     found.setdefault(section // 2, []).append(trace)
         return found
 
     @property
-    def own_us(self) -> Ints:
-        """Microseconds of `OWN_PARTS`, before `divide`: shape (steps, parts)."""
+    def own_us(self) -> IntArray:
+        """Microseconds of `OWN_PARTS`, before `split_exposed_time`: shape (steps, parts)."""
         hooks = self.in_hooks_us.reshape(-1, 2)
-        own = self.us.copy()
+        own = self.parts_us.copy()
         own[:, [_BACKWARD, _SYNC]] -= hooks + self.waited_us.reshape(-1, 2)
         own[:, _HOOK] = hooks.sum(1)
-        picked: Ints = own[:, _OWN]
+        picked: IntArray = own[:, _OWN_COLUMNS]
         return picked
 
 
-def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
+def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
     `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
@@ -193,9 +197,9 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     durations[1:] -= durations[:-1].copy()
     cells = np.repeat(np.arange(0, count * len(_COLUMN), len(_COLUMN)), np.diff(bounds))
     cells += [_COLUMN[part] for part in buffer.parts]
-    us = _sums(cells, durations, count * len(_COLUMN)).reshape(count, -1)
+    parts_us = _sums(cells, durations, count * len(_COLUMN)).reshape(count, -1)
 
-    backward, buffer.traces = list(clock.read(buffer.traces)), []
+    backward, buffer.traces = list(clock.read_traces(buffer.traces)), []
     ready = [trace.ready for trace in backward]
     handed_over = [trace.handed_over or trace.ready for trace in backward]
     sections, traces = list[int](), list[BucketTrace[int]]()
@@ -213,10 +217,10 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
             first = end
         if step.sync is not None:
             section += 1
-            landed = clock.read(step.sync.landed)
-            sections += [section] * len(landed)
-            traces += landed
-            for trace in step.sync.sent:  # those that have not landed yet cannot be read
+            completed = clock.read_traces(step.sync.completed)
+            sections += [section] * len(completed)
+            traces += completed
+            for trace in step.sync.sent:  # those that are still in flight cannot be read
                 in_hooks += (section, clock.in_hooks_us(trace))
             for start, until in step.sync.waits:
                 waits += (section, clock.us(start), clock.us(until))
@@ -228,13 +232,13 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
     waits_table, hooks_table = _table(waits, 3), _table(in_hooks, 2)
 
     read_findings(traces)
-    gradients = [
-        {name: clock.us(mark) for name, mark in step.gradients.items()}
-        if step.gradients and step.number % every == 0
+    gradient_times = [
+        {name: clock.us(mark) for name, mark in step.gradient_marks.items()}
+        if step.gradient_marks and step.number % every == 0
         else {}
         for step in steps
     ]
-    loss_sums, counts, samples = _losses(buffer, clock)
+    loss_sums, loss_weights, samples = _losses(buffer, clock)
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
@@ -244,21 +248,21 @@ def resolve(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
         durations=durations,
         bounds=bounds,
         step_us=[times[end - 1] - times[first] for first, end in pairwise(bounds)],
-        us=us[:, : len(PARTS)],
+        parts_us=parts_us[:, : len(PARTS)],
         traces=traces,
-        landed=landed_table(sections, traces),
-        work=_table(work, 3),
+        trace_table=make_trace_table(sections, traces),
+        hook_work=_table(work, 3),
         waits=waits_table,
         waited_us=_sums(waits_table[0], waits_table[2] - waits_table[1], 2 * count),
         in_hooks_us=_sums(hooks_table[0], hooks_table[1], 2 * count),
         loss_sums=loss_sums,
-        counts=counts,
+        loss_weights=loss_weights,
         samples=samples,
-        gradients=gradients,
+        gradient_times=gradient_times,
     )
 
 
-def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
+def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> IntArray:
     """Move exposed communication out of backward's and sync's microseconds, into the three `exposed_` parts.
 
     `exposed_hook_us`: hooks on the training thread, and hooks on other threads while it waited.
@@ -267,22 +271,22 @@ def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
     some rank had not got there yet.
 
     `all_ready_us`: when the last rank had each trace's bucket ready, on this rank's clock; 0: long ago, or
-    not known. Shape (traces,). Changes `resolved.us`, and returns all exposed communication of each step,
-    shape (steps,).
+    not known. Shape (traces,). Changes `resolved.parts_us`, and returns all exposed communication of each
+    step, shape (steps,).
     """
     count = len(resolved.in_hooks_us)
     exposed = np.zeros((3, count), dtype=np.int64)  # hook, wait, wire
     exposed[0], exposed[1] = resolved.in_hooks_us, resolved.waited_us
     if resolved.waits.size:
-        waits, work, landed = resolved.waits, resolved.work, resolved.landed
+        waits, work, table = resolved.waits, resolved.hook_work, resolved.trace_table
         all_ready = np.rint(all_ready_us).astype(np.int64)
-        moving = np.empty((3, work.shape[1] + landed.shape[1] + count), dtype=np.int64)
+        moving = np.empty((3, work.shape[1] + table.shape[1] + count), dtype=np.int64)
         moving[:, : work.shape[1]] = work
         on_wire, after = moving[:, work.shape[1] : -count], moving[:, -count:]
-        on_wire[0], on_wire[1], on_wire[2] = landed[0], all_ready, landed[3]
+        on_wire[0], on_wire[1], on_wire[2] = table[0], all_ready, table[3]
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
         after[0], after[1], after[2] = np.arange(count), 0, waits[2].max()
-        np.maximum.at(after[1], landed[0], all_ready)
+        np.maximum.at(after[1], table[0], all_ready)
         in_hooks = np.zeros(count, dtype=np.int64)
         if work.size:
             in_hooks = _sums(waits[0], covered_us(work, waits), count)
@@ -290,25 +294,25 @@ def divide(resolved: ResolvedSteps, all_ready_us: Numbers) -> Ints:
         exposed[0] += in_hooks
         exposed[1] -= not_waiting
         exposed[2] = not_waiting - in_hooks
-    us = resolved.us
-    us[:, [_BACKWARD, _SYNC]] -= exposed.sum(0).reshape(-1, 2)
-    us[:, _HOOK : _WIRE + 1] = (exposed[:, ::2] + exposed[:, 1::2]).T
-    total: Ints = us[:, _HOOK : _WIRE + 1].sum(1)
+    parts_us = resolved.parts_us
+    parts_us[:, [_BACKWARD, _SYNC]] -= exposed.sum(0).reshape(-1, 2)
+    parts_us[:, _HOOK : _WIRE + 1] = (exposed[:, ::2] + exposed[:, 1::2]).T
+    total: IntArray = parts_us[:, _HOOK : _WIRE + 1].sum(1)
     return total
 
 
-def under_way_us(landed: Ints, count: int) -> Ints:
-    """Time in which some bucket was under way, from ready to done, in microseconds: shape (steps,)."""
-    if not landed.size:
+def in_flight_us(trace_table: IntArray, count: int) -> IntArray:
+    """Time in which some bucket was in flight, from ready to done, in microseconds: shape (steps,)."""
+    if not trace_table.size:
         return np.zeros(count, dtype=np.int64)
     windows = np.empty((3, count), dtype=np.int64)
-    windows[0], windows[1], windows[2] = np.arange(count), landed[2].min(), landed[3].max()
-    intervals = landed[[0, 2, 3]]
+    windows[0], windows[1], windows[2] = np.arange(count), trace_table[2].min(), trace_table[3].max()
+    intervals = trace_table[[0, 2, 3]]
     intervals[0] //= 2
     return covered_us(intervals, windows)
 
 
-def covered_us(intervals: Ints, windows: Ints) -> Ints:
+def covered_us(intervals: IntArray, windows: IntArray) -> IntArray:
     """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
 
     Both are time line (counted from 0), start and end, microseconds: shapes (3, intervals) and (3, windows).
@@ -316,10 +320,10 @@ def covered_us(intervals: Ints, windows: Ints) -> Ints:
     """
     low, high = int(windows[1].min()), int(windows[2].max())
 
-    def laid_out(table: Ints) -> Ints:
+    def laid_out(table: IntArray) -> IntArray:
         """Starts and ends with all time lines laid end to end, so that one sort serves all: shape (2, n)."""
         moments = np.minimum(np.maximum(table[1:], low), high)
-        positions: Ints = table[0] * (high - low + 1) + (moments - low)
+        positions: IntArray = table[0] * (high - low + 1) + (moments - low)
         return positions
 
     start, end = laid_out(intervals)
@@ -335,41 +339,41 @@ def covered_us(intervals: Ints, windows: Ints) -> Ints:
     begun = start.searchsorted(positions, "right")
     # Of all intervals that began before a position, only the one that ends last can reach beyond it.
     before = covered[begun] - np.maximum(latest_end[begun] - positions, 0)
-    within: Ints = before[1] - before[0]
+    within: IntArray = before[1] - before[0]
     return within
 
 
-def landed_table(sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Ints:
+def make_trace_table(sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> IntArray:
     """Section, bucket, ready and done of each trace; shape (4, traces)."""
-    landed = np.empty((4, len(traces)), dtype=np.int64)
-    landed[0], landed[1] = sections, [trace.bucket for trace in traces]
-    landed[2] = [trace.ready for trace in traces]
-    landed[3] = [trace.done or trace.ready for trace in traces]
-    return landed
+    table = np.empty((4, len(traces)), dtype=np.int64)
+    table[0], table[1] = sections, [trace.bucket for trace in traces]
+    table[2] = [trace.ready for trace in traces]
+    table[3] = [trace.done or trace.ready for trace in traces]
+    return table
 
 
 def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float], list[int]]:
     """This rank's loss of each step, summed over what counts, how much that is, and its samples."""
-    means, counts, first = clock.numbers(buffer.losses), buffer.counts, 0
-    loss_sums, of_steps, samples = list[float](), list[float](), list[int]()
+    means, weights, first = clock.read_numbers(buffer.losses), buffer.loss_weights, 0
+    loss_sums, step_weights, samples = list[float](), list[float](), list[int]()
     for step in buffer.steps:
-        loss_sum, count = 0.0, 0.0
+        loss_sum, step_weight = 0.0, 0.0
         for index in range(first, step.losses_end):
-            if counts[index]:
-                loss_sum += means[index] * counts[index]
-                count += counts[index]
+            if weights[index]:
+                loss_sum += means[index] * weights[index]
+                step_weight += weights[index]
         loss_sums.append(loss_sum)
-        of_steps.append(count)
+        step_weights.append(step_weight)
         samples.append(sum(buffer.samples[first : step.losses_end]))
         first = step.losses_end
-    return loss_sums, of_steps, samples
+    return loss_sums, step_weights, samples
 
 
 def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
     """Make numbers of the norms that were measured."""
     measured = [step for step in steps if step.grad_norm is not None]
     of_groups = [norm for step in measured for norm in step.group_grad_norms or ()]
-    norms = iter(clock.numbers([*(step.grad_norm for step in measured), *of_groups]))
+    norms = iter(clock.read_numbers([*(step.grad_norm for step in measured), *of_groups]))
     for step in measured:
         step.grad_norm = next(norms)
     for step in measured:
@@ -377,11 +381,11 @@ def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
             step.group_grad_norms = list(islice(norms, len(step.group_grad_norms)))
 
 
-def _table(numbers: Sequence[int], columns: int) -> Ints:
+def _table(numbers: Sequence[int], columns: int) -> IntArray:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
 
-def _sums(indices: Ints, values: Ints, count: int) -> Ints:
+def _sums(indices: IntArray, values: IntArray, count: int) -> IntArray:
     """The sum of the values at each of `count` indices."""
     # In double precision: exact up to 2**53 microseconds, which are 285 years.
     return np.bincount(indices, values, count).astype(np.int64)
@@ -408,22 +412,23 @@ class StepRecord(NamedTuple):
 def step_records(
     resolved: ResolvedSteps,
     mean_losses: Sequence[float | None],
-    all_ready_us: Numbers,
+    all_ready_us: FloatArray,
     *,
     rank: int,
     every: int,
 ) -> Iterator[StepRecord]:
-    """The records of every n-th step (`every`), after `divide`; the traces of `resolved` are taken out.
+    """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
+    taken out.
 
     `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
     """
-    steps, times, us = resolved.steps, resolved.times, resolved.us.tolist()
+    steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
     all_ready = np.rint(all_ready_us).astype(np.int64).tolist()
     waits = resolved.waits[1:].T.tolist()
     # Where each step's entries begin in tables that are sorted by section, and where the last one's end.
     sections = np.arange(0, 2 * len(steps) + 2, 2)
-    trace_bounds: list[int] = resolved.landed[0].searchsorted(sections).tolist()
+    trace_bounds: list[int] = resolved.trace_table[0].searchsorted(sections).tolist()
     wait_bounds: list[int] = resolved.waits[0].searchsorted(sections).tolist()
     for row, step in enumerate(steps):
         # Traces are let go as soon as they are recorded, while the processor has them in its caches.
@@ -435,7 +440,7 @@ def step_records(
         first, end = resolved.bounds[row], resolved.bounds[row + 1]
         laps = zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)
         # In the order of `PARTS`; written out, since this is made for every step.
-        data, forward, backward, exposed_hook, exposed_wait, exposed_wire, optimizer, sync, other = us[row]
+        data, forward, backward, exposed_hook, exposed_wait, exposed_wire, optimizer, sync, other = parts[row]
         record = {
             "v": VERSION,
             "rank": rank,
@@ -462,7 +467,7 @@ def step_records(
             "laps": [lap for lap in laps if lap[1] > 0],
             "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
         }
-        yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradients[row])
+        yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
 
 
 def bucket_record(
@@ -474,7 +479,7 @@ def bucket_record(
     step: int,
     rank: int,
 ) -> dict[str, Any]:
-    """One line of `buckets/rank-….jsonl`, of a bucket that has landed; arguments are as in `StepRecord`."""
+    """One line of `buckets/rank-….jsonl`, of a bucket that is complete; arguments are as in `StepRecord`."""
     encode = decode = wire_bytes = between_hosts = 0
     for span in trace.spans:
         if span.phase == "encode":

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
-from ddprun.telemetry.steps import OWN_PARTS, Numbers
+from ddprun.telemetry.steps import OWN_PARTS, FloatArray
 
 Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
 
@@ -34,15 +34,15 @@ _CAUSES: dict[str, Cause] = {
     "sync_us": "sync",
     "other_us": "sync",
 }
-_LEAST_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
-_SPREADS = 3.0
+_MIN_LATE_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
+_SPREAD_FACTOR = 3.0
 _HYSTERESIS = 2.0
 """What was found stays until it is less than half of what it takes to be found, so that nothing flickers."""
 
-_LEAST_LASTING_US = 500_000.0
+_MIN_DURATION_US = 500_000.0
 """A busy machine makes a rank late for a shorter time, and nobody could look into that."""
 
-_MOST_EPISODES = 200
+_MAX_EPISODES = 200
 
 
 @dataclass(slots=True)
@@ -69,19 +69,19 @@ class _StepMessages(NamedTuple):
 
     step: int
     skew_us: float  # from the first rank ready with its last bucket to the last; in backward and outside it
-    numbers: Numbers  # shape (ranks, numbers of a message)
+    numbers: FloatArray  # shape (ranks, numbers of a message)
 
 
-class Stragglers:
+class StragglerDetector:
     """Looks for stragglers during training, in bounded memory.
 
-    A straggler is late by more than the share `over` of a step, in the median of `window` steps.
+    A straggler is late by more than the share `min_share` of a step, in the median of `window` steps.
     """
 
-    def __init__(self, window: int, over: float) -> None:
-        self._window, self._over = window, over
+    def __init__(self, window: int, min_share: float) -> None:
+        self._window, self._min_share = window, min_share
         self._steps: deque[_StepMessages] = deque(maxlen=window)
-        self._since = 0  # steps since the last judgement
+        self._steps_since_judgement = 0
         self._params: Sequence[tuple[str, ...]] = ()
         self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self._suspect_since_us = 0.0
@@ -94,7 +94,7 @@ class Stragglers:
     def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
         """Forget the steps of the stage before; `params` are those of each gradient bucket."""
         self._steps.clear()
-        self._since, self._params, self._suspect, self.current = 0, params, None, None
+        self._steps_since_judgement, self._params, self._suspect, self.current = 0, params, None, None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """All episodes."""
@@ -104,7 +104,7 @@ class Stragglers:
         """Go on after these episodes."""
         self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
 
-    def add(self, steps: Sequence[int], messages: Numbers) -> list[tuple[int, Straggler | None]]:
+    def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
         """Take what all ranks say about some steps, which the first messages are about.
 
         Returns:
@@ -123,18 +123,19 @@ class Stragglers:
         changes: list[tuple[int, Straggler | None]] = []
         first, half = 0, max(1, self._window // 2)
         while first < len(new):
-            more = new[first : first + max(1, self._window - len(self._steps), half - self._since)]
+            count = max(1, self._window - len(self._steps), half - self._steps_since_judgement)
+            more = new[first : first + count]
             self._steps.extend(more)
-            self._since += len(more)
+            self._steps_since_judgement += len(more)
             first += len(more)
-            if len(self._steps) == self._window and self._since >= half and self._judge():
+            if len(self._steps) == self._window and self._steps_since_judgement >= half and self._judge():
                 changes.append((more[-1].step, self.current))
         return changes
 
     def _judge(self) -> bool:
         """Find out who is late; whether that has changed."""
-        self._since = 0
-        before, self.current = self.current, self._lasting(self._latest_straggler())
+        self._steps_since_judgement = 0
+        before, self.current = self.current, self._if_lasting(self._find_straggler())
         found = self.current
         if found is None:
             return before is not None
@@ -146,12 +147,12 @@ class Stragglers:
             self.episodes[-1] = found
             return False
         self.episodes.append(found)
-        if len(self.episodes) > _MOST_EPISODES:
+        if len(self.episodes) > _MAX_EPISODES:
             self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
         return True
 
-    def _lasting(self, found: Straggler | None) -> Straggler | None:
-        """The straggler that was found, if every judgement for a while has found its rank."""
+    def _if_lasting(self, found: Straggler | None) -> Straggler | None:
+        """The straggler, if every judgement for a while has found the same rank; else None."""
         before, self._suspect = self._suspect, found
         if found is None:
             return None
@@ -160,17 +161,17 @@ class Stragglers:
             return None
         if self.current is None:
             found.first_step = before.first_step
-            if _last_ready(self._steps[-1]) - self._suspect_since_us < _LEAST_LASTING_US:
+            if _last_ready(self._steps[-1]) - self._suspect_since_us < _MIN_DURATION_US:
                 return None
         return found
 
-    def _latest_straggler(self) -> Straggler | None:
+    def _find_straggler(self) -> Straggler | None:
         """The latest rank of the window, if it is late by enough."""
         if len(self._steps[0].numbers) < 2:
             return None
         # The usual case comes first and is cheap: no rank is later than the skew of all.
         skews = sorted([one.skew_us for one in self._steps])
-        if skews[(len(skews) - 1) // 2] <= _LEAST_US / _HYSTERESIS:
+        if skews[(len(skews) - 1) // 2] <= _MIN_LATE_US / _HYSTERESIS:
             return None
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
         # Where ranks exchange buckets in backward and outside it, they wait for each other twice in a step.
@@ -178,7 +179,7 @@ class Stragglers:
         last_ready = [at[..., -1] for at in ready if at.shape[2] and at.all()]
         if not last_ready:
             return None
-        late: Numbers = np.sum([_beyond(at) for at in last_ready], axis=0)  # (steps, ranks)
+        late: FloatArray = np.sum([_above_others_median(at) for at in last_ready], axis=0)  # (steps, ranks)
         typical = _median(late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
@@ -187,7 +188,7 @@ class Stragglers:
         others = np.delete(late, rank, 1).ravel()
         spread = float(_median(abs(others - _median(others))))
         step_us = float(_median(last_ready[0][-1] - last_ready[0][0])) / max(1, len(numbers) - 1)
-        least_us = max(self._over * step_us, _SPREADS * spread, _LEAST_US) / divisor
+        least_us = max(self._min_share * step_us, _SPREAD_FACTOR * spread, _MIN_LATE_US) / divisor
         if late_us <= least_us:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
@@ -199,9 +200,9 @@ class Stragglers:
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
 
 
-def _cause(rank: int, late_us: float, numbers: Numbers, before: Cause | None) -> tuple[Cause, int | None]:
+def _cause(rank: int, late_us: float, numbers: FloatArray, before: Cause | None) -> tuple[Cause, int | None]:
     """Where a rank spent more than the others, and which of the reported buckets shows it."""
-    more = _median(_beyond(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
+    more = _median(_above_others_median(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
     for name, us in zip(OWN_PARTS, more, strict=True):
         parts[_CAUSES[name]] += us
@@ -211,26 +212,26 @@ def _cause(rank: int, late_us: float, numbers: Numbers, before: Cause | None) ->
     if cause != "backward" or not ready.any():
         return cause, None
     # From one bucket to the next; what is left of backward lies before its first bucket.
-    beyond = _median(_beyond(np.diff(ready))[:, rank]).tolist()
-    shares = [parts["backward"] - sum(beyond), *beyond]
+    above = _median(_above_others_median(np.diff(ready))[:, rank]).tolist()
+    shares = [parts["backward"] - sum(above), *above]
     return cause, shares.index(max(shares))
 
 
-def _beyond(values: Numbers) -> Numbers:
-    """How far each rank is beyond the median of the others; shape as `values`: (steps, ranks, …)."""
+def _above_others_median(values: FloatArray) -> FloatArray:
+    """How far each rank is above the median of the others; shape as `values`: (steps, ranks, …)."""
     ranks = values.shape[1]
     ordered = np.sort(values, 1)
     medians = [
         np.where(values <= ordered[:, at : at + 1], ordered[:, at + 1 : at + 2], ordered[:, at : at + 1])
         for at in ((ranks - 2) // 2, (ranks - 1) // 2)  # of the ranks - 1 others, in order
     ]
-    beyond: Numbers = values - (medians[0] + medians[1]) / 2
-    return beyond
+    above: FloatArray = values - (medians[0] + medians[1]) / 2
+    return above
 
 
-def _median(values: Numbers) -> Numbers:
+def _median(values: FloatArray) -> FloatArray:
     """Over the first dimension; of an even number the lower one."""
-    middle: Numbers = np.sort(values, 0)[(len(values) - 1) // 2]
+    middle: FloatArray = np.sort(values, 0)[(len(values) - 1) // 2]
     return middle
 
 

@@ -21,23 +21,23 @@ from typing import IO, Any, NoReturn
 import orjson
 import structlog
 
-from ddprun.run_files import names_in, open_file, parse, replacing
-from ddprun_hooks.comm.control import Control
+from ddprun.run_files import names_in, open_file, parse_json, replace_atomically
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
 
-EVENTS, PROFILE = "events.jsonl", "profile"
-FOLDERS = ("steps", "buckets", PROFILE)
+EVENTS_FILE, PROFILE_FOLDER = "events.jsonl", "profile"
+RECORD_FOLDERS = ("steps", "buckets", PROFILE_FOLDER)
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_MOST_WAITING = 50_000
+_MAX_WAITING_RECORDS = 50_000
 _FLUSH_EVERY_S = 0.5
 _POLL_S = 0.05
-_FILE = re.compile(r"rank-(\d{5,9})\.jsonl")
+_FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.jsonl")
 _TOKEN = ".rank-0"
 
 
-def file_of(kind: str, rank: int) -> str:
-    """A rank's file in the folder `kind` (`steps`, `buckets` or `PROFILE`), below the run's."""
+def record_file(kind: str, rank: int) -> str:
+    """A rank's file in the folder `kind` (`steps`, `buckets` or `PROFILE_FOLDER`), below the run's."""
     return f"{kind}/rank-{rank:05}.jsonl"
 
 
@@ -62,7 +62,7 @@ class Writer:
     def put(self, file: str, lines: bytes, count: int = 1) -> None:
         """Append `lines`, which are `count` records, to `file`, which is below the folder."""
         with self._lock:
-            if self._waiting + count > _MOST_WAITING:
+            if self._waiting + count > _MAX_WAITING_RECORDS:
                 self.dropped += count
                 return
             self._waiting += count
@@ -131,17 +131,17 @@ def dumps(record: dict[str, Any]) -> bytes:
             return line  # else other texts' line ends and control characters would be in it as they are
     except TypeError:  # a number of more than 64 bits, a path that is not UTF-8
         pass
-    return _ENCODER.encode(finite(record)).encode() + b"\n"
+    return _ENCODER.encode(nonfinite_to_none(record)).encode() + b"\n"
 
 
-def finite(value: Any) -> Any:
+def nonfinite_to_none(value: Any) -> Any:
     """A nested value as JSON can hold it: NaN and infinities become None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: nonfinite_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [nonfinite_to_none(item) for item in value]
     return value
 
 
@@ -156,7 +156,7 @@ def event_log(
 
     def write(_: Any, __: str, event: MutableMapping[str, Any]) -> NoReturn:
         if writer is not None:
-            writer.put(EVENTS, dumps(redact({**event, "monotonic_us": now_us()})))
+            writer.put(EVENTS_FILE, dumps(redact({**event, "monotonic_us": now_us()})))
         raise structlog.DropEvent  # structlog has nothing to print
 
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
@@ -171,52 +171,53 @@ def event_log(
     return logger
 
 
-def ranks_in(run_dir: Path, kind: str) -> list[int]:
+def ranks_with_records(run_dir: Path, kind: str) -> list[int]:
     """The ranks with a file of records in the folder `kind`; files of other names are ignored.
 
     Raises:
-        NotPlainError: the folder is something else.
+        WrongFileTypeError: the folder is something else.
         OSError: it cannot be read.
     """
     try:
         names = names_in(run_dir, kind)
     except FileNotFoundError:
         return []
-    found = {int(match[1]): name for name in names if (match := _FILE.fullmatch(name))}
-    return sorted(rank for rank, name in found.items() if file_of(kind, rank) == f"{kind}/{name}")
+    found = {int(match[1]): name for name in names if (match := _FILE_PATTERN.fullmatch(name))}
+    return sorted(rank for rank, name in found.items() if record_file(kind, rank) == f"{kind}/{name}")
 
 
 class RecordFiles:
-    """Where this rank writes its records, and how the run's folder, which rank 0 sees, gets them.
+    """Where this rank writes its records, and how those of hosts without the run's folder reach rank 0.
 
-    `tell_all` returns what rank 0 makes under a key, on every rank: to find out which ranks see its folder.
+    `from_rank_0` returns on every rank what rank 0 makes under a key; it serves to find out which ranks see
+    rank 0's folder.
     """
 
     def __init__(
-        self, folder: Path, control: Control, tell_all: Callable[[str, Callable[[], str]], str]
+        self, folder: Path, control: ControlChannel, from_rank_0: Callable[[str, Callable[[], str]], str]
     ) -> None:
         self._control = control
         self._target = folder
-        shared = self._sees_rank_0(tell_all)
+        shared = self._sees_rank_0(from_rank_0)
         sees = control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
         self.remote_ranks = [rank for rank, one in enumerate(sees) if not one]
         """Ranks that do not see rank 0's folder: their records travel to it."""
 
         self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
-        self._sent = dict.fromkeys(FOLDERS, 0)
+        self._sent = dict.fromkeys(RECORD_FOLDERS, 0)
 
     def collect(self) -> None:
         """Bring all records so far to disk, and those of other hosts to rank 0; called by all ranks."""
         self.writer.flush()
         for rank in self.remote_ranks:
-            for kind in FOLDERS:
+            for kind in RECORD_FOLDERS:
                 if self._control.rank == rank:
                     self._control.send_bytes(self._new_bytes(kind), 0)
                 elif self._control.rank == 0 and (data := self._control.receive_bytes(rank)):
                     with (
                         self.writer.noting_failure(),  # a disk that fails costs records, not the run
-                        open_file(self._target, file_of(kind, rank), "ab", make_folders=True) as file,
+                        open_file(self._target, record_file(kind, rank), "ab", make_folders=True) as file,
                     ):
                         file.write(data)
 
@@ -226,14 +227,14 @@ class RecordFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _sees_rank_0(self, tell_all: Callable[[str, Callable[[], str]], str]) -> bool:
+    def _sees_rank_0(self, from_rank_0: Callable[[str, Callable[[], str]], str]) -> bool:
         def make() -> str:
             token = uuid.uuid4().hex
-            with replacing(self._target, _TOKEN) as file:
+            with replace_atomically(self._target, _TOKEN) as file:
                 file.write(token.encode())
             return token
 
-        token = tell_all("token", make)
+        token = from_rank_0("token", make)
         try:
             with open_file(self._target, _TOKEN) as file:
                 seen = file.read(len(token) + 1) == token.encode()
@@ -246,7 +247,7 @@ class RecordFiles:
 
     def _new_bytes(self, kind: str) -> bytes:
         try:
-            with open_file(self.writer.folder, file_of(kind, self._control.rank)) as file:
+            with open_file(self.writer.folder, record_file(kind, self._control.rank)) as file:
                 file.seek(self._sent[kind])
                 data = file.read()
         except FileNotFoundError:
@@ -262,17 +263,17 @@ def truncate_records(run_dir: Path, step: int) -> None:
     """
 
     def stays(line: bytes) -> bool:
-        return bool(parse(line, finite=False)["step"] <= step)
+        return bool(parse_json(line, finite=False)["step"] <= step)
 
-    for kind in FOLDERS:
-        for rank in ranks_in(run_dir, kind):
-            _truncate(run_dir, file_of(kind, rank), stays)
+    for kind in RECORD_FOLDERS:
+        for rank in ranks_with_records(run_dir, kind):
+            _truncate(run_dir, record_file(kind, rank), stays)
 
 
 def truncate_torn_event(run_dir: Path) -> None:
     """Cut a torn last line off the events, before more are appended; events are history."""
     with suppress(FileNotFoundError):
-        _truncate(run_dir, EVENTS, lambda line: True)
+        _truncate(run_dir, EVENTS_FILE, lambda line: True)
 
 
 def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:

@@ -25,7 +25,7 @@ class RunInfo:
         """Where below the run's folder a tracker may keep files of its own; need not exist.
 
         Raises:
-            NotPlainError: something else has that name, such as a link that leads elsewhere.
+            WrongFileTypeError: something else has that name, such as a link that leads elsewhere.
         """
         check_folder(self.folder, name)
         return self.folder / name
@@ -38,7 +38,7 @@ class StepInfo:
     record: Mapping[str, Any]
     """As in `steps/rank-00000.jsonl` (`docs/records.md`)."""
 
-    sent: Mapping[tuple[str, str], int]
+    sent_bytes: Mapping[tuple[str, str], int]
     """Bytes that rank 0 sent, by kind and by the names of the hooks."""
 
 
@@ -102,7 +102,7 @@ def curves(step: StepInfo) -> dict[str, float]:
     norms = record["group_grad_norms"] or ()
     if len(norms) > 1:
         found |= {f"grad_norm/group_{index}": norm for index, norm in enumerate(norms)}
-    found["communication/bytes"] = float(sum(step.sent.values()))
+    found["communication/bytes"] = float(sum(step.sent_bytes.values()))
     return finite_only(found)
 
 

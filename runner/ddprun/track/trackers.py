@@ -9,21 +9,27 @@ from typing import Any
 
 from ddprun.track import RunInfo, StepInfo, Tracker, finite_only
 
-_ENDS_S = 20.0
+_CLOSE_TIMEOUT_S = 20.0
 """How long the end of a run waits for all trackers together."""
 
-_FAILS_S, _HOLDS_S = 5.0, 10.0
+_FAILED_CLOSE_TIMEOUT_S, _MAX_HOLD_S = 5.0, 10.0
+"""How long trackers may take to close after a failure, and how long another thread waits for the main thread
+to close them first.
+"""
+
 _QUEUE_LIMIT = 10_000
 
-Make = Callable[[RunInfo], Tracker]
+TrackerFactory = Callable[[RunInfo], Tracker]
 
 
-class _Feed:
+class _TrackerThread:
     """One tracker, its queue and its thread."""
 
-    def __init__(self, name: str, make: Make, run: RunInfo, failed: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, name: str, make: TrackerFactory, run: RunInfo, on_failure: Callable[[str, str], None]
+    ) -> None:
         self.name, self.dropped = name, 0
-        self._make, self._run, self._failed = make, run, failed
+        self._make, self._run_info, self._on_failure = make, run, on_failure
         self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"ddprun-{name}", daemon=True)
         self.thread.start()
@@ -41,66 +47,72 @@ class _Feed:
 
     def _work(self) -> None:
         try:
-            tracker = self._make(self._run)
+            tracker = self._make(self._run_info)
             while call := self._queue.get():
                 call(tracker)
         except Exception as error:  # a tracker may raise anything, and the run continues
-            self._failed(self.name, f"{type(error).__name__}: {error}")
+            self._on_failure(self.name, f"{type(error).__name__}: {error}")
             self._queue = queue.SimpleQueue()  # frees what is left in the queue
 
 
 class Trackers:
-    """All trackers of a run, each made by one of the `makers` on a thread of its own.
+    """All trackers of a run. Each is made by one of `makers`, on a thread of its own.
 
-    `failed` is called there with a tracker's name and why it failed; the tracker gets nothing more then.
+    If a tracker fails, `on_failure` is called on its thread with its name and the reason, and it gets no
+    further calls.
     """
 
-    def __init__(self, makers: Mapping[str, Make], run: RunInfo, failed: Callable[[str, str], None]) -> None:
-        self._feeds = [_Feed(name, make, run, failed) for name, make in makers.items()]
-        self._may_fail = threading.Event()
-        self._may_fail.set()
-        self._closed, self._failing = False, threading.Lock()
+    def __init__(
+        self, makers: Mapping[str, TrackerFactory], run: RunInfo, on_failure: Callable[[str, str], None]
+    ) -> None:
+        self._threads = [_TrackerThread(name, make, run, on_failure) for name, make in makers.items()]
+        self._may_close_as_failed = threading.Event()
+        self._may_close_as_failed.set()
+        self._closed, self._close_lock = False, threading.Lock()
 
     @property
     def dropped(self) -> dict[str, int]:
         """How many calls each tracker was too slow for."""
-        return {feed.name: feed.dropped for feed in self._feeds}
+        return {worker.name: worker.dropped for worker in self._threads}
 
     def step(self, step: StepInfo) -> None:
         """Pass on a step."""
-        for feed in self._feeds:
-            feed.put(lambda tracker: tracker.step(step))
+        for worker in self._threads:
+            worker.put(lambda tracker: tracker.step(step))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on what an evaluate stage has measured, as far as it is finite."""
         values = finite_only(values)
-        for feed in self._feeds:
-            feed.put(lambda tracker: tracker.metrics(step, values))
+        for worker in self._threads:
+            worker.put(lambda tracker: tracker.metrics(step, values))
 
     def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
         """Let them flush; gives those that did not end in time."""
         self._closed = True
-        until = time.monotonic() + (_ENDS_S if within_s is None else within_s)
-        for feed in self._feeds:
-            feed.end(summary)
-        for feed in self._feeds:
-            feed.thread.join(max(0.0, until - time.monotonic()))
-        return [feed.name for feed in self._feeds if feed.thread.is_alive()]
+        until = time.monotonic() + (_CLOSE_TIMEOUT_S if within_s is None else within_s)
+        for worker in self._threads:
+            worker.end(summary)
+        for worker in self._threads:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+        return [worker.name for worker in self._threads if worker.thread.is_alive()]
 
-    def hold(self) -> None:
-        """`fail` waits on any other thread until it has been called on this one."""
-        self._may_fail.clear()
+    def delay_close_as_failed(self) -> None:
+        """From now on `close_as_failed` on another thread waits until the main thread has called it.
 
-    def fail(self, within_s: float | None = None) -> None:
-        """Close them as failed, within seconds, since other ranks wait for this one."""
+        It waits for `_MAX_HOLD_S` at most.
+        """
+        self._may_close_as_failed.clear()
+
+    def close_as_failed(self, within_s: float | None = None) -> None:
+        """Close all trackers as failed, within a few seconds, since other ranks wait for this one."""
         if threading.current_thread() is threading.main_thread():
-            self._may_fail.set()
-        self._may_fail.wait(_HOLDS_S)
-        with self._failing:
+            self._may_close_as_failed.set()
+        self._may_close_as_failed.wait(_MAX_HOLD_S)
+        with self._close_lock:
             if not self._closed:
-                self.close({"status": "failed"}, _FAILS_S if within_s is None else within_s)
+                self.close({"status": "failed"}, _FAILED_CLOSE_TIMEOUT_S if within_s is None else within_s)
 
 
-def nobody() -> Trackers:
+def no_trackers() -> Trackers:
     """No trackers."""
     return Trackers({}, RunInfo("", Path(), {}), lambda name, why: None)

@@ -18,41 +18,39 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import DistError, PrefixStore, Store
 
 from ddprun.doctor import links as doctor_links
-from ddprun.doctor.run import UnreachableError, rendezvous
+from ddprun.doctor.run import UnreachableError, join_rendezvous
 from ddprun.predict.links import Link, Links
-from ddprun.run_files import parse
+from ddprun.run_files import parse_json
 
 TIMEOUT_S = 300.0  # for which hosts wait for each other
 _MEASURING_S = 60.0
-_ANSWERS = timedelta(seconds=60)
+_STORE_TIMEOUT = timedelta(seconds=60)
 _TICK_S = 0.2
-_MOST_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 1 << 20
 _SOFTWARE_S = 1e-3  # of a small all-reduce: no link's doing
-_LATENCIES = 4  # in a small all-reduce of two: two messages, for each of which Gloo's receiver asks
+_LATENCIES_PER_ALL_REDUCE = 4  # with two ranks: two messages, for each of which Gloo's receiver asks
 
 
 class HostsError(Exception):
     """The hosts do not find each other, or one is lost; says what to do."""
 
 
-class Told(BaseModel):
+class RoundMessage(BaseModel):
     """What the first host tells the others: a round to run, or the end."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
-    folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*/round-[0-9]{1,3}$")] = (
-        "-/round-0"  # below --runs
-    )
-    candidates: Annotated[
-        tuple[dict[str, Any], ...], Field(strict=False, max_length=64)
-    ] = ()  # their changes
+    # Below --runs.
+    folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*/round-[0-9]{1,3}$")] = "-/round-0"
+    # The changes of each candidate.
+    candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, max_length=64)] = ()
     turn: Annotated[int, Field(ge=1)] = 1
     steps: Annotated[int, Field(ge=1)] = 1
 
 
-class Hosts:
-    """The hosts of a search, and what this one is among them.
+class SearchHosts:
+    """This host's connection to the other hosts of a search.
 
     Args:
         flags: torchrun's, of which `nnodes`, `nproc_per_node` and `rdzv_endpoint` are there.
@@ -61,30 +59,30 @@ class Hosts:
     def __init__(self, flags: Mapping[str, str]) -> None:
         self._flags = {"rdzv_backend": "c10d", **flags}
         try:
-            self._handler, info = rendezvous(self._flags, TIMEOUT_S, "tune")
+            self._handler, info = join_rendezvous(self._flags, TIMEOUT_S, "tune")
         except UnreachableError as error:
-            raise HostsError(f"{error}\n  -> {error.do}") from None
+            raise HostsError(f"{error}\n  -> {error.advice}") from None
         self._store: Store = PrefixStore("tune", info.store)
-        self._store.set_timeout(_ANSWERS)
+        self._store.set_timeout(_STORE_TIMEOUT)
         self.index, self.count = info.rank, info.world_size
-        self._number = 0
+        self._message_number = 0
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this host searches."""
         return self.index == 0
 
     @property
     def arguments(self) -> list[str]:
-        """Of `ddprun run`, without the rendezvous' id."""
+        """The arguments of `ddprun run`, without the rendezvous' id."""
         flags = {name: value for name, value in self._flags.items() if name != "rdzv_id"}
         return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
 
     def rdzv_id(self, folder: str) -> str:
-        """Of the runs of a round, which has a folder of its own."""
+        """The rendezvous' id of the runs of a round, which has a folder of its own."""
         return f"{self._flags.get('rdzv_id', 'tune')}-{folder.replace('/', '-')}"
 
-    def measured(self, device: torch.device) -> Links | None:
+    def measure_link(self, device: torch.device) -> Links | None:
         """The link between the first two hosts; None on the others."""
         if self.index > 1:
             return None
@@ -95,22 +93,22 @@ class Hosts:
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(f"the link between hosts cannot be measured: {error}") from None
-        latency_s = max(0.0, asdict(found)["latency_s"] - _SOFTWARE_S) / _LATENCIES
+        latency_s = max(0.0, asdict(found)["latency_s"] - _SOFTWARE_S) / _LATENCIES_PER_ALL_REDUCE
         return Links(across=Link(1e6 * found.both_mbit / 8, latency_s))
 
-    def tell(self, told: Told) -> None:
-        """Tell all others."""
-        self._number += 1
-        self._store.set(f"told/{self._number}", json.dumps(told.model_dump(mode="json")))
+    def send_to_others(self, message: RoundMessage) -> None:
+        """Send a message to all other hosts."""
+        self._message_number += 1
+        self._store.set(f"told/{self._message_number}", json.dumps(message.model_dump(mode="json")))
 
-    def hear(self) -> Told:
-        """Wait for what the first host says next.
+    def receive(self) -> RoundMessage:
+        """Wait for the next message of the first host.
 
         Raises:
             HostsError: it is gone, or what it says makes no sense.
         """
-        self._number += 1
-        key = f"told/{self._number}"
+        self._message_number += 1
+        key = f"told/{self._message_number}"
         try:
             while not self._store.check([key]):  # in short steps, so that Ctrl-C is heard
                 time.sleep(_TICK_S)
@@ -118,14 +116,14 @@ class Hosts:
         except (DistError, RuntimeError) as error:
             raise HostsError(f"the first host is gone: {str(error).partition(chr(10))[0]}") from None
         try:
-            if len(data) > _MOST_BYTES:
-                raise ValueError(f"longer than {_MOST_BYTES:,} bytes")
-            return Told.model_validate(parse(data))
+            if len(data) > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"longer than {_MAX_MESSAGE_BYTES:,} bytes")
+            return RoundMessage.model_validate(parse_json(data))
         except (ValueError, ValidationError) as error:
             raise HostsError(f"what the first host says makes no sense: {error}") from None
 
-    def part(self, seconds: float = 30.0) -> None:
-        """Wait until all hosts are here, for the store ends with the process that holds it."""
+    def wait_for_all_to_leave(self, seconds: float = 30.0) -> None:
+        """Wait until all hosts have come here: the store ends with the process that holds it."""
         try:
             self._store.set(f"parting/{self.index}", "")
             keys: Sequence[str] = [f"parting/{index}" for index in range(self.count)]

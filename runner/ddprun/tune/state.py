@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddprun.run_files import names_in, read_object, replacing
+from ddprun.run_files import names_in, read_json_object, replace_atomically
 
 FILE = "state.json"
-_MOST_BYTES = 1 << 20
-_MOST_FOLDERS = 1000  # that are looked at, the newest
+_MAX_STATE_BYTES = 1 << 20
+_MAX_FOLDERS = 1000  # that are looked at, the newest
 
 
 class _Strict(BaseModel):
@@ -31,9 +31,9 @@ class Round(_Strict):
     candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1, max_length=64)]
     """The changes of each."""
 
-    codes: Annotated[
-        tuple[int, ...], Field(strict=False)
-    ]  # exit codes: of the file, its twin, the candidates
+    codes: Annotated[tuple[int, ...], Field(strict=False)]
+    """Exit codes: of the file, its twin, the candidates."""
+
     turn: Annotated[int, Field(ge=1)]  # steps
     steps: Annotated[int, Field(ge=1)]  # of each run
 
@@ -51,14 +51,14 @@ class State(_Strict):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """That of a search's folder.
+        """Read the state from a search's folder.
 
         Raises:
             OSError: it cannot be read.
             ValueError: it is damaged; says how.
         """
         try:
-            return cls.model_validate(read_object(folder, FILE, _MOST_BYTES))
+            return cls.model_validate(read_json_object(folder, FILE, _MAX_STATE_BYTES))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
@@ -70,14 +70,14 @@ class State(_Strict):
         Raises:
             OSError: it cannot be written.
         """
-        with replacing(folder, FILE) as file:
+        with replace_atomically(folder, FILE) as file:
             file.write(json.dumps(self.model_dump(mode="json"), indent=1).encode() + b"\n")
 
 
-def opened(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tuple[Path, State]:
+def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tuple[Path, State]:
     """The folder of the newest search with these inputs that has not finished, or a new one.
 
-    `name`: of the pipeline. `say` is told of folders that cannot be read.
+    `name`: the pipeline's. `say` takes a line about each folder that cannot be read.
     """
     for folder in _folders(runs, name):
         try:
@@ -89,7 +89,7 @@ def opened(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tu
             continue
         if state.inputs == inputs and not state.finished:
             return folder, state
-    folder = free(runs, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = unused_folder(runs, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder.mkdir(parents=True)
     state = State(inputs=inputs)
     state.write(folder)
@@ -102,13 +102,13 @@ def _folders(runs: Path, name: str) -> Iterator[Path]:
         found = [one for one in names_in(runs) if one.startswith(f"{name}-")]
     except FileNotFoundError:
         return
-    for one in sorted(found, reverse=True)[:_MOST_FOLDERS]:
+    for one in sorted(found, reverse=True)[:_MAX_FOLDERS]:
         folder = runs / one
         if folder.is_dir() and not folder.is_symlink():
             yield folder
 
 
-def free(parent: Path, name: str) -> Path:
+def unused_folder(parent: Path, name: str) -> Path:
     """A folder below `parent` of this name, or with a number behind it, that is not there."""
     found, number = parent / name, 1
     while found.exists():
@@ -117,8 +117,8 @@ def free(parent: Path, name: str) -> Path:
     return found
 
 
-def numbered(parent: Path, kind: str) -> Path:
-    """`costs-0`, `costs-1` …: the first that is not there, for what an interrupted run left stays."""
+def next_numbered_folder(parent: Path, kind: str) -> Path:
+    """The first of `costs-0`, `costs-1` … that does not exist: what an interrupted run left is kept."""
     number = 0
     while (parent / f"{kind}-{number}").exists():
         number += 1

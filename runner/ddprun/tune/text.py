@@ -6,272 +6,279 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ddprun.config.resolved import flow, plain
-from ddprun.config.tree import find, parse_path
+from ddprun.config.resolved import flow_yaml, to_plain_data
+from ddprun.config.tree import find_nearest, parse_path
 from ddprun.explain.text import table
-from ddprun.predict.links import LEVELS, shown
-from ddprun.tune.candidates import CAP, KINDS, Candidate
-from ddprun.tune.choose import LATE, Entry, Trial, predicted_winner, why_out, winner
-from ddprun.tune.search import Outcome
+from ddprun.predict.links import LINK_LEVELS, link_text
+from ddprun.tune.candidates import BUCKET_CAP_KEY, CANDIDATE_KINDS, Candidate
+from ddprun.tune.choose import (
+    TARGET_LOSS_SHARE,
+    PredictedCandidate,
+    Trial,
+    pick_winner,
+    predicted_winner,
+    rejection_reason,
+)
+from ddprun.tune.search import SearchOutcome
 from ddprun.tune.write import Change
-from ddprun.units import count, duration
+from ddprun.units import format_count, format_duration
 
 VERSION = 1
 
 _WIDTH = 110
-_LISTED = 5  # candidates that were not run, the best
-_NAMED = 3  # stacks of hooks that were left out
+_MAX_UNRUN_CANDIDATES = 5  # candidates that were not run, the best
+_MAX_NAMED_STACKS = 3  # stacks of hooks that were left out
 _HEADS = ("", "predicted", "measured", "times the file", "to a loss", "fidelity", "loss", "")
 
 
-def text(outcome: Outcome, written: str | None) -> str:
-    """All of it for a reader; `written`: the file with the winner."""
-    lines = list(_head(outcome))
+def render_text(outcome: SearchOutcome, written: str | None) -> str:
+    """The result of the search, for a reader; `written`: the file that the winner was written to."""
+    lines = list(_header_lines(outcome))
     lines += ["", *table(_rows(outcome), "<>>>>>><"), ""]
     for paragraph in _conclusion(outcome, written):
         lines += textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _head(outcome: Outcome) -> Iterator[str]:
+def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
     world, tuned = outcome.world, outcome.target
-    where = f"{count(world.ranks, 'rank')} on {count(world.hosts, 'host')}"
-    links = [
-        f"{shown(outcome.links.of(level))} {'inside a host' if level == 'within' else 'between hosts'}"
-        for level in LEVELS
-        if outcome.links.of(level).limited or (level == "across" and world.hosts > 1)
-    ]
-    said = ", ".join([where, *reversed(links)])
-    yield f"{outcome.file.candidate.loaded.pipeline.name}: {said}"
-    steps = "" if tuned.steps is None else f", {count(tuned.steps, 'step')}"
-    tried = f"{count(len(outcome.entries), 'candidate')} for {tuned.stage.path}{steps}"
-    if outcome.by_prediction:
-        yield f"{tried}, by prediction alone: {outcome.by_prediction}."
+    where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
+    links = []
+    for level in LINK_LEVELS:
+        link, place = outcome.links.at_level(level), "inside a host" if level == "within" else "between hosts"
+        if link.takes_time or (level == "across" and world.hosts > 1):
+            links.append(f"{link_text(link)} {place}")
+    yield f"{outcome.baseline.candidate.loaded.pipeline.name}: {', '.join([where, *reversed(links)])}"
+    steps = "" if tuned.steps is None else f", {format_count(tuned.steps, 'step')}"
+    tried = f"{format_count(len(outcome.entries), 'candidate')} for {tuned.stage.path}{steps}"
+    if outcome.not_run_reason:
+        yield f"{tried}, by prediction alone: {outcome.not_run_reason}."
     else:
-        runs = (
-            count(len(outcome.trials), "one")
-            if len(outcome.trials) == 1
-            else f"{len(outcome.trials)} of them"
-        )
-        noise = "" if outcome.noise is None else f"; noise: up to {outcome.noise - 1:.1%}"
-        yield f"{tried}, by prediction; {runs} by real runs{noise}."
-    if outcome.unmeasured:
-        left_out = ", ".join(outcome.unmeasured[:_NAMED])
-        more = len(outcome.unmeasured) - _NAMED
+        count = len(outcome.trials)
+        runs = f"{count} of them by {'a real run' if count == 1 else 'real runs'}"
+        noise = "" if outcome.noise_factor is None else f"; noise: up to {outcome.noise_factor - 1:.1%}"
+        yield f"{tried}, by prediction; {runs}{noise}."
+    if outcome.unmeasured_stacks:
+        left_out = ", ".join(outcome.unmeasured_stacks[:_MAX_NAMED_STACKS])
+        more = len(outcome.unmeasured_stacks) - _MAX_NAMED_STACKS
         left_out += f" and {more} more" if more > 0 else ""
         yield f"Not among them, for the measured run has no steps with these hooks: {left_out}."
 
 
-def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    file = outcome.file
+def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
+    file = outcome.baseline
     rows: list[tuple[str, ...]] = [
         _HEADS,
         (
             file.candidate.name,
-            _ms(file),
-            duration(outcome.file_step_s) if outcome.file_step_s is not None else "-",
+            _predicted_step_text(file),
+            format_duration(outcome.baseline_step_s) if outcome.baseline_step_s is not None else "-",
             "1",
             "1",
             "",
-            _number(outcome.file_loss),
+            _number(outcome.baseline_loss),
             "",
         ),
     ]
     for trial in sorted(outcome.trials, key=lambda one: -one.gain(outcome.floors)):
-        out = why_out(trial, outcome.floors)
-        ratio = trial.ratio
+        out = rejection_reason(trial, outcome.floors)
+        ratio = trial.speed_ratio
         rows.append(
             (
                 trial.entry.candidate.name,
-                _ms(trial.entry),
-                _measured(trial),
+                _predicted_step_text(trial.entry),
+                _measured_step_text(trial),
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-                "-" if trial.to_loss is None else f"{trial.to_loss:.2f}",
+                "-" if trial.speedup_to_loss is None else f"{trial.speedup_to_loss:.2f}",
                 "-" if trial.cosine is None else f"{trial.cosine:.4f}",
-                _loss(trial),
+                _loss_text(trial),
                 f"out: {out}" if out is not None else trial.verdict,
             )
         )
     ran = {trial.entry.candidate.name for trial in outcome.trials}
     left = [one for one in outcome.entries if one.candidate.name not in ran]
     rows += [
-        (one.candidate.name, _ms(one), "", "", "", "", "", one.predicted.limit) for one in left[:_LISTED]
+        (one.candidate.name, _predicted_step_text(one), "", "", "", "", "", one.predicted.limit)
+        for one in left[:_MAX_UNRUN_CANDIDATES]
     ]
-    if len(left) > _LISTED:
-        rows.append((f"… and {len(left) - _LISTED} more, predicted to be slower", *[""] * 7))
+    if len(left) > _MAX_UNRUN_CANDIDATES:
+        rows.append((f"… and {len(left) - _MAX_UNRUN_CANDIDATES} more, predicted to be slower", *[""] * 7))
     return rows
 
 
-def _ms(entry: Entry) -> str:
-    return duration(1e-6 * entry.predicted.step_us)
+def _predicted_step_text(entry: PredictedCandidate) -> str:
+    return format_duration(1e-6 * entry.predicted.step_us)
 
 
-def _measured(trial: Trial) -> str:
+def _measured_step_text(trial: Trial) -> str:
     if trial.step_s is None:
         return "-"
-    spread = "" if trial.spread_s is None else f" ± {duration(trial.spread_s)}"
-    return duration(trial.step_s) + spread
+    spread = "" if trial.spread_s is None else f" ± {format_duration(trial.spread_s)}"
+    return format_duration(trial.step_s) + spread
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _loss(trial: Trial) -> str:
-    above = trial.loss_above
+def _loss_text(trial: Trial) -> str:
+    above = trial.loss_increase
     return _number(trial.loss) + ("" if above is None or math.isinf(above) else f" ({above:+.1%})")
 
 
-def _conclusion(outcome: Outcome, written: str | None) -> Iterator[str]:
+def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     entry, trial = outcome.winner, outcome.winning_trial
-    if outcome.ended and outcome.trials:
-        yield f"The search ended because {outcome.ended}."
+    if outcome.end_reason and outcome.trials:
+        yield f"The search ended because {outcome.end_reason}."
     if entry is None:
-        yield _nothing(outcome)
+        yield _no_winner_text(outcome)
         return
-    before, after = outcome.file.us_per_sample, entry.us_per_sample
+    before, after = outcome.baseline.us_per_sample, entry.us_per_sample
     if trial is None:
+        step, baseline_step = _predicted_step_text(entry), _predicted_step_text(outcome.baseline)
         yield (
-            f"Winner, by prediction: {entry.candidate.name}. A step is predicted to take {_ms(entry)} in "
-            f"place of {_ms(outcome.file)}: {before / after:.2f} times as many samples a second. Nothing was "
-            f"run with it, for {outcome.by_prediction}."
+            f"Winner, by prediction: {entry.candidate.name}. A step is predicted to take {step} in place of "
+            f"{baseline_step}: {before / after:.2f} times as many samples a second. Nothing was run with it, "
+            f"for {outcome.not_run_reason}."
         )
     else:
-        ratio = trial.ratio
+        ratio = trial.speed_ratio
         assert ratio is not None, "a winner is faster"
-        noise = "" if outcome.noise is None else f" The file's twin differs by up to {outcome.noise - 1:.1%}."
+        noise = ""
+        if outcome.noise_factor is not None:
+            noise = f" The file's twin differs by up to {outcome.noise_factor - 1:.1%}."
         yield (
             f"Winner: {entry.candidate.name}. It is {ratio.mean:.2f} times as fast as the file as it is, "
             f"with 95 % confidence {ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns.{noise}"
         )
-    if loses := what_it_loses(entry.candidate, trial):
-        yield loses
+    if impact := training_impact_text(entry.candidate, trial):
+        yield impact
     yield from _alternatives(outcome, entry)
     if written is not None:
         yield f"It is written to {written}."
 
 
-def _nothing(outcome: Outcome) -> str:
-    if outcome.by_prediction:
+def _no_winner_text(outcome: SearchOutcome) -> str:
+    if outcome.not_run_reason:
         return "Change nothing: no candidate is predicted to gain a tenth, by which a prediction may miss."
     if not outcome.trials:
-        return f"Change nothing: {outcome.ended}."
+        return f"Change nothing: {outcome.end_reason}."
     if any(trial.verdict == "faster" for trial in outcome.trials):
         return "Change nothing: what is faster falls below a floor, or learns too slowly."
     return "Change nothing: no candidate that was run is faster beyond noise."
 
 
-def what_it_loses(candidate: Candidate, trial: Trial | None) -> str:
-    """In words, what training loses by it; empty if nothing: gradients are averaged exactly at every step."""
+def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
+    """In words, what training loses by the candidate; empty if nothing: gradients are averaged exactly in
+    every step.
+    """
     if candidate.kind == "exact":
         return ""
     what = "its hooks change what travels"
     if candidate.kind == "rare exchange":
         what = f"all ranks meet only every {candidate.period} steps"
-        what += ", and its hooks change what travels" if candidate.loss_level else ""
+        what += ", and its hooks change what travels" if candidate.lossiness else ""
     if trial is None:
         return f"It does not train the same: {what}. How much that loses was not measured."
-    said = (
-        []
-        if trial.cosine is None
-        else [f"its gradients have the cosine {trial.cosine:.4f} to the exact ones"]
-    )
-    if (above := trial.loss_above) is not None:
-        said.append(
-            f"its training loss is {trial.loss:.4g}, that of the file {trial.loss_of_file:.4g} ({above:+.1%})"
-        )
-    figures = f" In the short run, {' and '.join(said)}." if said else ""
-    if trial.to_loss:
-        sooner = f"{trial.to_loss:.2f} times as fast"
-        figures += f" It comes to the loss that the file has after {LATE:.0%} of that {sooner}."
+    measured = []
+    if trial.cosine is not None:
+        measured.append(f"its gradients have the cosine {trial.cosine:.4f} to the exact ones")
+    if (above := trial.loss_increase) is not None:
+        losses = f"{trial.loss:.4g}, that of the file {trial.baseline_loss:.4g} ({above:+.1%})"
+        measured.append(f"its training loss is {losses}")
+    figures = f" In the short run, {' and '.join(measured)}." if measured else ""
+    if trial.speedup_to_loss:
+        sooner = f"{trial.speedup_to_loss:.2f} times as fast"
+        figures += f" It comes to the loss that the file has after {TARGET_LOSS_SHARE:.0%} of that {sooner}."
     return (
         f"It does not train the same: {what}.{figures} That was one seed; `ddprun compare --seeds 5` tells "
         "how well it learns."
     )
 
 
-def _alternatives(outcome: Outcome, entry: Entry) -> Iterator[str]:
+def _alternatives(outcome: SearchOutcome, entry: PredictedCandidate) -> Iterator[str]:
     """The best of the kinds that lose less than the winner does."""
-    for kind in KINDS[: KINDS.index(entry.candidate.kind)]:
+    for kind in CANDIDATE_KINDS[: CANDIDATE_KINDS.index(entry.candidate.kind)]:
         which = "Of what loses nothing" if kind == "exact" else "With all ranks meeting at every step"
-        if outcome.by_prediction:
+        if outcome.not_run_reason:
             found = [one for one in outcome.entries if one.candidate.kind == kind]
-            best = predicted_winner(outcome.file, found)
+            best = predicted_winner(outcome.baseline, found)
             if best is not None:
-                gain = f"{outcome.file.us_per_sample / best.us_per_sample:.2f} times as fast as the file"
+                gain = f"{outcome.baseline.us_per_sample / best.us_per_sample:.2f} times as fast as the file"
                 yield f"{which}, {best.candidate.name} is predicted to be {gain}."
             continue
         of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
-        held = winner(of_kind, outcome.floors)
+        held = pick_winner(of_kind, outcome.floors)
         if held is not None:
-            yield f"{which}, {held.entry.candidate.name} is {held.speed:.2f} times as fast as the file."
+            yield f"{which}, {held.entry.candidate.name} is {held.speedup:.2f} times as fast as the file."
 
 
-def changes_of(outcome: Outcome) -> list[Change]:
+def winner_changes(outcome: SearchOutcome) -> list[Change]:
     """The winner's changes, with what each gains by itself."""
     entry = outcome.winner
     assert entry is not None
     found = []
     for key, value in entry.candidate.changes.items():
-        comment = f"tuned: {_before(outcome, key)}"
+        comment = f"tuned: {_previous_value_text(outcome, key)}"
         rest = {other: one for other, one in entry.candidate.changes.items() if other != key}
         without = next(
-            (one for one in (outcome.file, *outcome.entries) if dict(one.candidate.changes) == rest), None
+            (one for one in (outcome.baseline, *outcome.entries) if dict(one.candidate.changes) == rest), None
         )
         if without is not None:
-            comment += f"; with that, a step is predicted to take {_ms(without)}, not {_ms(entry)}"
+            times = f"{_predicted_step_text(without)}, not {_predicted_step_text(entry)}"
+            comment += f"; with that, a step is predicted to take {times}"
         found.append(Change(key, value, comment))
     return found
 
 
-def _before(outcome: Outcome, key: str) -> str:
+def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     """What the file says of a key, or what holds where it says nothing."""
-    file = outcome.file.candidate
-    found = find(file.loaded.root, tuple(one for one, _ in parse_path(key)))
-    if not found.missing:
-        return f"was {flow(found.node.data())}"
-    (name,) = [name for name, place in outcome.target.keys.items() if place == key]
-    if name == CAP:
+    file = outcome.baseline.candidate
+    found = find_nearest(file.loaded.root, tuple(one for one, _ in parse_path(key)))
+    if not found.missing_path:
+        return f"was {flow_yaml(found.node.data())}"
+    (name,) = [name for name, place in outcome.target.paths_by_key.items() if place == key]
+    if name == BUCKET_CAP_KEY:
         return f"was {file.loaded.pipeline.ddp.bucket_cap_mb:g} by default"
-    return f"was {flow(plain(getattr(file.settings, name)))} by default"
+    return f"was {flow_yaml(to_plain_data(getattr(file.settings, name)))} by default"
 
 
-def heading(outcome: Outcome, command: str) -> list[str]:
+def heading(outcome: SearchOutcome, command: str) -> list[str]:
     """Comment lines for the top of the winner's file."""
     entry, trial = outcome.winner, outcome.winning_trial
     assert entry is not None
     world = outcome.world
-    where = f"{count(world.ranks, 'rank')} on {count(world.hosts, 'host')}"
+    where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
     text = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {where}: "
     if trial is None:
-        gain = outcome.file.us_per_sample / entry.us_per_sample
+        gain = outcome.baseline.us_per_sample / entry.us_per_sample
         text += f"{gain:.2f} times as fast as before, by prediction alone."
     else:
-        assert trial.ratio is not None
-        low, high = trial.ratio.low, trial.ratio.high
-        text += f"{trial.ratio.mean:.2f} times as fast as before ({low:.2f} to {high:.2f}), measured."
-    loses = what_it_loses(entry.candidate, trial)
-    return [*textwrap.wrap(f"{text} {loses}".rstrip(), 98, break_on_hyphens=False), ""]
+        assert trial.speed_ratio is not None
+        low, high = trial.speed_ratio.low, trial.speed_ratio.high
+        text += f"{trial.speed_ratio.mean:.2f} times as fast as before ({low:.2f} to {high:.2f}), measured."
+    impact = training_impact_text(entry.candidate, trial)
+    return [*textwrap.wrap(f"{text} {impact}".rstrip(), 98, break_on_hyphens=False), ""]
 
 
-def as_object(outcome: Outcome, written: str | None) -> dict[str, Any]:
+def as_object(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
     """For `--format json`; times in microseconds."""
     trials = {trial.entry.candidate.name: trial for trial in outcome.trials}
     winner = outcome.winner
     return {
         "v": VERSION,
-        "pipeline": outcome.file.candidate.loaded.pipeline.name,
+        "pipeline": outcome.baseline.candidate.loaded.pipeline.name,
         "stage": outcome.target.stage.index,
         "ranks": outcome.world.ranks,
         "hosts": outcome.world.hosts,
-        "by_prediction": outcome.by_prediction or None,
-        "noise": outcome.noise and outcome.noise - 1,
-        "ended": outcome.ended or None,
-        "unmeasured": list(outcome.unmeasured),
+        "by_prediction": outcome.not_run_reason or None,
+        "noise": outcome.noise_factor and outcome.noise_factor - 1,
+        "ended": outcome.end_reason or None,
+        "unmeasured": list(outcome.unmeasured_stacks),
         "file": {
-            "predicted_us": round(outcome.file.predicted.step_us),
-            "measured_us": _us(outcome.file_step_s),
-            "loss": outcome.file_loss,
+            "predicted_us": round(outcome.baseline.predicted.step_us),
+            "measured_us": _us(outcome.baseline_step_s),
+            "loss": outcome.baseline_loss,
         },
         "candidates": [
             {
@@ -279,7 +286,7 @@ def as_object(outcome: Outcome, written: str | None) -> dict[str, Any]:
                 "kind": one.candidate.kind,
                 "predicted_us": round(one.predicted.step_us),
                 "limit": one.predicted.limit,
-                "measured": _trial(trials.get(one.candidate.name), outcome),
+                "measured": _trial_object(trials.get(one.candidate.name), outcome),
             }
             for one in outcome.entries
         ],
@@ -289,10 +296,10 @@ def as_object(outcome: Outcome, written: str | None) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial | None, outcome: Outcome) -> dict[str, Any] | None:
+def _trial_object(trial: Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
     if trial is None:
         return None
-    ratio, above = trial.ratio, trial.loss_above
+    ratio, above = trial.speed_ratio, trial.loss_increase
     return {
         "step_us": _us(trial.step_s),
         "spread_us": _us(trial.spread_s),
@@ -301,11 +308,11 @@ def _trial(trial: Trial | None, outcome: Outcome) -> dict[str, Any] | None:
         "times_file_high": ratio.high if ratio is not None else None,
         "turns": ratio.turns if ratio is not None else 0,
         "verdict": trial.verdict,
-        "times_file_to_loss": trial.to_loss,
+        "times_file_to_loss": trial.speedup_to_loss,
         "cosine": trial.cosine,
         "loss": trial.loss,
         "loss_above": above if above is not None and math.isfinite(above) else None,
-        "out": why_out(trial, outcome.floors),
+        "out": rejection_reason(trial, outcome.floors),
         "run_dir": str(trial.run_dir),
     }
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from ddprun.config import Loaded, PipelineError, load
-from ddprun.config.overrides import key_of, path_in
+from ddprun.config import LoadedPipeline, PipelineError, load
+from ddprun.config.overrides import key_of, override_path
 from ddprun.config.reader import MAX_BYTES
-from ddprun.config.resolved import flow
-from ddprun.config.scalars import write as written
-from ddprun.config.tree import KeyPath, find, parse_path, show
-from ddprun.run_files import replacing
+from ddprun.config.resolved import flow_yaml
+from ddprun.config.scalars import format_scalar as written
+from ddprun.config.tree import KeyPath, find_nearest, format_path, parse_path
+from ddprun.run_files import replace_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,50 +27,51 @@ class Change:
     comment: str
 
 
-def tuned_text(loaded: Loaded, changes: Sequence[Change], heading: Sequence[str]) -> str:
+def tuned_text(loaded: LoadedPipeline, changes: Sequence[Change], heading: Sequence[str]) -> str:
     """The file with these changes, its own comments kept where that is possible, else as `check --resolved`
     has it.
 
     What `--set` has changed is written, too, unless it is a secret. `heading`: comment lines at the top.
     """
     kept = [text for text in loaded.overrides if loaded.secrets.redact(text) == text]
-    by_user = [_by_user(loaded, text) for text in kept]
-    wanted = load(loaded.path, (*kept, *(f"{one.key}={flow(one.value)}" for one in changes)), loaded.folder)
+    by_user = [_change_by_user(loaded, text) for text in kept]
+    overrides = [f"{one.key}={flow_yaml(one.value)}" for one in changes]
+    wanted = load(loaded.path, (*kept, *overrides), loaded.folder)
     head = "".join(f"# {line}".rstrip() + "\n" for line in heading)
     with open(loaded.path, "rb") as file:
         original = file.read(MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     try:
-        text = head + _edited(original, [*by_user, *changes])
-        if _same(text, wanted):
+        text = head + _apply_changes(original, [*by_user, *changes])
+        if _is_equivalent(text, wanted):
             return text
     except _CannotEditError:
         pass
     notes = "".join(f"# {one.key}: {one.comment}\n" for one in changes)
-    return head + notes + wanted.resolved()
+    return head + notes + wanted.resolved_yaml()
 
 
-def secret_overrides(loaded: Loaded) -> list[str]:
+def secret_overrides(loaded: LoadedPipeline) -> list[str]:
     """Keys that `--set` has changed and that are not written to a file, for they hold secrets."""
     return [key_of(text) for text in loaded.overrides if loaded.secrets.redact(text) != text]
 
 
-def save(text: str, path: Path, like: Path) -> None:
-    """Write a file whole or not at all; others may read it if they may read `like`.
+def save(text: str, path: Path, permissions_from: Path) -> None:
+    """Write a file whole or not at all; others may read it if they may read `permissions_from`.
 
     Raises:
         OSError: it cannot be written.
     """
-    with replacing(path.parent, path.name) as file:
-        os.fchmod(file.fileno(), os.stat(like).st_mode & 0o666)
+    with replace_atomically(path.parent, path.name) as file:
+        os.fchmod(file.fileno(), os.stat(permissions_from).st_mode & 0o666)
         file.write(text.encode())
 
 
-def _by_user(loaded: Loaded, override: str) -> Change:
-    path = path_in(loaded.root, override)
-    return Change(show(path), find(loaded.root, path).node.data(), "by --set")
+def _change_by_user(loaded: LoadedPipeline, override: str) -> Change:
+    path = override_path(loaded.root, override)
+    return Change(format_path(path), find_nearest(loaded.root, path).node.data(), "by --set")
 
 
-def _same(text: str, wanted: Loaded) -> bool:
+def _is_equivalent(text: str, wanted: LoadedPipeline) -> bool:
     """Whether a text says the same as a pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / wanted.path.name
@@ -79,7 +80,7 @@ def _same(text: str, wanted: Loaded) -> bool:
             found = load(file, (), wanted.folder)
         except PipelineError:
             return False
-    return {**found.plain(), "name": ""} == {**wanted.plain(), "name": ""}
+    return {**found.as_dict(), "name": ""} == {**wanted.as_dict(), "name": ""}
 
 
 class _CannotEditError(Exception):
@@ -93,7 +94,7 @@ class _Edit:
     text: str
 
 
-def _edited(text: str, changes: Sequence[Change]) -> str:
+def _apply_changes(text: str, changes: Sequence[Change]) -> str:
     """The text with the changes applied one after the other, each with a comment line above."""
     for change in changes:
         path = tuple(segment for segment, _ in parse_path(change.key))
@@ -117,7 +118,7 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
                     if not isinstance(key, str):
                         raise _CannotEditError
                     value = {key: value}
-                return _inserted(text, node, f"{written(str(segment))}: {flow(value)}", change.comment)
+                return _insert_key(text, node, f"{written(str(segment))}: {flow_yaml(value)}", change.comment)
             parent_key, node = pair
         elif isinstance(node, yaml.SequenceNode) and isinstance(segment, int) and segment < len(node.value):
             parent_key, node = None, node.value[segment]
@@ -125,23 +126,25 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
             raise _CannotEditError
     if parent_key is None:
         raise _CannotEditError
-    start, end = parent_key.end_mark.index, _end(node)
+    start, end = parent_key.end_mark.index, _value_end(node)
     return [
-        _Edit(start, end, f": {flow(change.value)}"),
+        _Edit(start, end, f": {flow_yaml(change.value)}"),
         _comment(text, parent_key.start_mark.index, change.comment),
     ]
 
 
-def _end(node: Any) -> int:
-    """Where a value ends: a block reaches to the next token, over comments that are not its own."""
+def _value_end(node: Any) -> int:
+    """Where a value ends. A block's end mark lies behind comments that are not its own, so the end of its
+    last item is taken.
+    """
     end: int = node.end_mark.index
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         last = node.value[-1]
-        end = _end(last[1] if isinstance(last, tuple) else last)
+        end = _value_end(last[1] if isinstance(last, tuple) else last)
     return end
 
 
-def _inserted(text: str, mapping: yaml.MappingNode, entry: str, comment: str) -> list[_Edit]:
+def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) -> list[_Edit]:
     """A new key in a mapping."""
     if mapping.flow_style:
         before_brace = mapping.end_mark.index - 1

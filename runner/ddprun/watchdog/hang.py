@@ -17,37 +17,37 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from ddprun import screen
-from ddprun.run_files import open_file, replacing
-from ddprun.watchdog.rank_watchdog import HANG, Overdue, PendingCollective, RankWatchdog
-from ddprun.watchdog.status_page import Seen, ask_all, claim, read, read_all
+from ddprun.run_files import open_file, replace_atomically
+from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, PendingCollective, RankWatchdog
+from ddprun.watchdog.status_page import RankStatus, ask_servers, claim_once, read_page, read_pages
 
-_AT_MOST_S = 4.8
+_EXIT_DEADLINE_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
 
-_OTHERS_REPORT_S = 2.0
-_OTHERS_ASK_S = 1.0
+_WAIT_FOR_REPORTS_S = 2.0
+_STORE_LINGER_S = 1.0
 _PARAMS_SHOWN = 12
-_ALSO_SHOWN = 3
+_MAX_OTHER_WAITS_SHOWN = 3
 
-Why = Literal["late", "silent", "circle", "network"]
+HangCause = Literal["late", "silent", "circle", "network"]
 """`late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
 wait for each other. `network`: all have entered it, all are alive, and it does not complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerLocation:
     """Where another rank is, as it said when it joined."""
 
     host: str
-    page: str
+    status_page_path: str
     """Path of its status page, on its host."""
 
-    server: str
-    """Of its launcher; empty if it has none."""
+    status_server: str
+    """Where its launcher's status server answers; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HangReport:
     """What a rank has found out."""
 
     message: str
@@ -68,28 +68,28 @@ class RunContext:
     rank: int
     size: int
     host: str
-    peers: Callable[[], Mapping[int, Peer]]
+    peers: Callable[[], Mapping[int, PeerLocation]]
     """Ranks that have joined."""
 
     holds_store: Callable[[], bool]
-    """Whether what `first` asks ends with this process."""
+    """Whether this process holds the store that `claim_report` asks, so that the store ends with it."""
 
-    first: Callable[[], bool]
+    claim_report: Callable[[], bool]
     """Claim to be the one that prints the report, among all hosts; True if nobody can be asked."""
 
-    log: Callable[[], Path | None]
+    log_path: Callable[[], Path | None]
     """This rank's log; None if there is no run folder yet."""
 
-    speak: Callable[[Report], None]
+    publish_report: Callable[[HangReport], None]
     """Print the report, and keep it with the run."""
 
-    leave: Callable[[], None] = lambda: None
+    before_exit: Callable[[], None] = lambda: None
     """The last thing to do before this rank ends."""
 
 
-def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
+def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
     """Report what this rank waits for, oldest first, and end the process with exit code 1."""
-    last = threading.Timer(_AT_MOST_S, os._exit, [1])
+    last = threading.Timer(_EXIT_DEADLINE_S, os._exit, [1])
     last.daemon = True
     last.start()
     try:
@@ -97,137 +97,147 @@ def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue
     except Exception as error:  # the process must end, and not without a message
         screen.print_stderr(f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}")
     with suppress(Exception):
-        context.leave()
+        context.before_exit()
     screen.flush()
     os._exit(1)
 
 
-def _report(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue]) -> None:
-    watchdog.note(waits)
-    speaks = claim(watchdog.folder, HANG)  # and so the others know
+def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
+    watchdog.write_status(waits)
+    first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
     peers = context.peers()
-    seen = _read_pages(context, watchdog, peers)
+    statuses = _collect_statuses(context, watchdog, peers)
     if waits:
-        report = find_out(context, watchdog.timeout_s, waits, seen, peers)
+        report = build_report(context, watchdog.timeout_s, waits, statuses, peers)
     else:  # others have waited too long
-        state = f": it {doing(seen[context.rank])}" if context.rank in seen else ""
-        text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{state}"
-        report = Report(text, "", text)
-    if (log := context.log()) is not None:
+        own_status = statuses.get(context.rank)
+        activity = "" if own_status is None else f": it {describe_activity(own_status)}"
+        text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{activity}"
+        report = HangReport(text, "", text)
+    if (log := context.log_path()) is not None:
         write_log(log, report)
         dump_flight_recorders(log.parent, context.rank)
-    if speaks and waits and context.first():
-        context.speak(report)
-    watchdog.page.reported()
+    if first_here and waits and context.claim_report():
+        context.publish_report(report)
+    watchdog.status_page.set_reported()
     # Once a rank has ended, its launcher ends the others: let them report first.
-    until = time.monotonic() + _OTHERS_REPORT_S
+    until = time.monotonic() + _WAIT_FOR_REPORTS_S
     while watchdog.folder is not None and time.monotonic() < until:
-        if all(page.reported or page.lifeless for page in read_all(watchdog.folder).values()):
+        if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
             break
         time.sleep(0.05)
     if context.holds_store():
-        time.sleep(_OTHERS_ASK_S)
+        time.sleep(_STORE_LINGER_S)
 
 
-def _read_pages(context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, Peer]) -> dict[int, Seen]:
-    """The status pages that can be read, of this host and of the others."""
-    servers = {peer.server for peer in peers.values() if peer.server and peer.host != context.host}
-    here = {rank: read(peer.page) for rank, peer in peers.items() if peer.host == context.host}
+def _collect_statuses(
+    context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, PeerLocation]
+) -> dict[int, RankStatus]:
+    """What the status pages say that can be read, of this host and of the others."""
+    on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == context.host}
+    elsewhere = [peer for peer in peers.values() if peer.host != context.host]
+    servers = {peer.status_server for peer in elsewhere if peer.status_server}
+    local = {rank: read_page(peer.status_page_path) for rank, peer in on_this_host.items()}
     if watchdog.folder is not None:
-        here |= read_all(watchdog.folder)
-    here[context.rank] = read(watchdog.page.path) or here.get(context.rank)
+        local |= read_pages(watchdog.folder)
+    local[context.rank] = read_page(watchdog.status_page.path) or local.get(context.rank)
     return {
-        **ask_all(sorted(servers)),
-        **{rank: page for rank, page in here.items() if page is not None},
+        **ask_servers(sorted(servers)),
+        **{rank: status for rank, status in local.items() if status is not None},
     }
 
 
 class Diagnosis(NamedTuple):
-    """Whose fault it is."""
+    """What kind of hang it is, and which ranks cause it; for `network`, those of the collective."""
 
-    why: Why
+    cause: HangCause
     ranks: tuple[int, ...]
 
 
-def diagnose(me: int, seen: Mapping[int, Seen]) -> Diagnosis:
-    """Follow who waits for whom, from a rank whose page was seen, to those that wait for nobody."""
+def diagnose(me: int, statuses: Mapping[int, RankStatus]) -> Diagnosis:
+    """Follow who waits for whom, from a rank whose status is known, to those that wait for nobody."""
     late, silent, visited = [], [], [me]
     for rank in visited:  # grows as it goes
-        page = seen.get(rank)
-        if page is None:
+        status = statuses.get(rank)
+        if status is None:
             silent.append(rank)
-        elif rank != me and (page.lost or not page.waits):
+        elif rank != me and (status.is_unresponsive or not status.waits):
             late.append(rank)
         else:
-            visited += [other for other in _awaited(page, seen) if other not in visited]
+            visited += [other for other in _awaited_ranks(status, statuses) if other not in visited]
     if late:
         return Diagnosis("late", tuple(sorted(late)))
     if silent:
         return Diagnosis("silent", tuple(sorted(silent)))
     if len(visited) > 1:
         return Diagnosis("circle", tuple(sorted(visited)))
-    return Diagnosis("network", tuple(sorted(seen[me].waits[0].ranks)))
+    return Diagnosis("network", tuple(sorted(statuses[me].waits[0].ranks)))
 
 
-def _awaited(page: Seen, seen: Mapping[int, Seen]) -> list[int]:
+def _awaited_ranks(status: RankStatus, statuses: Mapping[int, RankStatus]) -> list[int]:
     """The ranks that a rank waits for."""
-    wait = page.waits[0]
+    wait = status.waits[0]
     if wait.peers is not None:
         return list(wait.peers)
-    others = [rank for rank in wait.ranks if rank != page.rank]
-    late = [rank for rank in others if rank in seen and seen[rank].has_issued(wait.index) < wait.number]
-    unseen = [rank for rank in others if rank not in seen]
-    return late or unseen or [rank for rank in others if seen[rank].lost]
+    others = [rank for rank in wait.ranks if rank != status.rank]
+    known = {rank: statuses[rank] for rank in others if rank in statuses}
+    late = [rank for rank, other in known.items() if other.issued_count(wait.index) < wait.number]
+    unknown = [rank for rank in others if rank not in known]
+    return late or unknown or [rank for rank, other in known.items() if other.is_unresponsive]
 
 
-def find_out(
+def build_report(
     context: RunContext,
     timeout_s: float,
-    waits: Sequence[Overdue],
-    seen: Mapping[int, Seen],
-    peers: Mapping[int, Peer],
-) -> Report:
-    """Say who is missing; `waits`: what this rank waits for, oldest first; `seen` has its own page."""
-    diagnosis = diagnose(context.rank, seen)
-    shown, own = _most_telling(waits, diagnosis), seen[context.rank]
-    pending, others = shown.pending, [overdue for overdue in waits if overdue is not shown]
-    waiting = [rank for rank, page in seen.items() if page.waits and rank not in diagnosis.ranks]
-    where = ", ".join(part for part in (own.stage, f"step {own.step}" if own.step else "") if part)
+    waits: Sequence[OverdueCollective],
+    statuses: Mapping[int, RankStatus],
+    peers: Mapping[int, PeerLocation],
+) -> HangReport:
+    """Say who is missing; `waits`: what this rank waits for, oldest first; `statuses` has its own, too."""
+    diagnosis = diagnose(context.rank, statuses)
+    shown, own_status = _main_wait(waits, diagnosis), statuses[context.rank]
+    pending, other_waits = shown.pending, [overdue for overdue in waits if overdue is not shown]
+    waiting = [rank for rank, status in statuses.items() if status.waits and rank not in diagnosis.ranks]
+    step = f"step {own_status.step}" if own_status.step else ""
+    where = ", ".join(part for part in (own_status.stage, step) if part)
     head = headline(diagnosis, timeout_s)
     names = [param.name for param in pending.params]
+    also_waits = [
+        f"{_describe_collective(one.pending)}, {' '.join(_contents_row(one.pending))}"
+        for one in other_waits[:_MAX_OTHER_WAITS_SHOWN]
+    ]
     rows = [
-        ("collective", f"{_numbered(pending)}, among {named(pending.sequence.ranks)}"),
-        _carried(pending),
-        *((f"rank {rank}", _state(rank, context, seen, peers)) for rank in diagnosis.ranks),
-        ("waiting", named(waiting or [*seen])),
-        *(
-            ("also waits for", f"{_numbered(overdue.pending)}, {' '.join(_carried(overdue.pending))}")
-            for overdue in others[:_ALSO_SHOWN]
-        ),
+        ("collective", f"{_describe_collective(pending)}, among {format_ranks(pending.sequence.ranks)}"),
+        _contents_row(pending),
+        *((f"rank {rank}", _describe_rank(rank, context, statuses, peers)) for rank in diagnosis.ranks),
+        ("waiting", format_ranks(waiting or [*statuses])),
+        *(("also waits for", text) for text in also_waits),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
     lines += [f"  {name:{width}}  {text}" for name, text in rows]
     details = [f"parameters of the bucket: {', '.join(names)}"] if len(names) > _PARAMS_SHOWN else []
-    details += [f"rank {rank} {_state(rank, context, seen, peers)}" for rank in range(context.size)]
+    details += [
+        f"rank {rank} {_describe_rank(rank, context, statuses, peers)}" for rank in range(context.size)
+    ]
     facts = {
-        "why": diagnosis.why,
+        "why": diagnosis.cause,
         "ranks": list(diagnosis.ranks),
-        "stage": own.stage,
-        "step": own.step,
+        "stage": own_status.stage,
+        "step": own_status.step,
         "collective": pending.op,
         "line": pending.sequence.name,
         "number": pending.number,
         "kind": pending.kind,
         "bucket": None if pending.kind is None else pending.bucket,
         "params": names,
-        "carries": pending.described,
+        "carries": pending.description,
         "timeout_s": timeout_s,
     }
-    return Report("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
+    return HangReport("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
 
 
-def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
+def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> OverdueCollective:
     """The oldest; or one of parameters, which says more than a control message, if it is about as old and
     among ranks whose fault it is.
     """
@@ -238,35 +248,37 @@ def _most_telling(waits: Sequence[Overdue], diagnosis: Diagnosis) -> Overdue:
     return waits[0]
 
 
-def _state(rank: int, context: RunContext, seen: Mapping[int, Seen], peers: Mapping[int, Peer]) -> str:
-    page, peer = seen.get(rank), peers.get(rank)
-    if page is not None:
+def _describe_rank(
+    rank: int, context: RunContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerLocation]
+) -> str:
+    status, peer = statuses.get(rank), peers.get(rank)
+    if status is not None:
         host = f" (on {peer.host})" if peer is not None and peer.host != context.host else ""
-        return doing(page) + host
+        return describe_activity(status) + host
     if peer is None:
         return "has not joined, as far as can be seen from here"
-    if not peer.server and peer.host != context.host:
+    if not peer.status_server and peer.host != context.host:
         return f"is on {peer.host}, whose ranks cannot be asked: ddprun's launcher did not start them"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
 
 
-def _numbered(pending: PendingCollective) -> str:
+def _describe_collective(pending: PendingCollective) -> str:
     return f"{pending.op} {pending.number} of {pending.sequence.name}"
 
 
-def _carried(pending: PendingCollective) -> tuple[str, str]:
+def _contents_row(pending: PendingCollective) -> tuple[str, str]:
     if pending.kind is None:
-        return "for", pending.described
+        return "for", pending.description
     names = [param.name for param in pending.params]
     more = f" and {len(names) - _PARAMS_SHOWN} more" if len(names) > _PARAMS_SHOWN else ""
     shown = ", ".join(names[:_PARAMS_SHOWN]) + more
-    return "bucket", f"{pending.described.removeprefix('bucket ')}: {shown}"
+    return "bucket", f"{pending.description.removeprefix('bucket ')}: {shown}"
 
 
 def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
-    """In one line."""
-    who = named(diagnosis.ranks)
-    match diagnosis.why:
+    """The diagnosis in one line."""
+    who = format_ranks(diagnosis.ranks)
+    match diagnosis.cause:
         case "late":
             return f"{who} did not arrive within {timeout_s:g} s"
         case "silent":
@@ -277,7 +289,7 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
             return f"{who} have all entered a collective, which has not completed for {timeout_s:g} s"
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 2`, or `ranks 0-3, 6`."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
@@ -289,23 +301,23 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(set(ranks)) == 1 else 's'} {listed}"
 
 
-def doing(page: Seen) -> str:
+def describe_activity(status: RankStatus) -> str:
     """What a rank is doing."""
-    where = f" of step {page.step}" if page.step else ""
-    stage = f" ({page.stage})" if page.stage else ""
-    if page.state in ("Z", "gone") and page.lost:
-        return f"has ended; last seen in {page.phase}{where}{stage}"
-    if page.stopped:
-        state = f"its process ({page.pid}) is stopped, by SIGSTOP or a debugger; it was"
-    elif page.lost:
-        state = f"its process ({page.pid}) gives no sign of life (state {page.state}); it was"
+    where = f" of step {status.step}" if status.step else ""
+    stage = f" ({status.stage})" if status.stage else ""
+    if status.state in ("Z", "gone") and status.is_unresponsive:
+        return f"has ended; last seen in {status.phase}{where}{stage}"
+    if status.stopped:
+        state = f"its process ({status.pid}) is stopped, by SIGSTOP or a debugger; it was"
+    elif status.is_unresponsive:
+        state = f"its process ({status.pid}) gives no sign of life (state {status.state}); it was"
     else:
         state = "is"
-    text = f"{state} in {page.phase}{where}{stage}, for {page.phase_age_s:.1f} s"
-    if page.waits and not page.lost:
-        wait = page.waits[0]
+    text = f"{state} in {status.phase}{where}{stage}, for {status.phase_age_s:.1f} s"
+    if status.waits and not status.is_unresponsive:
+        wait = status.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
-    return text + (f", at {page.at}" if page.at else "")
+    return text + (f", at {status.at}" if status.at else "")
 
 
 def open_log(log: Path) -> IO[bytes]:
@@ -317,7 +329,7 @@ def open_log(log: Path) -> IO[bytes]:
     return open_file(log.parent.parent, Path(log.parent.name) / log.name, "ab", make_folders=True)
 
 
-def write_log(log: Path, report: Report) -> None:
+def write_log(log: Path, report: HangReport) -> None:
     """Append to a rank's log what it has found, and where its threads are."""
     try:
         with open_log(log) as file:
@@ -347,5 +359,5 @@ def dump_flight_recorders(folder: Path, rank: int) -> None:
         with suppress(AttributeError, OSError, ValueError, RuntimeError):
             trace: bytes = getattr(_distributed_c10d, dump)()
             if json.loads(trace).get("entries"):
-                with replacing(folder, f"{name}-{rank:05}.json") as file:
+                with replace_atomically(folder, f"{name}-{rank:05}.json") as file:
                     file.write(trace)

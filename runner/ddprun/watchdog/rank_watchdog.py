@@ -16,24 +16,24 @@ import torch
 
 from ddprun.screen import print_stderr
 from ddprun.watchdog.status_page import StatusPage, Wait
-from ddprun_hooks.comm.observer import UNOBSERVED
+from ddprun_hooks.comm.observer import NULL_OBSERVER
 from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
 from ddprun_hooks.comm.trace import now_us
-from ddprun_hooks.payload import Kind, ParamSlice, Payload
+from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
-GROUPS_LATER_S = 5.0
+GROUP_TIMEOUT_MARGIN_S = 5.0
 """Process groups time out so much later than the watchdog, which knows more, and so speaks first."""
 
-HANG = "hang"
+HANG_FILE = "hang"
 """File in the folder of status pages: made by the first rank of a host that finds a hang,
 or by the launcher's watchdog.
 """
 
 _TICK_S = 0.2
-_LOST_S = 1.0
+_SUSPENSION_S = 1.0
 """A tick that comes so late was not late: the process was stopped, and time did not count."""
 
-_ASK_AFTER_S = 1.0
+_DEVICE_POLL_AGE_S = 1.0
 """A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
 Python's lock, and breaks the capture of a CUDA graph.
 """
@@ -43,7 +43,7 @@ _WAITS_NOTED = 4
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _TORCH = os.path.join(_PACKAGES, "torch", "")
 
-_PLURAL: dict[Kind, str] = {
+_PLURAL: dict[PayloadKind, str] = {
     "gradient": "gradients",
     "delta": "deltas",
     "parameters": "parameters",
@@ -53,13 +53,13 @@ _PLURAL: dict[Kind, str] = {
 
 
 @dataclass(slots=True)
-class FailedChecks:
+class CheckFailureReporter:
     """Says on the screen that a check has failed: once, however often checks fail later."""
 
-    who: str
-    """Checks."""
+    checker: str
+    """Who runs the checks, for the message."""
 
-    said: bool = False
+    reported: bool = False
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -67,36 +67,36 @@ class FailedChecks:
         try:
             yield
         except Exception as error:
-            if not self.said:
+            if not self.reported:
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 print_stderr(
-                    f"ddprun: {self.who}: a check failed, and will be repeated: "
+                    f"ddprun: {self.checker}: a check failed, and will be repeated: "
                     f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
                 )
-            self.said = True
+            self.reported = True
 
 
-class Onlooker:
+class EngineListener:
     """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
 
-    def uses(self, device: torch.device) -> None:
-        """The GPU of this rank."""
+    def set_device(self, device: torch.device) -> None:
+        """Note the GPU of this rank."""
 
-    def sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
-        """As `ddprun_hooks.comm.observer.Observer.sequence`."""
-        return UNOBSERVED
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
+        """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
+        return NULL_OBSERVER
 
-    def stage(self, name: str) -> None:
+    def set_stage(self, name: str) -> None:
         """The stage that begins, as messages name it."""
 
-    def step(self, number: int) -> None:
+    def set_step(self, number: int) -> None:
         """The step that begins, counted in the run from 1; 0: none."""
 
     def set_phase(self, phase: bytes) -> None:
         """What the training thread turns to, in at most 24 bytes."""
 
 
-UNWATCHED = Onlooker()
+NO_OP_LISTENER = EngineListener()
 
 
 @dataclass(slots=True, eq=False)
@@ -106,28 +106,28 @@ class PendingCollective:
     sequence: "CollectiveSequence"
     number: int
     op: str
-    kind: Kind | None
+    kind: PayloadKind | None
     bucket: int
     params: tuple[ParamSlice, ...]
     what: str
     peers: Sequence[int] | None
     since_us: int
-    ended: Callable[[], bool] | None = None
-    broken_us: int | None = None
+    has_ended: Callable[[], bool] | None = None
+    failed_us: int | None = None
     """When it failed."""
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         self.sequence.outstanding.pop(self.number, None)
 
-    def failed(self) -> None:
-        self.broken_us, self.ended = self.sequence.watchdog.clock_us(), None
+    def mark_failed(self) -> None:
+        self.failed_us, self.has_ended = self.sequence.watchdog.clock_us(), None
         self.sequence.outstanding[self.number] = self  # one that failed may already have been taken for over
 
-    def done_when(self, ended: Callable[[], bool]) -> None:
-        self.ended = ended
+    def done_when(self, has_ended: Callable[[], bool]) -> None:
+        self.has_ended = has_ended
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """What it carries."""
         return self.what if self.kind is None else f"bucket {self.bucket} of {_PLURAL[self.kind]}"
 
@@ -154,19 +154,19 @@ class CollectiveSequence:
             self, number, op, kind, bucket, params, what, peers, self.watchdog.clock_us()
         )
         self.outstanding[number] = pending
-        self.watchdog.page.issued(self.index, number)
+        self.watchdog.status_page.set_issued_count(self.index, number)
         return pending
 
 
 @dataclass(slots=True)
-class Overdue:
+class OverdueCollective:
     """A collective that is not over, and for how long it has not been."""
 
     pending: PendingCollective
     age_s: float
 
     @property
-    def wait(self) -> Wait:
+    def status_entry(self) -> Wait:
         """For the status page."""
         pending, sequence = self.pending, self.pending.sequence
         return Wait(
@@ -176,13 +176,13 @@ class Overdue:
             ranks=sequence.ranks,
             peers=None if pending.peers is None else tuple(pending.peers),
             op=pending.op,
-            what=pending.described,
+            what=pending.description,
             age_s=self.age_s,
         )
 
 
 @dataclass(slots=True)
-class RankWatchdog(Onlooker):
+class RankWatchdog(EngineListener):
     """This rank's watchdog; satisfies `ddprun_hooks.comm.observer.Observer`.
 
     A thread of its own checks some times a second. Training threads wait for collectives without Python's
@@ -199,48 +199,48 @@ class RankWatchdog(Onlooker):
     rank: int
     timeout_s: float
     folder: Path | None
-    handler: "Callable[[RankWatchdog, list[Overdue]], None]"
+    handler: "Callable[[RankWatchdog, list[OverdueCollective]], None]"
     hang_found: bool = False
-    lost_us: int = 0
+    suspended_us: int = 0
     """Time that did not count because this process was stopped."""
 
-    page: StatusPage = field(init=False)
+    status_page: StatusPage = field(init=False)
     _sequences: list[CollectiveSequence] = field(default_factory=list)
     _device: torch.device | None = None
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _failed_checks: FailedChecks = field(init=False)
+    _check_failures: CheckFailureReporter = field(init=False)
 
     def __post_init__(self) -> None:
-        self._failed_checks = FailedChecks(f"the watchdog of rank {self.rank}")
+        self._check_failures = CheckFailureReporter(f"the watchdog of rank {self.rank}")
         try:
-            self.page = StatusPage(self.rank, self.folder)
+            self.status_page = StatusPage(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this status page once they have joined
-            self.page = StatusPage(self.rank, None)
+            self.status_page = StatusPage(self.rank, None)
 
     def start(self) -> None:
         """Begin to watch."""
         self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
 
-    def sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        """As `ddprun_hooks.comm.observer.Observer.sequence`."""
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+        """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
         sequence = CollectiveSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
 
-    def uses(self, device: torch.device) -> None:
+    def set_device(self, device: torch.device) -> None:
         self._device = device
 
-    def stage(self, name: str) -> None:
-        self.page.stage(name)
+    def set_stage(self, name: str) -> None:
+        self.status_page.set_stage(name)
 
-    def step(self, number: int) -> None:
-        self.page.step(number)
+    def set_step(self, number: int) -> None:
+        self.status_page.set_step(number)
 
     def set_phase(self, phase: bytes) -> None:
-        self.page.set_phase(phase)
+        self.status_page.set_phase(phase)
 
     def close(self) -> None:
         """End the watchdog. The status page stays as it is."""
@@ -250,68 +250,70 @@ class RankWatchdog(Onlooker):
 
     def clock_us(self) -> int:
         """A clock that stands still while the process is stopped."""
-        return now_us() - self.lost_us
+        return now_us() - self.suspended_us
 
-    def overdue(self, after_s: float) -> list[Overdue]:
+    def find_overdue(self, after_s: float) -> list[OverdueCollective]:
         """Collectives under way for longer than that, oldest first. On a device, one of a sequence that is
         not over stands for those behind it.
         """
         now, found = self.clock_us(), []
-        ask_after_s = max(after_s, min(_ASK_AFTER_S, self.timeout_s / 4))
+        ask_after_s = max(after_s, min(_DEVICE_POLL_AGE_S, self.timeout_s / 4))
         for sequence in self._sequences:
             for pending in list(sequence.outstanding.values()):
-                until = now if pending.broken_us is None else pending.broken_us
+                until = now if pending.failed_us is None else pending.failed_us
                 age_s = (until - pending.since_us) / 1e6
-                if age_s < (after_s if pending.ended is None else ask_after_s):
+                if age_s < (after_s if pending.has_ended is None else ask_after_s):
                     continue
-                if pending.ended is None:
-                    found.append(Overdue(pending, age_s))
-                elif self._has_ended(pending.ended):
-                    pending.done()
+                if pending.has_ended is None:
+                    found.append(OverdueCollective(pending, age_s))
+                elif self._has_ended_on_device(pending.has_ended):
+                    pending.mark_done()
                 else:
-                    found.append(Overdue(pending, age_s))
+                    found.append(OverdueCollective(pending, age_s))
                     break
         return sorted(found, key=lambda one: -one.age_s)
 
-    def note(self, waits: Sequence[Overdue]) -> None:
+    def write_status(self, waits: Sequence[OverdueCollective]) -> None:
         """Write on the status page what this rank waits for, and where its training thread is."""
-        self.page.beat([one.wait for one in waits[:_WAITS_NOTED]], position_of(self._training_thread))
+        self.status_page.write_heartbeat(
+            [one.status_entry for one in waits[:_WAITS_NOTED]], position_of(self._training_thread)
+        )
 
     def _watch(self) -> None:
         tick = min(_TICK_S, self.timeout_s / 10)
         before = time.monotonic()
         while not self._closed.wait(tick):
             now = time.monotonic()
-            if now - before > tick + _LOST_S:
-                self.lost_us += round((now - before - tick) * 1e6)
+            if now - before > tick + _SUSPENSION_S:
+                self.suspended_us += round((now - before - tick) * 1e6)
             before = now
-            waits: list[Overdue] = []
+            waits: list[OverdueCollective] = []
             # Each by itself: a rank that cannot write its status page still sees a hang.
-            with self._failed_checks.reporting():
-                waits = self.overdue(tick)
-            with self._failed_checks.reporting():
-                self.note(waits)
+            with self._check_failures.reporting():
+                waits = self.find_overdue(tick)
+            with self._check_failures.reporting():
+                self.write_status(waits)
             # The file is taken for missing if nobody can say.
-            another_found = self.folder is not None and os.path.exists(self.folder / HANG)
+            another_found = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
             if (waits and waits[0].age_s > self.timeout_s) or another_found:
                 self.hang_found = True
                 self.handler(self, waits)
                 return
 
-    def _has_ended(self, ended: Callable[[], bool]) -> bool:
+    def _has_ended_on_device(self, has_ended: Callable[[], bool]) -> bool:
         if self._device is not None:
             torch.cuda.set_device(self._device)  # of this thread; else it would begin to use the first GPU
         # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
         # raised, nobody can say whether the collective is over; the group's own timeout is left.
-        with self._failed_checks.reporting(), suppress(RuntimeError):
-            return ended()
+        with self._check_failures.reporting(), suppress(RuntimeError):
+            return has_ended()
         return True
 
 
 def position_of(thread: int) -> str:
     """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
     innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and _is_of_others(frame.f_code.co_filename):
+    while frame is not None and _is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
@@ -320,7 +322,7 @@ def position_of(thread: int) -> str:
     return text.encode(errors="backslashreplace").decode()  # a path may not be UTF-8, and JSON is
 
 
-def _is_of_others(file: str) -> bool:
+def _is_library_file(file: str) -> bool:
     if file.startswith(_PACKAGES):
         return file.startswith(_TORCH)
     return file.startswith(("<", _PYTHON))

@@ -21,10 +21,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-from ddprun.host.processes import state_of
+from ddprun.host.processes import state_and_parent
 from ddprun_hooks.comm.trace import now_us
 
-SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 """Sequences that a status page has room for; ranks of further ones are only known to be there or not."""
 
 LIFELESS_S = 3.0
@@ -51,7 +51,7 @@ class _Page(ctypes.LittleEndianStructure):
         ("step", ctypes.c_int64),
         ("phase", ctypes.c_char * 24),
         ("phase_since", ctypes.c_int64),
-        ("issued", ctypes.c_int64 * SEQUENCES),
+        ("issued", ctypes.c_int64 * MAX_SEQUENCES),
         ("beat", ctypes.c_int64),
         ("note", ctypes.c_char * _NOTE_BYTES),
     )
@@ -77,16 +77,16 @@ class Wait:
     """A collective that a rank has issued and that has not ended."""
 
     index: int
-    """Of its sequence."""
+    """Index of its sequence."""
 
     name: str
-    """Of its sequence."""
+    """Name of its sequence."""
 
     number: int
     """Running number in the sequence, from 1."""
 
     ranks: Annotated[tuple[int, ...], BeforeValidator(_from_span), PlainSerializer(_as_span)]
-    """Of the sequence."""
+    """Ranks of its sequence."""
 
     peers: tuple[int, ...] | None
     """The ranks it waits for whatever they have issued; None: those that have not issued theirs."""
@@ -104,11 +104,11 @@ class _Note:
     at: str = ""
 
 
-_NOTE = TypeAdapter(_Note)
+_NOTE_ADAPTER = TypeAdapter(_Note)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankStatus:
     """What a status page says."""
 
     rank: int
@@ -135,13 +135,13 @@ class Seen:
     reported: bool
     """It has reported a hang in its log."""
 
-    def has_issued(self, sequence: int) -> int:
+    def issued_count(self, sequence: int) -> int:
         """How many collectives of a sequence the rank has issued."""
         return self.issued[sequence] if sequence < len(self.issued) else 0
 
     @property
     def stopped(self) -> bool:
-        """By a signal or a debugger."""
+        """Whether a signal or a debugger has stopped the process."""
         return self.state in ("T", "t")
 
     @property
@@ -150,12 +150,12 @@ class Seen:
         return self.stopped or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
 
     @property
-    def lost(self) -> bool:
+    def is_unresponsive(self) -> bool:
         """It does nothing, and not because it has reported a hang and ended, as every rank then does."""
         return self.lifeless and not self.reported
 
 
-SEEN_BY_RANK = TypeAdapter(dict[int, Seen])
+STATUSES_ADAPTER = TypeAdapter(dict[int, RankStatus])
 """To JSON and back."""
 
 
@@ -175,14 +175,14 @@ class StatusPage:
         self._page = _Page.from_buffer(mmap.mmap(handle, size))
         self._issued, self._step = self._page.issued, 0
         self.set_phase(b"starting")
-        self.beat()
+        self.write_heartbeat()
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
-    def stage(self, name: str) -> None:
+    def set_stage(self, name: str) -> None:
         """The stage that runs, as a message names it."""
         self._page.stage = name.encode()[:64]
 
-    def step(self, number: int) -> None:
+    def set_step(self, number: int) -> None:
         """The step that begins."""
         self._step = number
 
@@ -191,18 +191,18 @@ class StatusPage:
         page = self._page
         page.step, page.phase, page.phase_since = self._step, phase, now_us()
 
-    def issued(self, index: int, count: int) -> None:
+    def set_issued_count(self, index: int, count: int) -> None:
         """So many collectives of a sequence have been issued."""
-        if index < SEQUENCES:
+        if index < MAX_SEQUENCES:
             self._issued[index] = count
 
-    def beat(self, waits: Sequence[Wait] = (), at: str = "") -> None:
+    def write_heartbeat(self, waits: Sequence[Wait] = (), at: str = "") -> None:
         """A sign of life, with what this rank waits for and where its training thread is."""
-        text = _NOTE.dump_json(_Note(waits, at))
+        text = _NOTE_ADAPTER.dump_json(_Note(waits, at))
         self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
         self._page.beat = now_us()
 
-    def reported(self) -> None:
+    def set_reported(self) -> None:
         """This rank has reported in its log what it knows."""
         self._page.reported = 1
 
@@ -212,20 +212,20 @@ class StatusPage:
             Path(self.path).unlink(missing_ok=True)
 
 
-def read(path: str | Path) -> Seen | None:
+def read_page(path: str | Path) -> RankStatus | None:
     """Read a status page of this host; None if there is none, or none yet."""
     try:
         page = _Page.from_buffer_copy(Path(path).read_bytes())
         if page.magic != _MAGIC:
             return None
-        note = _NOTE.validate_json(page.note)
+        note = _NOTE_ADAPTER.validate_json(page.note)
     except (OSError, ValueError):
         return None  # half of it is written
     now, issued = now_us(), tuple(page.issued)
-    return Seen(
+    return RankStatus(
         rank=page.rank,
         pid=page.pid,
-        state=state_of(page.pid)[0],
+        state=state_and_parent(page.pid)[0],
         beat_age_s=(now - page.beat) / 1e6,
         stage=page.stage.decode(errors="replace"),
         step=page.step,
@@ -238,13 +238,13 @@ def read(path: str | Path) -> Seen | None:
     )
 
 
-def read_all(folder: Path) -> dict[int, Seen]:
+def read_pages(folder: Path) -> dict[int, RankStatus]:
     """The status pages in a folder, by rank."""
-    found = [read(path) for path in sorted(folder.glob("rank-*.status"))]
-    return {seen.rank: seen for seen in found if seen is not None}
+    found = [read_page(path) for path in sorted(folder.glob("rank-*.status"))]
+    return {status.rank: status for status in found if status is not None}
 
 
-def claim(folder: Path | None, name: str) -> bool:
+def claim_once(folder: Path | None, name: str) -> bool:
     """Be the first of a host's ranks to do something; True if they have no folder in which to agree."""
     if folder is None:
         return True
@@ -268,13 +268,13 @@ class StatusServer(socketserver.ThreadingTCPServer):
     block_on_close = False
 
     def __init__(
-        self, address: str, read: Callable[[], dict[int, Seen]], hang_found: Callable[[], None]
+        self, address: str, read_statuses: Callable[[], dict[int, RankStatus]], hang_found: Callable[[], None]
     ) -> None:
-        self.read, self.hang_found, self.secret = read, hang_found, secrets.token_hex(8)
-        super().__init__((address, 0), _Answer)
+        self.read_statuses, self.hang_found, self.secret = read_statuses, hang_found, secrets.token_hex(8)
+        super().__init__((address, 0), _AnswerHandler)
         host, port = self.server_address[:2]
-        self.name = f"{host!s}:{port}/{self.secret}"
-        """By which `ask` finds it, for those who may."""
+        self.endpoint = f"{host!s}:{port}/{self.secret}"
+        """Where `ask_server` reaches it: host:port/secret."""
 
     def open(self) -> None:
         """Answer from now on, on a thread."""
@@ -284,7 +284,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         """Whoever asked is gone; nobody else need know."""
 
 
-class _Answer(socketserver.StreamRequestHandler):
+class _AnswerHandler(socketserver.StreamRequestHandler):
     timeout = _ASK_S
 
     def handle(self) -> None:
@@ -292,10 +292,10 @@ class _Answer(socketserver.StreamRequestHandler):
         assert isinstance(server, StatusServer)
         if hmac.compare_digest(self.rfile.readline(_QUESTION_BYTES).strip(), server.secret.encode()):
             server.hang_found()
-            self.wfile.write(SEEN_BY_RANK.dump_json(server.read()) + b"\n")
+            self.wfile.write(STATUSES_ADAPTER.dump_json(server.read_statuses()) + b"\n")
 
 
-def ask(server: str) -> dict[int, Seen] | None:
+def ask_server(server: str) -> dict[int, RankStatus] | None:
     """The status pages of another host, which learns that the run hangs; None if nobody answers in time."""
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
@@ -303,14 +303,15 @@ def ask(server: str) -> dict[int, Seen] | None:
         with socket.create_connection((host, int(port)), timeout=_ASK_S) as connection:
             connection.sendall(f"{secret}\n".encode())
             with connection.makefile("rb") as answer:
-                return SEEN_BY_RANK.validate_json(answer.readline(_ANSWER_BYTES))
+                return STATUSES_ADAPTER.validate_json(answer.readline(_ANSWER_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def ask_all(servers: Sequence[str]) -> dict[int, Seen]:
+def ask_servers(servers: Sequence[str]) -> dict[int, RankStatus]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}
     with ThreadPoolExecutor(len(servers)) as pool:
-        return {rank: seen for answer in pool.map(ask, servers) if answer for rank, seen in answer.items()}
+        answers = [answer for answer in pool.map(ask_server, servers) if answer]
+    return {rank: status for answer in answers for rank, status in answer.items()}

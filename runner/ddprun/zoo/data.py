@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from ddprun.run_files import as_path
+from ddprun.run_files import encodable_path
 
 
 class DataError(ValueError):
@@ -63,7 +63,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     Raises:
         DataError: no file matches, a file cannot be read, or there are too few bytes for one window.
     """
-    data = b"".join(_read(path) for path in _matching(files, folder))
+    data = b"".join(_read(path) for path in _matching_files(files, folder))
     stored = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     )
@@ -97,14 +97,14 @@ def _split(inputs: Tensor, labels: Tensor, keep: int) -> Split:
     return Split(TensorDataset(inputs[:keep], labels[:keep]), held)
 
 
-def _matching(patterns: Sequence[str], folder: Path) -> list[Path]:
+def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
     found: set[Path] = set()
     for pattern in patterns:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
         try:
             matches = [
                 path
-                for path in map(Path, glob.glob(str(folder / as_path(full)), recursive=True))
+                for path in map(Path, glob.glob(str(folder / encodable_path(full)), recursive=True))
                 if path.is_file()
             ]
         except RecursionError:
@@ -122,4 +122,4 @@ def _read(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-DATA: dict[str, Callable[..., Split]] = {"digits": digits, "text": text, "synthetic": synthetic}
+DATASETS: dict[str, Callable[..., Split]] = {"digits": digits, "text": text, "synthetic": synthetic}

@@ -17,23 +17,34 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field
 
-from ddprun.cluster import RUNS, USER, Cluster, ClusterError, Folder, Image, Outcome, Show, Submission, limits
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, matching, problem
+from ddprun.cluster import (
+    CONTAINER_RUNS_FOLDER,
+    CONTAINER_USER_ID,
+    AbsoluteFolder,
+    Cluster,
+    ClusterError,
+    ImageName,
+    Outcome,
+    ShowOutput,
+    Submission,
+    trust_variables,
+)
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint, problem
 
-JOB = "ddprun.job"
+JOB_LABEL = "ddprun.job"
 """Label of all that belongs to a job; its value is the job's id."""
 
-_KILLED = 137
+_SIGKILL_EXIT_CODE = 137
 
-_Variable = Annotated[
+_VariableName = Annotated[
     str,
     Field(max_length=200),
-    matching(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
+    pattern_constraint(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
 ]
-_Bytes = Annotated[str, matching(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
+_ByteSize = Annotated[str, pattern_constraint(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
 """As Docker has them: 512m, 4g."""
 
-_VOLUME = matching(
+_VOLUME = pattern_constraint(
     r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$", 'a volume\'s name, or a path from "/" on'
 )
 
@@ -44,11 +55,11 @@ _SYSTEM = (
 )  # fmt: skip
 """Folders that hold the system itself, its secrets and its sockets."""
 
-_WHOLE = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
-"""Folders of which a part may be mounted, but not the whole."""
+_TOO_BROAD_FOLDERS = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
+"""Folders that hold more than data: a folder below one may be mounted, but not the folder itself."""
 
 
-def _read_machine_folder(value: Any) -> Any:
+def _check_mount_source(value: Any) -> Any:
     """A folder of the engine's machine.
 
     Raises:
@@ -57,14 +68,14 @@ def _read_machine_folder(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("/"):
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
-    whole = plain in _WHOLE
-    if whole or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM):
-        why = "holds more than data" if whole else "is the system's own"
+    too_broad = plain in _TOO_BROAD_FOLDERS
+    if too_broad or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM):
+        why = "holds more than data" if too_broad else "is the system's own"
         raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
     return value
 
 
-def _read_network(value: Any) -> Any:
+def _check_network(value: Any) -> Any:
     """Raises:
     pydantic.ValidationError: it is not a network of containers.
     """
@@ -80,7 +91,7 @@ class Docker(Cluster):
     """Containers on one network of a Docker engine, each a host of the run. Needs the package docker."""
 
     class Options(Cluster.Options):
-        image: Image = "ddprun"
+        image: ImageName = "ddprun"
         """With ddprun as its entrypoint, and with what the pipeline names."""
 
         nodes: PositiveInt | None = None
@@ -92,57 +103,59 @@ class Docker(Cluster):
         cpus: PositiveFloat | None = None
         """Processors of each container; null is no limit."""
 
-        memory: _Bytes | None = None
+        memory: _ByteSize | None = None
         """Of each container, as in 8g; null is no limit."""
 
-        shm: _Bytes = "1g"
+        shm: _ByteSize = "1g"
         """Size of each container's /dev/shm."""
 
-        network: Annotated[Image | None, BeforeValidator(_read_network)] = None
+        network: Annotated[ImageName | None, BeforeValidator(_check_network)] = None
         """One that is there already; null makes one, of the driver bridge, for the job."""
 
-        runs: Annotated[str, _VOLUME, BeforeValidator(_read_machine_folder)] = "ddprun-runs"
+        runs: Annotated[str, _VOLUME, BeforeValidator(_check_mount_source)] = "ddprun-runs"
         """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
         engine's machine, but none of the system's."""
 
-        mounts: dict[Annotated[Folder, BeforeValidator(_read_machine_folder)], Folder] = Field(default={})
+        mounts: dict[Annotated[AbsoluteFolder, BeforeValidator(_check_mount_source)], AbsoluteFolder] = Field(
+            default={}
+        )
         """Folders of the engine's machine to read from, but none of the system's, and where they are in the
         containers."""
 
-        env: Annotated[tuple[_Variable, ...], Field(strict=False)] = ()
+        env: Annotated[tuple[_VariableName, ...], Field(strict=False)] = ()
         """Environment variables that are passed on from where submit is called; `docker inspect` shows
         them."""
 
-    takes_modules = 64 << 20
-    variables = "docker.env"
+    max_modules_bytes = 64 << 20
+    variables_source = "docker.env"
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the requests to the engine."""
-        hosts, least = submission.hosts(options.nodes), submission.loaded.pipeline.launch.host_range[0]
+        hosts, least = submission.host_count(options.nodes), submission.loaded.pipeline.launch.host_range[0]
         self.name, self._options = submission.new_name(), options
-        self._file = f"{RUNS}/{self.name}.yaml"
+        self._pipeline_path = f"{CONTAINER_RUNS_FOLDER}/{self.name}.yaml"
         if submission.modules:  # in a folder of their own: other jobs' files are in that of runs
-            self._file = f"{RUNS}/{self.name}-files/{submission.loaded.path.name}"
-        beside, _, name = self._file.removeprefix(f"{RUNS}/").rpartition("/")
-        self._data = {
+            self._pipeline_path = f"{CONTAINER_RUNS_FOLDER}/{self.name}-files/{submission.loaded.path.name}"
+        beside, _, name = self._pipeline_path.removeprefix(f"{CONTAINER_RUNS_FOLDER}/").rpartition("/")
+        self._file_contents = {
             posixpath.join(beside, path): data
             for path, data in {**submission.modules, name: submission.loaded.path.read_bytes()}.items()
         }
-        self._least = min(least, hosts)
-        self._env = [name for name in options.env if name not in limits()]
+        self._min_hosts = min(least, hosts)
+        self._env = [name for name in options.env if name not in trust_variables()]
         names = [f"{self.name}-{node}" for node in range(hosts)]
-        command = submission.container_arguments(self.name, self._file, hosts, names[0])
-        self._containers = {name: self._body(node, name, command) for node, name in enumerate(names)}
+        command = submission.container_arguments(self.name, self._pipeline_path, hosts, names[0])
+        self._configs = {name: self._container_config(node, name, command) for node, name in enumerate(names)}
 
-    def lacks(self, variables: Iterable[str]) -> list[str]:
+    def missing_variables(self, variables: Iterable[str]) -> list[str]:
         """Those that are not passed on."""
         return [name for name in variables if name not in self._options.env]
 
-    def _body(self, node: int, name: str, command: Sequence[str]) -> dict[str, Any]:
-        """What makes one of the containers."""
+    def _container_config(self, node: int, name: str, command: Sequence[str]) -> dict[str, Any]:
+        """The body of the request that creates a container."""
         options = self._options
         runs = {"Type": "bind" if options.runs.startswith("/") else "volume", "Source": options.runs}
-        mounts: list[dict[str, Any]] = [{**runs, "Target": RUNS}]
+        mounts: list[dict[str, Any]] = [{**runs, "Target": CONTAINER_RUNS_FOLDER}]
         mounts += [
             {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True}
             for source, target in options.mounts.items()
@@ -150,7 +163,7 @@ class Docker(Cluster):
         host: dict[str, Any] = {
             "NetworkMode": options.network or self.name,
             "Mounts": mounts,
-            "ShmSize": _bytes(options.shm),
+            "ShmSize": _parse_bytes(options.shm),
             "ReadonlyRootfs": True,
             "Tmpfs": {"/tmp": "exec"},  # the engine's default is noexec; torch.compile loads what it makes
             "CapDrop": ["ALL"],
@@ -159,41 +172,41 @@ class Docker(Cluster):
         if options.cpus is not None:
             host["NanoCpus"] = round(options.cpus * 1e9)
         if options.memory is not None:
-            host["Memory"] = _bytes(options.memory)
+            host["Memory"] = _parse_bytes(options.memory)
         if options.gpus:
             ids = [str(node * options.gpus + index) for index in range(options.gpus)]
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         return {
             "Image": options.image,
             "Hostname": name,
-            "User": f"{USER}:{USER}",
+            "User": f"{CONTAINER_USER_ID}:{CONTAINER_USER_ID}",
             "Cmd": list(command),
-            "Env": self._variables({variable: f"${{env:{variable}}}" for variable in self._env}),
-            "Labels": {JOB: self.name},
+            "Env": self._environment({variable: f"${{env:{variable}}}" for variable in self._env}),
+            "Labels": {JOB_LABEL: self.name},
             "StopSignal": "SIGINT",
             "HostConfig": host,
         }
 
-    def _variables(self, values: Mapping[str, str]) -> list[str]:
+    def _environment(self, values: Mapping[str, str]) -> list[str]:
         """A container's environment variables; `values` has those that are passed on."""
         passed_on = {name: values[name] for name in self._env}
-        return [f"{name}={value}" for name, value in {**limits(), **passed_on}.items()]
+        return [f"{name}={value}" for name, value in {**trust_variables(), **passed_on}.items()]
 
     @property
     def text(self) -> str:
         """The requests, in order. Values of environment variables are not in it."""
         shown: list[dict[str, Any]] = []
         if self._options.network is None:
-            network = {"Name": self.name, "Driver": "bridge", "Labels": {JOB: self.name}}
+            network = {"Name": self.name, "Driver": "bridge", "Labels": {JOB_LABEL: self.name}}
             shown.append({"POST": "networks/create", "body": network})
         shown += [
-            {"POST": f"containers/create?name={name}", "body": body}
-            for name, body in self._containers.items()
+            {"POST": f"containers/create?name={name}", "body": config}
+            for name, config in self._configs.items()
         ]
-        first = next(iter(self._containers))
-        files = [f"{RUNS}/{path}" for path in self._data]
+        first = next(iter(self._configs))
+        files = [f"{CONTAINER_RUNS_FOLDER}/{path}" for path in self._file_contents]
         put = {"file": files[0]} if len(files) == 1 else {"files": files}
-        shown.append({"PUT": f"containers/{first}/archive?path={RUNS}", **put})
+        shown.append({"PUT": f"containers/{first}/archive?path={CONTAINER_RUNS_FOLDER}", **put})
         return yaml.safe_dump_all(shown, sort_keys=False, width=120, allow_unicode=True)
 
     def send(self) -> str:
@@ -204,16 +217,16 @@ class Docker(Cluster):
         """
         if missing := [name for name in self._env if name not in os.environ]:
             raise ClusterError(f"docker.env: {', '.join(missing)} is not set here")
-        env = self._variables(os.environ)
+        env = self._environment(os.environ)
         with _engine() as api:
             try:
                 if self._options.network is None:
-                    api.create_network(self.name, driver="bridge", labels={JOB: self.name})
+                    api.create_network(self.name, driver="bridge", labels={JOB_LABEL: self.name})
                 made = [
-                    api.create_container_from_config({**body, "Env": env}, name)["Id"]
-                    for name, body in self._containers.items()
+                    api.create_container_from_config({**config, "Env": env}, name)["Id"]
+                    for name, config in self._configs.items()
                 ]
-                api.put_archive(made[0], RUNS, _archive(self._data))
+                api.put_archive(made[0], CONTAINER_RUNS_FOLDER, _archive(self._file_contents))
                 for container in made:
                     api.start(container)
             except BaseException:
@@ -221,21 +234,21 @@ class Docker(Cluster):
                 raise
         return self.name
 
-    def follow(self, job: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show what the containers print, until all have ended; then they and their network are removed.
 
         Raises:
             ClusterError: the engine does not answer.
         """
         with _engine() as api:
-            found = api.containers(all=True, filters={"label": f"{JOB}={job}"})
-            names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node)
+            found = api.containers(all=True, filters={"label": f"{JOB_LABEL}={job}"})
+            names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node_index)
             if not names:
                 raise ClusterError(f"the engine has no container of {job}")
-            left = threading.Event()
+            stopped = threading.Event()
 
             def show_on(text: str) -> None:
-                if not left.is_set():
+                if not stopped.is_set():
                     show(text)
 
             threads = [
@@ -248,10 +261,10 @@ class Docker(Cluster):
                 for thread in threads:
                     thread.join(10)
             finally:
-                left.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
+                stopped.set()  # whoever leaves, as by Ctrl-C, finds nobody writing
         remove(job)
         bad = [f"{name} {what}" for name, (code, what) in zip(names, ended, strict=True) if code]
-        done = len(names) - len(bad) >= min(self._least, len(names))
+        done = len(names) - len(bad) >= min(self._min_hosts, len(names))
         return Outcome("; ".join(["done" if done else "failed", *bad]), done)
 
 
@@ -262,7 +275,7 @@ def remove(job: str) -> None:
         ClusterError: the engine does not answer.
     """
     with _engine() as api:
-        label = {"label": f"{JOB}={job}"}
+        label = {"label": f"{JOB_LABEL}={job}"}
         for container in api.containers(all=True, filters=label):
             api.remove_container(container["Id"], force=True)
         for network in api.networks(filters=label):
@@ -276,12 +289,12 @@ def _wait(api: Any, name: str) -> tuple[int, str]:
     code = int(state["ExitCode"])
     if state["OOMKilled"]:
         return code, "was killed: it exceeded docker.memory"
-    return code, "was killed" if code == _KILLED else f"ended with exit code {code}"
+    return code, "was killed" if code == _SIGKILL_EXIT_CODE else f"ended with exit code {code}"
 
 
-def _show_log(name: str, show: Show) -> None:
+def _show_log(name: str, show: ShowOutput) -> None:
     """Show a container's output, each line with its node's number but on the first one."""
-    head = f"node {_node(name)}: " if _node(name) else ""
+    head = f"node {_node_index(name)}: " if _node_index(name) else ""
     with contextlib.suppress(ClusterError), _engine() as api:
         rest = b""
         for piece in api.logs(name, stream=True, follow=True):
@@ -291,7 +304,7 @@ def _show_log(name: str, show: Show) -> None:
             show(f"{head}{rest.decode(errors='replace')}\n")
 
 
-def _node(name: str) -> int:
+def _node_index(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
@@ -304,7 +317,7 @@ def _archive(files: Mapping[str, bytes]) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in (*sorted(folders), *files):
             entry = tarfile.TarInfo(path)
-            entry.mode, entry.uid, entry.gid = 0o644, USER, USER
+            entry.mode, entry.uid, entry.gid = 0o644, CONTAINER_USER_ID, CONTAINER_USER_ID
             if path in folders:
                 entry.mode, entry.type = 0o755, tarfile.DIRTYPE
             entry.size = len(files.get(path, b""))
@@ -312,8 +325,8 @@ def _archive(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _bytes(text: str) -> int:
-    """Of `512m`, `4g`."""
+def _parse_bytes(text: str) -> int:
+    """A size such as `512m` or `4g` in bytes."""
     unit = {"b": 0, "k": 10, "m": 20, "g": 30}.get(text[-1])
     return int(text) if unit is None else int(text[:-1]) << unit
 

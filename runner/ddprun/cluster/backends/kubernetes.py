@@ -7,6 +7,7 @@ https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
 import base64
+import codecs
 import json
 import math
 import posixpath
@@ -22,49 +23,60 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from ddprun.cluster import RUNS, USER, Cluster, ClusterError, Folder, Image, Outcome, Show, Submission, limits
+from ddprun.cluster import (
+    CONTAINER_RUNS_FOLDER,
+    CONTAINER_USER_ID,
+    AbsoluteFolder,
+    Cluster,
+    ClusterError,
+    ImageName,
+    Outcome,
+    ShowOutput,
+    Submission,
+    trust_variables,
+)
 from ddprun.options import (
+    CustomValidator,
     KeyPath,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Validated,
     combine,
     expected,
-    matching,
+    pattern_constraint,
     problem,
 )
 
-JOB = "ddprun.dev/job"
+JOB_LABEL = "ddprun.dev/job"
 """Label of all that belongs to a job; its value is the job's id."""
 
-_FOLDER, _FILE = "/workspace/pipeline", "pipeline.yaml"
+_PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
 _POLL_S = 2.0
-_INDEX = "batch.kubernetes.io/job-completion-index"
-_TRAINER = "trainer.kubeflow.org"
-_RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+_TRAINER_API_GROUP = "trainer.kubeflow.org"
+_RESTRICTED_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 """What the restricted pod security standard wants of each container."""
 
-_NODE = "node"
+_NODE_JOB_NAME = "node"
 """What Kubeflow calls the replicated job, and in it the container, that trains."""
 
-Object = dict[str, Any]
+Manifest = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
     """Shows a text of several lines as it is."""
 
 
-def _lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _lines)
+_Dumper.add_representer(str, _represent_text)
 
-_Label = Annotated[
+_DnsLabel = Annotated[
     str,
     Field(max_length=63),
-    matching(
+    pattern_constraint(
         r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
         'lower-case letters, digits and "-" only, not "-" first or last',
     ),
@@ -72,11 +84,12 @@ _Label = Annotated[
 """A name as Kubernetes has them."""
 
 _Quantity = Annotated[
-    str, matching(r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", "a number of bytes, as in 512Mi or 8Gi")
+    str,
+    pattern_constraint(r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", "a number of bytes, as in 512Mi or 8Gi"),
 ]
 """Bytes as Kubernetes has them: 512Mi, 4Gi."""
 
-_OWN_FIELDS = {
+_RESERVED_FIELDS = {
     "automountServiceAccountToken": "a run asks the cluster for nothing",
     "containers": "there is one, which kubernetes.image and the other keys describe",
     "restartPolicy": "write launch.max_restarts",
@@ -85,16 +98,16 @@ _OWN_FIELDS = {
 }
 """Fields of a pod that are ddprun's to set, and what to do instead."""
 
-_STANDARD = "pods meet the restricted pod security standard"
+_POD_SECURITY_REASON = "pods meet the restricted pod security standard"
 _REFUSED_FIELDS = {
     "ephemeralContainers": "no pod is made with them",
-    "hostIPC": _STANDARD,
-    "hostNetwork": _STANDARD,
-    "hostPID": _STANDARD,
+    "hostIPC": _POD_SECURITY_REASON,
+    "hostNetwork": _POD_SECURITY_REASON,
+    "hostPID": _POD_SECURITY_REASON,
 }
 """Fields of a pod that may not stand in a file, and why."""
 
-_CONTEXT: dict[str, tuple[Any, ...]] = {
+_ALLOWED_CONTEXT_VALUES: dict[str, tuple[Any, ...]] = {
     "allowPrivilegeEscalation": (False,),
     "capabilities": ({"drop": ["ALL"]},),
     "privileged": (False,),
@@ -107,7 +120,7 @@ _CONTEXT: dict[str, tuple[Any, ...]] = {
 
 _HANDLERS = ("lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
 
-_FIELD = r"^[a-z][A-Za-z]*$"
+_FIELD_PATTERN = r"^[a-z][A-Za-z]*$"
 
 _NAMES_OF_SECRETS = frozenset(
     {
@@ -117,15 +130,15 @@ _NAMES_OF_SECRETS = frozenset(
 )
 """Fields of a pod that are called like secrets and name one, or something else."""
 
-_POD = {
+_POD_SCHEMA = {
     "type": "object",
-    "propertyNames": {"pattern": _FIELD, "not": {"enum": list(_OWN_FIELDS)}},
+    "propertyNames": {"pattern": _FIELD_PATTERN, "not": {"enum": list(_RESERVED_FIELDS)}},
     "properties": {name: {"const": False} for name in _REFUSED_FIELDS},
 }
 """`pod` as far as a JSON Schema can say it."""
 
 
-def _read_pod(value: Any) -> dict[str, Any]:
+def _check_pod_fields(value: Any) -> dict[str, Any]:
     """Raises:
     pydantic.ValidationError: a field that no pod can have, that is ddprun's own, or that is not restricted.
     """
@@ -133,23 +146,23 @@ def _read_pod(value: Any) -> dict[str, Any]:
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
     faults: list[ValidationError] = []
     for name, item in value.items():
-        if not isinstance(name, str) or not re.fullmatch(_FIELD, name):
+        if not isinstance(name, str) or not re.fullmatch(_FIELD_PATTERN, name):
             text = f'"{name}" is not a field of a pod'
             faults.append(problem(text, "as in nodeSelector", at=str(name), on_key=True))
-        elif name in _OWN_FIELDS:
-            faults.append(problem(f'"{name}" is set by ddprun', _OWN_FIELDS[name], at=name, on_key=True))
+        elif name in _RESERVED_FIELDS:
+            faults.append(problem(f'"{name}" is set by ddprun', _RESERVED_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
             faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
-    faults += _unrestricted(value.get("initContainers", []))
+    faults += _context_faults(value.get("initContainers", []))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
     for path, leaf in _leaves(value):
         if isinstance(leaf, str) and "${env:" in leaf:
             faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
         match path:
             case ("initContainers", _, "ports", _, "hostPort", *_) if leaf:
-                faults.append(problem('"hostPort" is not allowed', _STANDARD, at=path))
+                faults.append(problem('"hostPort" is not allowed', _POD_SECURITY_REASON, at=path))
             case ("initContainers", _, where, *_, "host") if leaf and where in _HANDLERS:
-                faults.append(problem('"host" is not allowed', _STANDARD, at=path))
+                faults.append(problem('"host" is not allowed', _POD_SECURITY_REASON, at=path))
     if faults:
         raise combine(faults)
     return dict(value)
@@ -164,7 +177,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, step))
 
 
-def _unrestricted(containers: Any) -> Iterator[ValidationError]:
+def _context_faults(containers: Any) -> Iterator[ValidationError]:
     """What the security contexts of init containers say that no restricted one may."""
     if not isinstance(containers, list):
         yield expected("a list of containers", at="initContainers")
@@ -179,11 +192,11 @@ def _unrestricted(containers: Any) -> Iterator[ValidationError]:
             yield expected("a mapping of a security context's fields", at=here)
             continue
         for name, item in (context or {}).items():
-            allowed = _CONTEXT.get(name, ())
+            allowed = _ALLOWED_CONTEXT_VALUES.get(name, ())
             user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
             if not user and not any(item == one and type(item) is type(one) for one in allowed):
                 rule = f"must be {json.dumps(allowed[0])}" if allowed else "is not allowed"
-                yield problem(f'"{name}" {rule}', _STANDARD, at=(*here, name))
+                yield problem(f'"{name}" {rule}', _POD_SECURITY_REASON, at=(*here, name))
 
 
 class Kubernetes(Cluster):
@@ -196,10 +209,10 @@ class Kubernetes(Cluster):
         """A TrainJob of Kubeflow Trainer's, or for clusters without it an Indexed Job with a headless
         Service."""
 
-        image: Image = "ddprun"
+        image: ImageName = "ddprun"
         """With ddprun as its entrypoint, and with what the pipeline names."""
 
-        namespace: _Label | None = None
+        namespace: _DnsLabel | None = None
         """Null is that of the current context."""
 
         nodes: PositiveInt | None = None
@@ -217,40 +230,41 @@ class Kubernetes(Cluster):
         shm: _Quantity = "1Gi"
         """Size of each pod's /dev/shm, which counts as its memory."""
 
-        runs: _Label | None = None
+        runs: _DnsLabel | None = None
         """The claim of the volume in which the folders of runs are kept; null makes one for the job."""
 
         storage: _Quantity = "10Gi"
         """Size of the volume that is asked for if `runs` names none."""
 
-        storage_class: _Label | None = None
+        storage_class: _DnsLabel | None = None
         """Class of that volume; null is the cluster's default."""
 
-        claims: dict[_Label, Folder] = Field(default={})
+        claims: dict[_DnsLabel, AbsoluteFolder] = Field(default={})
         """Claims of other volumes, to read from, and where they are in the pods."""
 
-        env_from: _Label | None = None
+        env_from: _DnsLabel | None = None
         """A Secret whose entries are environment variables of the pods."""
 
-        queue: _Label | None = None
+        queue: _DnsLabel | None = None
         """The local queue of Kueue's in which the job waits."""
 
-        pod: Annotated[dict[str, Any], Validated(_read_pod, _POD)] = Field(default={})
+        pod: Annotated[dict[str, Any], CustomValidator(_check_pod_fields, _POD_SCHEMA)] = Field(default={})
         """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
 
-    takes_modules = 900 << 10  # a ConfigMap holds 1 MiB, the pipeline's text included
-    variables = "the Secret that kubernetes.env_from names"
+    max_modules_bytes = 900 << 10  # a ConfigMap holds 1 MiB, the pipeline's text included
+    variables_source = "the Secret that kubernetes.env_from names"
 
     def __init__(self, options: Options, submission: Submission) -> None:
-        """Write the objects."""
+        """Make the manifests."""
         self._options, self._launch = options, submission.loaded.pipeline.launch
-        self.name, self._nodes = submission.new_name(), submission.hosts(options.nodes)
+        self.name, self._node_count = submission.new_name(), submission.host_count(options.nodes)
         # As JobSet and Job call the first of their pods, in the domain of a headless Service.
-        first = f"{self.name}-{_NODE}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
+        first = f"{self.name}-{_NODE_JOB_NAME}-0-0" if options.kind == "trainjob" else f"{self.name}-0"
         self._command = submission.container_arguments(
-            self.name, f"{_FOLDER}/{_FILE}", self._nodes, f"{first}.{self.name}"
+            self.name, f"{_PIPELINE_FOLDER}/{_PIPELINE_FILE}", self._node_count, f"{first}.{self.name}"
         )
-        texts, binary, self._paths = {_FILE: submission.loaded.path.read_text("utf-8")}, {}, {_FILE: _FILE}
+        texts = {_PIPELINE_FILE: submission.loaded.path.read_text("utf-8")}
+        binary, self._paths = {}, {_PIPELINE_FILE: _PIPELINE_FILE}
         for index, (path, data) in enumerate(submission.modules.items()):
             key = f"{index}-{re.sub(r'[^-._a-zA-Z0-9]', '_', posixpath.basename(path))}"
             self._paths[key] = path
@@ -258,84 +272,84 @@ class Kubernetes(Cluster):
                 texts[key] = data.decode("utf-8")
             except UnicodeDecodeError:
                 binary[key] = base64.b64encode(data).decode()
-        held: dict[str, Object] = {"data": texts} | ({"binaryData": binary} if binary else {})
-        self.objects = [self._object("v1", "ConfigMap", **held)]
+        held: dict[str, Manifest] = {"data": texts} | ({"binaryData": binary} if binary else {})
+        self.manifests = [self._manifest("v1", "ConfigMap", **held)]
         if options.runs is None:
             claim = {
-                "accessModes": ["ReadWriteMany" if self._nodes > 1 else "ReadWriteOnce"],
+                "accessModes": ["ReadWriteMany" if self._node_count > 1 else "ReadWriteOnce"],
                 "resources": {"requests": {"storage": options.storage}},
                 "storageClassName": options.storage_class,
             }
-            self.objects.append(self._object("v1", "PersistentVolumeClaim", spec=claim))
-        self.objects += self._train_job() if options.kind == "trainjob" else self._indexed_job()
+            self.manifests.append(self._manifest("v1", "PersistentVolumeClaim", spec=claim))
+        self.manifests += self._train_job() if options.kind == "trainjob" else self._indexed_job()
 
     @property
     def text(self) -> str:
         """The manifests, as `kubectl create -f -` reads them."""
-        return yaml.dump_all(self.objects, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+        return yaml.dump_all(self.manifests, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
-    def lacks(self, variables: Iterable[str]) -> list[str]:
+    def missing_variables(self, variables: Iterable[str]) -> list[str]:
         """All, unless a Secret is named, whose entries are not known here."""
         return [] if self._options.env_from is not None else list(variables)
 
-    def _object(
-        self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Object
-    ) -> Object:
-        """One of the job's objects; of `labels` and `rest` what is None is left out."""
-        all_labels = {JOB: self.name, **labels}
+    def _manifest(
+        self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Manifest
+    ) -> Manifest:
+        """The manifest of one of the job's objects; of `labels` and `rest` what is None is left out."""
+        all_labels = {JOB_LABEL: self.name, **labels}
         metadata = {"name": self.name, "namespace": self._options.namespace, "labels": all_labels}
-        made: Object = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
+        made: Manifest = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
         return made
 
     @property
-    def _queue(self) -> dict[str, str | None]:
+    def _queue_label(self) -> dict[str, str | None]:
         """The label of a job that waits in a queue."""
         return {"kueue.x-k8s.io/queue-name": self._options.queue}
 
-    def _train_job(self) -> list[Object]:
+    def _train_job(self) -> list[Manifest]:
         options, launch = self._options, self._launch
         job = {
             "spec": {"backoffLimit": 0, "template": self._pod("Never")},
-            "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
+            "metadata": {"labels": {f"{_TRAINER_API_GROUP}/trainjob-ancestor-step": "trainer"}},
         }
         jobs = {
-            "replicatedJobs": [{"name": _NODE, "template": job}],
+            "replicatedJobs": [{"name": _NODE_JOB_NAME, "template": job}],
             # Where a pod is lost all pods start again, and resume from the checkpoint.
             "failurePolicy": {"maxRestarts": launch.max_restarts} if launch.max_restarts else None,
         }
-        runtime = {"mlPolicy": {"numNodes": self._nodes, "torch": {}}, "template": {"spec": jobs}}
+        runtime = {"mlPolicy": {"numNodes": self._node_count, "torch": {}}, "template": {"spec": jobs}}
         trainer = {
             "image": options.image,
             "args": self._command,
-            "numNodes": self._nodes,
+            "numNodes": self._node_count,
             "numProcPerNode": launch.nproc_per_node or options.gpus or 2,
             "resourcesPerNode": self._resources(),
         }
-        reference = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
+        reference = {"apiGroup": _TRAINER_API_GROUP, "kind": "TrainingRuntime", "name": self.name}
         train_job = {"runtimeRef": reference, "trainer": trainer}
-        api = f"{_TRAINER}/v1alpha1"
-        framework = {f"{_TRAINER}/framework": "torch"}  # for Kubeflow's own tools
+        api = f"{_TRAINER_API_GROUP}/v1alpha1"
+        framework = {f"{_TRAINER_API_GROUP}/framework": "torch"}  # for Kubeflow's own tools
         return [
-            self._object(api, "TrainingRuntime", framework, spec=runtime),
-            self._object(api, "TrainJob", self._queue, spec=train_job),
+            self._manifest(api, "TrainingRuntime", framework, spec=runtime),
+            self._manifest(api, "TrainJob", self._queue_label, spec=train_job),
         ]
 
-    def _indexed_job(self) -> list[Object]:
+    def _indexed_job(self) -> list[Manifest]:
         restarts = self._launch.max_restarts
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB: self.name}}
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: self.name}}
         job = {
             "completionMode": "Indexed",
-            "completions": self._nodes,
-            "parallelism": self._nodes,
-            "backoffLimit": restarts * self._nodes,
+            "completions": self._node_count,
+            "parallelism": self._node_count,
+            "backoffLimit": restarts * self._node_count,
             "template": self._pod("OnFailure" if restarts else "Never", subdomain=self.name),
         }
         return [
-            self._object("v1", "Service", spec=service),
-            self._object("batch/v1", "Job", self._queue, spec=job),
+            self._manifest("v1", "Service", spec=service),
+            self._manifest("batch/v1", "Job", self._queue_label, spec=job),
         ]
 
-    def _resources(self) -> Object | None:
+    def _resources(self) -> Manifest | None:
         """Both asked for and not to be exceeded; processors that are idle may be used."""
         options = self._options
         limited = {"nvidia.com/gpu": options.gpus or None, "memory": options.memory}
@@ -344,24 +358,24 @@ class Kubernetes(Cluster):
             return None
         return {"requests": {**limited, "cpu": cpu}, "limits": limited if any(limited.values()) else None}
 
-    def _pod(self, restart: str, subdomain: str | None = None) -> Object:
+    def _pod(self, restart: str, subdomain: str | None = None) -> Manifest:
         """A pod, as every host of the job is one."""
         options = self._options
         claims = [(f"claim-{index}", *item) for index, item in enumerate(options.claims.items())]
         container = {
-            "name": _NODE,
+            "name": _NODE_JOB_NAME,
             "image": options.image,
             "args": self._command,
-            "securityContext": {**_RESTRICTED, "readOnlyRootFilesystem": True},
+            "securityContext": {**_RESTRICTED_CONTEXT, "readOnlyRootFilesystem": True},
             "volumeMounts": [
-                {"name": "pipeline", "mountPath": _FOLDER, "readOnly": True},
-                {"name": "runs", "mountPath": RUNS},
+                {"name": "pipeline", "mountPath": _PIPELINE_FOLDER, "readOnly": True},
+                {"name": "runs", "mountPath": CONTAINER_RUNS_FOLDER},
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "shm", "mountPath": "/dev/shm"},
                 *({"name": name, "mountPath": path, "readOnly": True} for name, _, path in claims),
             ],
             # These come before those of envFrom.
-            "env": [{"name": name, "value": value} for name, value in limits().items()] or None,
+            "env": [{"name": name, "value": value} for name, value in trust_variables().items()] or None,
             "envFrom": options.env_from and [{"secretRef": {"name": options.env_from}}],
             "resources": self._resources(),
         }
@@ -369,7 +383,7 @@ class Kubernetes(Cluster):
         if len(self._paths) > 1:
             items = [{"key": key, "path": path} for key, path in self._paths.items()]
         init_containers = [
-            {**one, "securityContext": {**_RESTRICTED, **(one.get("securityContext") or {})}}
+            {**one, "securityContext": {**_RESTRICTED_CONTEXT, **(one.get("securityContext") or {})}}
             for one in options.pod.get("initContainers", ())
         ]
         spec = {
@@ -378,9 +392,9 @@ class Kubernetes(Cluster):
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
+                "runAsUser": CONTAINER_USER_ID,
+                "runAsGroup": CONTAINER_USER_ID,
+                "fsGroup": CONTAINER_USER_ID,
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             **options.pod,
@@ -398,7 +412,7 @@ class Kubernetes(Cluster):
             ],
             "subdomain": subdomain,
         }
-        return {"metadata": {"labels": {JOB: self.name}}, "spec": spec}
+        return {"metadata": {"labels": {JOB_LABEL: self.name}}, "spec": spec}
 
     def send(self) -> str:
         """Create the objects, the job last; those that were made are deleted again if one is refused.
@@ -406,16 +420,16 @@ class Kubernetes(Cluster):
         Raises:
             ClusterError: no cluster answers, or it refuses one.
         """
-        with _cluster() as cluster, ExitStack() as undo:
+        with _cluster_client() as cluster, ExitStack() as undo:
             namespace = self._options.namespace or _namespace()
-            for manifest in self.objects:
+            for manifest in self.manifests:
                 resource = _resource(cluster, manifest)
                 resource.create(body=manifest, namespace=namespace)
                 undo.callback(resource.delete, name=self.name, namespace=namespace)
             undo.pop_all()
         return self.name
 
-    def follow(self, job: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show what the job's first pod prints, or why it does not run yet, until the job is over.
 
         Raises:
@@ -423,10 +437,10 @@ class Kubernetes(Cluster):
         """
         from kubernetes.client import CoreV1Api
 
-        with _cluster() as cluster:
+        with _cluster_client() as cluster:
             namespace = self._options.namespace or _namespace()
-            log = _Log(CoreV1Api(cluster.client), namespace, f"{JOB}={job}", show)
-            resource = _resource(cluster, self.objects[-1])
+            log = _Log(CoreV1Api(cluster.client), namespace, f"{JOB_LABEL}={job}", show)
+            resource = _resource(cluster, self.manifests[-1])
             while True:
                 log.show_new()
                 status = resource.get(name=job, namespace=namespace).to_dict().get("status", {})
@@ -451,7 +465,7 @@ class _Log:
     core: Any
     namespace: str
     selector: str
-    show: Show
+    show: ShowOutput
     read_s: dict[tuple[str, int], float] = field(default_factory=dict)
     """When the output of a pod's n-th container was read last; infinity: it was read to its end."""
 
@@ -461,10 +475,10 @@ class _Log:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
         for pod in self.core.list_namespaced_pod(self.namespace, label_selector=self.selector).items:
             notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
-            if notes.get(_INDEX, "0") != "0":
+            if notes.get(_INDEX_ANNOTATION, "0") != "0":
                 continue
             if state is None or state.state is None or state.state.waiting is not None:
-                if (why := _why(pod, state)) and why != self.reason:
+                if (why := _waiting_reason(pod, state)) and why != self.reason:
                     self.show(f"ddprun: {why}\n")
                 self.reason = why
                 continue
@@ -480,31 +494,32 @@ class _Log:
         if (pod, start) in self.read_s:
             options["since_seconds"] = int(time.monotonic() - self.read_s[pod, start]) + 1
         stream = self.core.read_namespaced_pod_log(pod, self.namespace, **options)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a piece may end in a character
         with suppress(HTTPError):  # cut off by something on the way: the rest is read next time
             for piece in stream.stream():
-                self.show(piece.decode(errors="replace"))
+                self.show(decoder.decode(piece))
+            self.show(decoder.decode(b"", final=True))
 
 
-def _why(pod: Any, container: Any) -> str:
+def _waiting_reason(pod: Any, container: Any) -> str:
     """Why a pod does not run yet."""
     if container is not None and container.state is not None and container.state.waiting is not None:
         waiting = container.state.waiting
-        return f"pod {pod.metadata.name}: {waiting.reason}" + (
-            f": {waiting.message}" if waiting.message else ""
-        )
+        message = f": {waiting.message}" if waiting.message else ""
+        return f"pod {pod.metadata.name}: {waiting.reason}{message}"
     for condition in pod.status.conditions or []:
         if condition.status == "False" and condition.message:
             return f"pod {pod.metadata.name}: {condition.reason}: {condition.message}"
     return ""
 
 
-def _resource(cluster: Any, manifest: Object) -> Any:
+def _resource(cluster: Any, manifest: Manifest) -> Any:
     """What creates, finds and deletes objects of this kind."""
     return cluster.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
 
 
 @contextmanager
-def _cluster() -> Iterator[Any]:
+def _cluster_client() -> Iterator[Any]:
     """A client of the current context's cluster, or of the one that this process runs in.
 
     Raises:
@@ -529,16 +544,17 @@ def _cluster() -> Iterator[Any]:
         with client.ApiClient(settings) as api, TemporaryDirectory(prefix="ddprun-") as scratch:
             yield DynamicClient(api, cache_file=f"{scratch}/kinds.json")
     except ResourceNotFoundError as error:
-        hint = "" if _TRAINER not in str(error) else "; kubernetes.kind: job needs no Kubeflow Trainer"
+        is_trainer = _TRAINER_API_GROUP in str(error)
+        hint = "; kubernetes.kind: job needs no Kubeflow Trainer" if is_trainer else ""
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
     except (ApiException, DynamicApiError) as error:
         why = getattr(error, "body", None) or error.reason
-        raise ClusterError(f"the cluster at {settings.host} refuses: {_words(why)}") from None
+        raise ClusterError(f"the cluster at {settings.host} refuses: {_refusal_message(why)}") from None
     except HTTPError as error:
         raise ClusterError(f"the cluster at {settings.host} does not answer: {error}") from None
 
 
-def _words(body: Any) -> str:
+def _refusal_message(body: Any) -> str:
     """The message in a refusal, which is JSON."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     try:

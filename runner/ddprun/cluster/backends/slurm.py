@@ -1,10 +1,11 @@
 """A pipeline as a job of Slurm's: one task on each host, in which ddprun starts that host's ranks.
 
 A job whose time is nearly up gets SIGUSR1 (`sbatch --signal`), as it does from `scancel --signal=USR1`. Its
-ranks take a checkpoint and stop, ddprun ends with `QUEUE_AGAIN`, and the script puts the job back into the
+ranks take a checkpoint and stop, ddprun ends with `EXIT_REQUEUE`, and the script puts the job back into the
 queue; when it runs again it resumes from the checkpoint. https://slurm.schedmd.com/sbatch.html
 """
 
+import codecs
 import re
 import shlex
 import shutil
@@ -18,9 +19,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ddprun import ON_USR1, QUEUE_AGAIN
-from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, Show, Submission, limits
-from ddprun.options import NonNegativeInt, PositiveInt, Validated, combine, expected, matching, problem
+from ddprun import EXIT_REQUEUE, ON_USR1_VARIABLE
+from ddprun.cluster import Cluster, ClusterError, Flag, Outcome, ShowOutput, Submission, trust_variables
+from ddprun.options import (
+    CustomValidator,
+    NonNegativeInt,
+    PositiveInt,
+    combine,
+    expected,
+    pattern_constraint,
+    problem,
+)
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
@@ -28,7 +37,7 @@ _SILENT_S = 300.0
 """How long Slurm may not answer: its controller restarts, or another host takes over; jobs keep running."""
 
 _NO_SUCH_JOB = "Invalid job id"
-_NOT_OVER = frozenset(
+_UNFINISHED_STATES = frozenset(
     {
         *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
         *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
@@ -36,12 +45,12 @@ _NOT_OVER = frozenset(
 )
 """States of a job that is not over; https://slurm.schedmd.com/job_state_codes.html."""
 
-_TIME = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
-_OPTION = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
+_TIME_PATTERN = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
+_OPTION_PATTERN = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
 """A long option of sbatch's, without its dashes."""
 _PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
 
-_OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
+_RESERVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "account": "write slurm.account",
         "array": "submit each run by itself",
@@ -72,7 +81,7 @@ _OWN_OPTIONS: Mapping[str, str] = MappingProxyType(
 """Options of sbatch's that are ddprun's to set, and what to do instead."""
 
 
-def _read_time(value: Any) -> str | int | None:
+def _check_time(value: Any) -> str | int | None:
     """Slurm's own ways to write a time.
 
     Raises:
@@ -80,14 +89,14 @@ def _read_time(value: Any) -> str | int | None:
     """
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
-    if isinstance(value, str) and re.fullmatch(_TIME, value):
+    if isinstance(value, str) and re.fullmatch(_TIME_PATTERN, value):
         return value
     if isinstance(value, str):
         raise problem(f'"{value}" is not a time', 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
     raise expected("a time", 'minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"')
 
 
-def _read_options(value: Any) -> dict[str, str | int | float | bool]:
+def _check_options(value: Any) -> dict[str, str | int | float | bool]:
     """Raises:
     pydantic.ValidationError: an option that sbatch cannot have, or that is ddprun's own.
     """
@@ -95,11 +104,13 @@ def _read_options(value: Any) -> dict[str, str | int | float | bool]:
         raise expected("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
     faults = []
     for name, item in value.items():
-        if not isinstance(name, str) or not re.fullmatch(_OPTION, name):
+        if not isinstance(name, str) or not re.fullmatch(_OPTION_PATTERN, name):
             text = f'"{name}" is not a long option of sbatch'
             faults.append(problem(text, "as in mem-per-cpu", at=str(name), on_key=True))
-        elif name in _OWN_OPTIONS:
-            faults.append(problem(f'"{name}" is set by ddprun', _OWN_OPTIONS[name], at=name, on_key=True))
+        elif name in _RESERVED_OPTIONS:
+            faults.append(
+                problem(f'"{name}" is set by ddprun', _RESERVED_OPTIONS[name], at=name, on_key=True)
+            )
         elif not isinstance(item, (str, int, float)):
             text = "expected a string, a number, or true for a flag without a value"
             faults.append(problem(text, at=name))
@@ -111,22 +122,28 @@ def _read_options(value: Any) -> dict[str, str | int | float | bool]:
     return dict(value)
 
 
-_Name = Annotated[
+_SlurmName = Annotated[
     str,
     Field(min_length=1, max_length=200),
-    matching(r"^[A-Za-z0-9_.,:/@+-]+$", 'letters, digits and "_.,:/@+-" only'),
+    pattern_constraint(r"^[A-Za-z0-9_.,:/@+-]+$", 'letters, digits and "_.,:/@+-" only'),
 ]
 """As partitions, accounts and images have."""
 
-_TIMES = {
-    "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _TIME}, {"type": "null"}]
+_TIME_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": _TIME_PATTERN},
+        {"type": "null"},
+    ]
 }
-_OPTIONS = {
+"""`time` as JSON Schema."""
+
+_OPTIONS_SCHEMA = {
     "type": "object",
-    "propertyNames": {"pattern": _OPTION, "not": {"enum": list(_OWN_OPTIONS)}},
+    "propertyNames": {"pattern": _OPTION_PATTERN, "not": {"enum": list(_RESERVED_OPTIONS)}},
     "additionalProperties": {"anyOf": [{"type": name} for name in ("string", "number", "boolean")]},
 }
-"""`time` and `options` as a JSON Schema can say them."""
+"""`options` as JSON Schema."""
 
 
 class Slurm(Cluster):
@@ -142,28 +159,28 @@ class Slurm(Cluster):
         cpus: PositiveInt | None = None
         """Processors of each host, for all of its ranks; null is what the cluster gives."""
 
-        time: Annotated[str | int | None, Validated(_read_time, _TIMES)] = None
+        time: Annotated[str | int | None, CustomValidator(_check_time, _TIME_SCHEMA)] = None
         """How long the job may take: minutes, "HH:MM:SS" or "D-HH:MM:SS"; null is the partition's limit."""
 
-        partition: _Name | None = None
+        partition: _SlurmName | None = None
         """Where the job is queued; null is the cluster's default."""
 
-        account: _Name | None = None
+        account: _SlurmName | None = None
         """On whose account; null is the user's."""
 
-        image: _Name | None = None
+        image: _SlurmName | None = None
         """Container image, for clusters with Pyxis (`srun --container-image`); null runs without one."""
 
         warn_s: NonNegativeInt = 120
         """Seconds before time is up in which a checkpoint is taken and the job is queued again; 0 lets
         it end."""
 
-        options: Annotated[dict[str, str | int | float | bool], Validated(_read_options, _OPTIONS)] = Field(
-            default={}
-        )
+        options: Annotated[
+            dict[str, str | int | float | bool], CustomValidator(_check_options, _OPTIONS_SCHEMA)
+        ] = Field(default={})
         """Any other long options of sbatch, as in {mem: 64G, exclusive: true}."""
 
-    shows_file = False
+    job_contains_pipeline = False
     flags: ClassVar[Mapping[str, Flag]] = {
         "program": Flag(
             "PATH", "how ddprun is called on the hosts; by default this one, on a disk that all share."
@@ -184,7 +201,7 @@ class Slurm(Cluster):
         loaded, program = submission.loaded, _program(options, submission)
         directives = {
             "job-name": loaded.pipeline.name,
-            "nodes": submission.hosts(options.nodes),
+            "nodes": submission.host_count(options.nodes),
             "ntasks-per-node": 1,
             "cpus-per-task": options.cpus,
             "gpus-per-node": options.gpus,
@@ -207,11 +224,11 @@ class Slurm(Cluster):
         srun = "srun --export=ALL --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"
         if options.image is not None:
             srun += f" --container-image={shlex.quote(options.image)}"
-            if limits():  # before what the image sets
-                srun += f" --container-env={','.join(limits())}"
+            if trust_variables():  # before what the image sets
+                srun += f" --container-env={','.join(trust_variables())}"
         body = [
             "set -u",
-            *(f"export {name}={shlex.quote(value)}" for name, value in limits().items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in trust_variables().items()),
             "# The same folder each time that the job is queued, so that its run is resumed.",
             f'run={shlex.quote(str(self._runs))}/slurm-"$SLURM_JOB_ID"',
             'if [ -e "$run/pipeline.yaml" ]; then',
@@ -224,10 +241,10 @@ class Slurm(Cluster):
         ]
         if options.warn_s:
             body += [
-                f"export {ON_USR1}=stop",
+                f"export {ON_USR1_VARIABLE}=stop",
                 f'{srun} {shlex.quote(program)} "$@"',
                 "code=$?",
-                f'if [ "$code" -eq {QUEUE_AGAIN} ]; then # SIGUSR1 has come, and a checkpoint was taken',
+                f'if [ "$code" -eq {EXIT_REQUEUE} ]; then # SIGUSR1 has come, and a checkpoint was taken',
                 '  scontrol requeue "$SLURM_JOB_ID"',
                 "fi",
                 'exit "$code"',
@@ -250,30 +267,33 @@ class Slurm(Cluster):
             raise ClusterError(f"cannot make {self._output.parent}: {error.strerror}") from None
         return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
 
-    def follow(self, job: str, show: Show) -> Outcome:
+    def follow(self, job: str, show: ShowOutput) -> Outcome:
         """Show the job's output as it comes, until the job is over.
 
         Raises:
             ClusterError: Slurm has not answered for long, or knows no such job.
         """
         path = Path(str(self._output).replace("%j", job))
-        read, answered = 0, time.monotonic()
+        # What was written so far may end within a character.
+        offset, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+        last_answer_s = time.monotonic()
         while True:
             state = "PENDING"
             try:
                 found = _call(["scontrol", "show", "job", "--oneliner", job])
             except ClusterError as error:
-                if _NO_SUCH_JOB in str(error) or time.monotonic() - answered > _SILENT_S:
+                if _NO_SUCH_JOB in str(error) or time.monotonic() - last_answer_s > _SILENT_S:
                     raise
             else:
-                state, answered = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
+                state, last_answer_s = found.partition("JobState=")[2].partition(" ")[0], time.monotonic()
+            ended = state not in _UNFINISHED_STATES
             if path.exists():
                 with path.open("rb") as file:
-                    file.seek(read)
+                    file.seek(offset)
                     piece = file.read()
-                read += len(piece)
-                show(piece.decode(errors="replace"))
-            if state not in _NOT_OVER:
+                offset += len(piece)
+                show(decoder.decode(piece, final=ended))
+            if ended:
                 return Outcome(state, state == "COMPLETED")
             time.sleep(_POLL_S)
 

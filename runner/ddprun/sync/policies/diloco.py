@@ -46,7 +46,7 @@ class Diloco(SyncPolicy):
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """The change of each fragment, at a phase of its own. With overlap it is applied exactly so many
-        steps after it set out, neither before nor after, on every rank alike.
+        steps after it started, neither before nor after, on every rank alike.
         """
         outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
         return SyncPlan(

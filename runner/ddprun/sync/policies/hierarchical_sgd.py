@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from ddprun.options import PositiveInt, problem
-from ddprun.sync.plan import OptimizerState, StageFacts, SyncPlan, SyncPolicy, Transfer
+from ddprun.sync.plan import OptimizerStateMode, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class HierarchicalSgd(SyncPolicy):
@@ -25,7 +25,7 @@ class HierarchicalSgd(SyncPolicy):
     hosts: PositiveInt | None = None
     """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
 
-    optimizer_state: OptimizerState = "local"
+    optimizer_state: OptimizerStateMode = "local"
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     @model_validator(mode="after")

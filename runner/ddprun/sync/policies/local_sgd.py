@@ -1,7 +1,7 @@
 """Local SGD: ranks train by themselves and average what they have learned every so many steps."""
 
 from ddprun.options import PositiveInt
-from ddprun.sync.plan import OptimizerState, StageFacts, SyncPlan, SyncPolicy, Transfer
+from ddprun.sync.plan import OptimizerStateMode, StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class LocalSgd(SyncPolicy):
@@ -12,7 +12,7 @@ class LocalSgd(SyncPolicy):
     every: PositiveInt
     """Steps from one synchronisation to the next."""
 
-    optimizer_state: OptimizerState = "local"
+    optimizer_state: OptimizerStateMode = "local"
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:

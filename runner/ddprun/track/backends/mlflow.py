@@ -7,7 +7,7 @@ from typing import Any
 from ddprun.options import PositiveInt
 from ddprun.track import CurveTracker, RunInfo
 
-_VALUE_CHARACTERS = 500  # what every MLflow server takes
+_MAX_VALUE_LENGTH = 500  # what every MLflow server takes
 
 
 class Mlflow(CurveTracker):
@@ -35,7 +35,7 @@ class Mlflow(CurveTracker):
         experiment = known.experiment_id if known else client.create_experiment(options.experiment)
         self._id = client.create_run(experiment, run_name=run.folder.name).info.run_id
         for key, value in _flat(run.pipeline):
-            client.log_param(self._id, key, str(value)[:_VALUE_CHARACTERS])
+            client.log_param(self._id, key, str(value)[:_MAX_VALUE_LENGTH])
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say how it ended."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from ddprun.track import RunInfo, StepInfo, Tracker
 
 _WRITE_EVERY_S = 5.0
-_STEP_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_DURATION_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Prometheus(Tracker):
@@ -40,7 +40,7 @@ class Prometheus(Tracker):
         self._samples = counter("ddprun_samples", "Samples of rank 0.")
         took = "How long a step of rank 0 took."
         self._durations = Histogram(
-            "ddprun_step_duration_seconds", took, buckets=_STEP_SECONDS, registry=registry
+            "ddprun_step_duration_seconds", took, buckets=_DURATION_BUCKETS_S, registry=registry
         )
         parts = "Time of rank 0's training thread by part."
         self._parts = counter("ddprun_step_part_seconds", parts, ["part"])
@@ -50,7 +50,7 @@ class Prometheus(Tracker):
         self._grad_norm = gauge("ddprun_gradient_norm", "Norm of rank 0's gradients before clipping.")
         norms = "The same by parameter group."
         self._group_norms = gauge("ddprun_group_gradient_norm", norms, ["group"])
-        self._measured = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
+        self._evaluation_metrics = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
         about = {"pipeline": run.name, "run": run.folder.name}
         Info("ddprun_run", "The run.", registry=registry).info(about)
         self._file, self._server, self._written_s = str(run.folder / "metrics.prom"), None, 0.0
@@ -67,7 +67,7 @@ class Prometheus(Tracker):
         self._durations.observe(record["step_us"] / 1e6)
         for part in PARTS:
             self._parts.labels(part.removesuffix("_us")).inc(record[part] / 1e6)
-        for (kind, hook), count in step.sent.items():
+        for (kind, hook), count in step.sent_bytes.items():
             self._bytes.labels(kind, hook).inc(count)
         if record["mean_loss"] is not None:
             self._loss.set(record["mean_loss"])
@@ -83,7 +83,7 @@ class Prometheus(Tracker):
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Show what was measured."""
         for name, value in values.items():
-            self._measured.labels(name).set(value)
+            self._evaluation_metrics.labels(name).set(value)
         self._write()
 
     def close(self, summary: Mapping[str, Any]) -> None:
