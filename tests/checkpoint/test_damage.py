@@ -95,17 +95,22 @@ import torch
 
 
 class Samples(torch.utils.data.Dataset):
-    \"\"\"Kills its rank some time after the first checkpoint of this start has begun to be written.\"\"\"
+    \"\"\"Kills its rank some time after a checkpoint of this start has begun to be written.\"\"\"
 
     def __init__(self):
-        victims, delay = Path("kill").read_text().split()
+        victims, delay, when = Path("kill").read_text().split()
         if victims == "all" or victims == os.environ["RANK"]:
-            threading.Thread(target=self.kill, args=(float(delay),), daemon=True).start()
+            args = (float(delay), when == "after-a-whole-one")
+            threading.Thread(target=self.kill, args=args, daemon=True).start()
 
-    def kill(self, delay):
-        root = Path("run/checkpoints")
-        before = {path.name for path in root.glob("*")}
-        while {path.name for path in root.glob("*")} <= before:
+    def kill(self, delay, needs_whole):
+        def names():
+            return {path.name for path in Path("run/checkpoints").glob("*")}
+
+        while needs_whole and all(name.startswith(".") for name in names()):
+            time.sleep(0.001)
+        before = names()
+        while names() <= before:
             time.sleep(0.001)
         time.sleep(delay)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -129,17 +134,17 @@ def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) 
     )
     run_dir, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     draw = random.Random(kills)
-    amid, reached, early, resumed = 0, 0, 0, 0
+    amid, reached = 0, 0
     for number in range(kills):
-        victims = draw.choice(["0", "1", "all"])
-        (tmp_path / "kill").write_text(f"{victims} {draw.random() * 0.2}")
+        victims, delay = draw.choice(["0", "1", "all"]), draw.random() * 0.2
+        # The first start is killed as its first checkpoint begins: the next one may have to start anew.
+        when = "after-a-whole-one" if number else "at-the-first"
+        (tmp_path / "kill").write_text(f"{victims} {delay if number else 0} {when}")
         more = ["--or-resume"] if number else []
         done = ddprun("p.yaml", "--run-dir=run", *more, "--nproc-per-node=2", cwd=tmp_path)
-        resumed += "resuming after step " in done.stderr
+        assert ("resuming after step " in done.stderr) == (reached > 0)
         amid += any(path.name.startswith(".") for path in root.iterdir())
-        if not steps_in(root):
-            assert not reached, "what was there stays"
-            early += 1  # killed before the first checkpoint was whole: the next run starts anew
+        if not number and not steps_in(root):
             continue
         newest = steps_in(root)[0]
         found = folder.open_checkpoint(root, newest)
@@ -149,11 +154,9 @@ def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) 
         assert newest >= reached, "what was there stays"
         reached = newest
     print(f"{kills} kills, {amid} of them while a checkpoint was being written; step {reached} reached")
-    assert early <= kills / 2, "how many of them is the machine's speed: the first checkpoint takes a while"
     assert amid > kills / 4
     damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_passed_by"]
     assert not damaged
-    assert (kills - early) * 0.9 - 1 <= resumed <= kills - 1
 
 
 @contextmanager
