@@ -34,7 +34,7 @@ def test_every_error_has_a_sentence() -> None:
     """Each type of error that any value of any key can raise is told in words of our own."""
     for kind in ("optimizer", "schedule", "loss"):
         for name in signatures.class_names(kind):
-            signatures.options_model(kind, name)
+            signatures.torch_options_model(kind, name)
     seen: set[str] = set()
     for model in models():
         for odd in ODD:

@@ -88,7 +88,7 @@ def test_tensors_are_known() -> None:
 def test_one_of_several_words_is_a_string(value: object) -> None:
     """Nothing else passes for one of the words that an option takes."""
     with pytest.raises(ValidationError, match="expected mean or sum"):
-        signatures.options_model("loss", "MSELoss").model_validate({"reduction": value})
+        signatures.torch_options_model("loss", "MSELoss").model_validate({"reduction": value})
 
 
 def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

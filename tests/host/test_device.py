@@ -10,7 +10,7 @@ import torch
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.load import load
 from ddprun.host import device
-from ddprun.host.device import LaunchFacts, agree_on_backend, check_launch, device_of, launch_facts
+from ddprun.host.device import RankLaunchFacts, agree_on_backend, check_launch, device_of, launch_facts
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -26,8 +26,8 @@ def loaded(folder: Path, wanted: str = "auto", backend: str = "auto") -> LoadedP
     return load(file)
 
 
-def facts(*gpus: str | None, backend: str = "auto") -> list[LaunchFacts]:
-    return [LaunchFacts(f"host{rank // 2}", "auto", backend, gpu) for rank, gpu in enumerate(gpus)]
+def facts(*gpus: str | None, backend: str = "auto") -> list[RankLaunchFacts]:
+    return [RankLaunchFacts(f"host{rank // 2}", "auto", backend, gpu) for rank, gpu in enumerate(gpus)]
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_nccl_is_taken_where_each_rank_has_a_gpu_of_its_own(
             r"device: rank 0 \(host0\) sees a GPU, and rank 2 \(host1\) sees none",
         ),
         (
-            [LaunchFacts("x", "auto", "auto", "a"), LaunchFacts("y", "auto", "gloo", "b")],
+            [RankLaunchFacts("x", "auto", "auto", "a"), RankLaunchFacts("y", "auto", "gloo", "b")],
             r"launch.backend: rank 0 \(x\) was given auto, and rank 1 \(y\) gloo",
         ),
         (
-            [LaunchFacts("x", "cpu", "auto", None), LaunchFacts("y", "auto", "auto", "b")],
+            [RankLaunchFacts("x", "cpu", "auto", None), RankLaunchFacts("y", "auto", "auto", "b")],
             r"launch.device: rank 0 \(x\) was given cpu, and rank 1 \(y\) auto",
         ),
     ],
 )
-def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[LaunchFacts], message: str) -> None:
+def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[RankLaunchFacts], message: str) -> None:
     """They would wait for each other while they join."""
     with pytest.raises(PipelineError, match=message):
         agree_on_backend(loaded(tmp_path), given)
@@ -77,7 +77,7 @@ def test_ranks_that_do_not_fit_are_named(tmp_path: Path, given: list[LaunchFacts
 def test_a_rank_offers_the_gpu_that_it_sees_by_its_identifier(tmp_path: Path) -> None:
     """Two ranks that see one GPU each, both of them as the first, have two."""
     pipeline = loaded(tmp_path, backend="nccl")
-    found: list[LaunchFacts] = []
+    found: list[RankLaunchFacts] = []
     for uuid in ("GPU-1", "GPU-2"):
         properties = SimpleNamespace(uuid=uuid)
         with (

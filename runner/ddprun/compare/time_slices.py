@@ -23,12 +23,12 @@ class _ScheduledRun:
 
     alive: Callable[[], bool]  # whether its process still runs
     ranks: int | None = None  # how many it has; None until one has connected
-    connected: set[asyncio.StreamWriter] = field(default_factory=set)
-    paused: set[asyncio.StreamWriter] = field(default_factory=set)
+    connections: set[asyncio.StreamWriter] = field(default_factory=set)
+    waiting_connections: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def waits_for_turn(self) -> bool:
         """Whether all its ranks wait for their turn."""
-        return self.ranks is not None and len(self.paused) == len(self.connected) == self.ranks
+        return self.ranks is not None and len(self.waiting_connections) == len(self.connections) == self.ranks
 
 
 class TimeSliceScheduler:
@@ -71,9 +71,9 @@ class TimeSliceScheduler:
         """Let a run work for one turn, or to its end."""
         scheduled = self._runs[run]
         if scheduled.waits_for_turn():
-            for writer in scheduled.paused:
+            for writer in scheduled.waiting_connections:
                 writer.write(b"g")
-            scheduled.paused.clear()
+            scheduled.waiting_connections.clear()
             await self._wait_until_paused(scheduled)
 
     def any_alive(self) -> bool:
@@ -98,13 +98,13 @@ class TimeSliceScheduler:
         try:
             if (scheduled := await self._authenticate(reader)) is None:
                 return
-            scheduled.connected.add(writer)
+            scheduled.connections.add(writer)
             with suppress(OSError):
                 while await reader.read(1) == b"p":
-                    scheduled.paused.add(writer)
+                    scheduled.waiting_connections.add(writer)
                     self._changed.set()
-            scheduled.paused.discard(writer)
-            scheduled.connected.discard(writer)
+            scheduled.waiting_connections.discard(writer)
+            scheduled.connections.discard(writer)
             self._changed.set()
         finally:
             self._writers.discard(writer)

@@ -267,7 +267,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
         if reason := signatures.refusal(kind.torch_kind, found):
             raise make_error(f"{found} is not offered: {reason}")
-        checked = validate(signatures.options_model(kind.torch_kind, found), options, name, owner=name)
+        checked = validate(signatures.torch_options_model(kind.torch_kind, found), options, name, owner=name)
         return Choice(kind.name, found, {key: getattr(checked, key) for key in options}, "torch")
     if kind.plugins and name in kind.plugins.installed():
         if not kind.plugins.base_class_name:

@@ -201,7 +201,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     optimizer = pipeline.optimizer
     if optimizer.source != "torch":
         return
-    model = signatures.options_model("optimizer", optimizer.name)
+    model = signatures.torch_options_model("optimizer", optimizer.name)
     for index, group in enumerate(pipeline.groups):
         try:
             model.model_validate({**optimizer.options, **group.options})

@@ -127,7 +127,7 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     }
     if kind.torch_kind:
         for name in signatures.class_names(kind.torch_kind):
-            schema = _model_schema(signatures.options_model(kind.torch_kind, name), definitions)
+            schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)
             schema["description"] = signatures.signature(kind.torch_kind, name).summary

@@ -131,7 +131,7 @@ def signature(kind: TorchKind, name: str) -> Signature:
 
 
 @functools.cache
-def options_model(kind: TorchKind, name: str) -> type[BaseModel]:
+def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
         item.name: (

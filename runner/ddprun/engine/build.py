@@ -27,7 +27,7 @@ from ddprun.config import (
     tensor_options,
 )
 from ddprun.config.choices import parse_object_ref
-from ddprun.config.signatures import options_model
+from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, parse_path
 from ddprun.engine.data import ErrorFactory, Feed, is_iterable
 from ddprun.engine.samples import Collate
@@ -518,7 +518,7 @@ def build_optimizer(
     for index, group in enumerate(loaded.pipeline.groups):
         own = loaded.fill_placeholders(f"groups[{index}]", dict(group.options))
         if choice.source == "torch":  # lists become what torch takes
-            model_of = options_model("optimizer", choice.name)
+            model_of = torch_options_model("optimizer", choice.name)
             read = model_of.model_validate({**choice.options, **own})
             own = {key: getattr(read, key) for key in own}
         options.append(own)

@@ -40,7 +40,7 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
-from ddprun.host.device import DeviceAndBackend, LaunchFacts, agree_on_backend, device_of, launch_facts
+from ddprun.host.device import DeviceAndBackend, RankLaunchFacts, agree_on_backend, device_of, launch_facts
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
@@ -121,7 +121,9 @@ def _run(
     environment = ranks.environment
     ranks.watchdog.set_phase(b"joining")
     device = device_of(loaded, environment.local_rank)
-    facts = [LaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))]
+    facts = [
+        RankLaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))
+    ]
     place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())

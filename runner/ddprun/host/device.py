@@ -29,13 +29,13 @@ def default_rank_count(loaded: LoadedPipeline) -> int:
     return gpus if loaded.pipeline.launch.device != "cpu" and gpus else 2
 
 
-class LaunchFacts(NamedTuple):
+class RankLaunchFacts(NamedTuple):
     """What one rank has, and what its file or command line asks for; ranks exchange them before they join."""
 
     host: str
-    device: str  # `launch.device`
-    backend: str  # `launch.backend`
-    gpu: str | None  # identifier of its GPU; None: it runs on a CPU
+    wanted_device: str  # `launch.device`
+    wanted_backend: str  # `launch.backend`
+    gpu_uuid: str | None  # identifier of its GPU; None: it runs on a CPU
 
 
 def check_launch(loaded: LoadedPipeline, local_ranks: int) -> None:
@@ -75,13 +75,13 @@ def device_of(loaded: LoadedPipeline, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def launch_facts(loaded: LoadedPipeline, host: str, device: torch.device) -> LaunchFacts:
+def launch_facts(loaded: LoadedPipeline, host: str, device: torch.device) -> RankLaunchFacts:
     """The launch facts of this rank."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    return LaunchFacts(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
+    return RankLaunchFacts(host, loaded.pipeline.launch.device, loaded.pipeline.launch.backend, gpu)
 
 
-def agree_on_backend(loaded: LoadedPipeline, facts: Sequence[LaunchFacts]) -> str:
+def agree_on_backend(loaded: LoadedPipeline, facts: Sequence[RankLaunchFacts]) -> str:
     """The backend of all ranks, by the facts of each, in rank order. `backend: auto` takes NCCL where every
     rank has a GPU of its own, else Gloo.
 
@@ -96,27 +96,27 @@ def agree_on_backend(loaded: LoadedPipeline, facts: Sequence[LaunchFacts]) -> st
     first = facts[0]
     for rank, one in enumerate(facts):
         for key, wanted, other in (
-            ("device", first.device, one.device),
-            ("backend", first.backend, one.backend),
+            ("device", first.wanted_device, one.wanted_device),
+            ("backend", first.wanted_backend, one.wanted_backend),
         ):
             if wanted != other:
                 text = f"{named(0)} was given {wanted}, and {named(rank)} {other}"
                 raise loaded.error(f"launch.{key}", text, "give all ranks the same")
-    on_cpu = [rank for rank, one in enumerate(facts) if one.gpu is None]
+    on_cpu = [rank for rank, one in enumerate(facts) if one.gpu_uuid is None]
     if len(on_cpu) == len(facts):
         return "gloo"
     if on_cpu:
-        has = next(rank for rank, one in enumerate(facts) if one.gpu is not None)
+        has = next(rank for rank, one in enumerate(facts) if one.gpu_uuid is not None)
         text = f"{named(has)} sees a GPU, and {named(on_cpu[0])} sees none"
         raise loaded.error("launch.device", text, "write cpu, or start ranks only where there are GPUs")
     owners: dict[str | None, int] = {}
     for rank, one in enumerate(facts):
-        owner = owners.setdefault(one.gpu, rank)
+        owner = owners.setdefault(one.gpu_uuid, rank)
         if owner != rank:
-            if first.backend != "nccl":
+            if first.wanted_backend != "nccl":
                 return "gloo"
             text = f"nccl needs a GPU for each rank; {named(owner)} and {named(rank)} have the same one"
             raise loaded.error(
                 "launch.backend", text, "start fewer ranks there, or write gloo, which lets ranks share a GPU"
             )
-    return "gloo" if first.backend == "gloo" else "nccl"
+    return "gloo" if first.wanted_backend == "gloo" else "nccl"
