@@ -3,8 +3,8 @@
     python -m benchmarks.shaper NAMESPACE ADDRESS/24 NAMESPACE ADDRESS/24 MBIT ONE_WAY_MS
 
 Each namespace gets a TUN device `e0`. This process carries packets from one to the other: at the rate, after
-the latency, and with a queue of 100 ms, from whose end packets are dropped. It prints a line once the link is
-up, and the link is gone when the process ends.
+the latency. 1,000 packets may wait in each direction, and what comes then is dropped. It prints a line once
+the link is up, and the link is gone when the process ends.
 """
 
 import ctypes
@@ -16,12 +16,15 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 _SET_INTERFACE = 0x400454CA  # TUNSETIFF
 _TUN, _WITHOUT_HEADER = 0x0001, 0x1000
 _NETWORK_NAMESPACE = 0x40000000
-_QUEUE_S = 0.1
+QUEUE_LENGTH = 1000
+"""Packets that may wait in each direction: as many as with netem, if it is not told otherwise."""
+
 _LARGEST_PACKET = 65_536
 _AT_ONCE = 64
 
@@ -46,7 +49,7 @@ def tun(namespace: str, address: str) -> int:
 def carry(devices: tuple[int, int], bytes_per_s: float, latency_s: float) -> None:
     """Carry packets between two devices until this process is ended."""
     other = {devices[0]: devices[1], devices[1]: devices[0]}
-    free_at = dict.fromkeys(devices, 0.0)  # when the last packet that a device gave has left the sender
+    leaves_at = {device: deque[float]() for device in devices}  # the packets of a device that wait, or leave
     under_way: list[tuple[float, int, int, bytes]] = []  # when it arrives, its number, where, the packet
     number = 0
     while True:
@@ -57,13 +60,14 @@ def carry(devices: tuple[int, int], bytes_per_s: float, latency_s: float) -> Non
                     packet = os.read(device, _LARGEST_PACKET)
                 except BlockingIOError:
                     break
-                now = time.monotonic()
-                start = max(now, free_at[device])
-                if start - now > _QUEUE_S:
+                now, waiting = time.monotonic(), leaves_at[device]
+                while waiting and waiting[0] <= now:
+                    waiting.popleft()
+                if len(waiting) > QUEUE_LENGTH:
                     continue
-                free_at[device] = start + len(packet) / bytes_per_s
+                waiting.append((waiting[-1] if waiting else now) + len(packet) / bytes_per_s)
                 number += 1
-                heapq.heappush(under_way, (free_at[device] + latency_s, number, other[device], packet))
+                heapq.heappush(under_way, (waiting[-1] + latency_s, number, other[device], packet))
         now = time.monotonic()
         while under_way and under_way[0][0] <= now:
             _, _, device, packet = heapq.heappop(under_way)

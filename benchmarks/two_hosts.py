@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.page import ROOT
+from benchmarks.shaper import QUEUE_LENGTH
 from tests.namespaces import REASON, Host, hosts
 from tests.ranks import Finished, Running
 
 HOSTS = 2
 TIMEOUT_S = 300
 _BURST_MS, _SMALLEST_BURST_KB = 1.0, 16
+_FRAME_BYTES = 1514
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,6 @@ class Link:
     mbit: float
     one_way_ms: float = 0.0
     """With a latency, a process of this machine carries the packets: the kernel may have no netem."""
-
-    queue_ms: float = 50.0
-    """Without a latency: how long a packet may wait for its turn."""
 
     def refusal(self) -> str | None:
         """Why it cannot be had here."""
@@ -46,7 +45,7 @@ class Link:
             # A pause saves up a burst, which then passes at once: it is small. On a fast link it holds the
             # kernel's packets of 64 KB, since cutting them takes processor time that a network card spares.
             burst = max(_SMALLEST_BURST_KB, round(self.mbit * _BURST_MS / 8))
-            rate = f"tbf rate {self.mbit}mbit burst {burst}kb latency {self.queue_ms}ms"
+            rate = f"tbf rate {self.mbit}mbit burst {burst}kb limit {QUEUE_LENGTH * _FRAME_BYTES}"
             for host in made:
                 tc = ["tc", "qdisc", "replace", "dev", "e0", "root", *rate.split()]
                 subprocess.run(["ip", "netns", "exec", host.namespace, *tc], check=True)

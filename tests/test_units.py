@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddprun.units import format_bytes, format_duration
+from ddprun.units import format_binary_bytes, format_bytes, format_duration
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,30 @@ from ddprun.units import format_bytes, format_duration
         (1000, "1.00 kB"),
         (999_400, "999 kB"),
         (999_600, "1.00 MB"),
+        (9_994, "9.99 kB"),
+        (9_996, "10.0 kB"),
+        (99_960, "100 kB"),
         (5e15, "5000 TB"),
     ],
 )
 def test_bytes_are_rounded_before_their_unit_is_chosen(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (100, "100 B"),
+        (1023, "1023 B"),
+        (64 << 10, "64 KiB"),
+        (1_023_590, "1000 KiB"),
+        (1000 << 20, "1000 MiB"),
+        (3 << 40, "3 TiB"),
+        (1 << 50, "1024 TiB"),
+    ],
+)
+def test_sizes_of_file_systems_have_binary_units(count: float, text: str) -> None:
+    assert format_binary_bytes(count) == text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ def format_bytes(count: float) -> str:
         count /= 1000
         if count < 999.5 or unit == "TB":
             break
-    return f"{count:.{max(0, 3 - len(str(int(count))))}f} {unit}"
+    return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
+
+
+def format_binary_bytes(count: float) -> str:
+    """Bytes with three significant digits, in units of 1024, in which file systems are sized: `64 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
 
 
 def format_count(number: int, thing: str) -> str:

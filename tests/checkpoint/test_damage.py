@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     broken = Path(shutil.copytree(killed, tmp_path / "broken"))
     run_dir = broken / "run"
     newest, before = steps_in(run_dir / "checkpoints")
-    path = run_dir / "checkpoints" / folder.folder_name(newest) / "rank-00001.safetensors"
+    path = run_dir / "checkpoints" / folder.checkpoint_name(newest) / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[-3] ^= 16
@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert told["step"] == newest
     assert ("manifest.json" if damage == "no manifest" else path.name) in told["reason"]
     assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [before]
-    assert (run_dir / "checkpoints" / f"{folder.folder_name(newest)}.damaged").is_dir()
+    assert (run_dir / "checkpoints" / f"{folder.checkpoint_name(newest)}.damaged").is_dir()
 
 
 def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path, killed: Path) -> None:
@@ -71,7 +71,7 @@ def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path, killed
     broken = Path(shutil.copytree(killed, tmp_path / "broken"))
     run_dir = broken / "run"
     for step in steps_in(run_dir / "checkpoints"):
-        (run_dir / "checkpoints" / folder.folder_name(step) / "shared.json").write_text("{")
+        (run_dir / "checkpoints" / folder.checkpoint_name(step) / "shared.json").write_text("{")
     run(broken, 2, resuming=True)
     assert [event["event"] for event in events(run_dir)].count("checkpoint_passed_by") == 2
     assert not [event for event in events(run_dir) if event["event"] == "resumed"]
@@ -222,7 +222,7 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
     root = tmp_path / "run" / "checkpoints"
     before = steps_in(root)[1]  # 30, unless step 20's was still being written
     shutil.copytree(root, tmp_path / "older")
-    shutil.rmtree(tmp_path / "older" / folder.folder_name(40))
+    shutil.rmtree(tmp_path / "older" / folder.checkpoint_name(40))
     flags = [
         "--nnodes=2",
         "--nproc-per-node=1",
@@ -252,7 +252,7 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
     text = "".join(one.stderr for one in both)
     assert text.count("skipping the checkpoint of step 40, which not all ranks can read: ") == 1
     assert (root / "step-00000040.unused").is_dir()
-    name = folder.folder_name(before)
+    name = folder.checkpoint_name(before)
     assert text.count(f"resuming after step {before} from run/checkpoints/{name}") == 1, text
     # What host 1 writes is not seen by host 0, so that no checkpoint comes of it, nor one of the end.
     assert ": rank 0 cannot write it" in text

@@ -61,10 +61,10 @@ def test_what_a_killed_run_has_left_of_a_deletion_keeps_nothing_from_being_delet
     """A folder of that name, not empty, was in the way of the next one's rename for ever."""
     for step in (7, 8):
         write(tmp_path, step=step, token=str(step))
-    (tmp_path / f".{folder.folder_name(7)}.old").mkdir()
-    (tmp_path / f".{folder.folder_name(7)}.old" / "shared.json").write_text("half deleted")
+    (tmp_path / f".{folder.checkpoint_name(7)}.old").mkdir()
+    (tmp_path / f".{folder.checkpoint_name(7)}.old" / "shared.json").write_text("half deleted")
     folder.prune(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == [folder.folder_name(8)]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.checkpoint_name(8)]
 
 
 def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:

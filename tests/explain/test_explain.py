@@ -59,19 +59,19 @@ def check(folder: Path, text: str, ranks: int) -> None:
         by_step[line["step"], line["rank"]] += line["wire_bytes"]
     said, done = 0, 0
     for stage in explained.stages:
-        whole = stage.whole_amount
+        whole = stage.sent_in_stage
         assert whole is not None
         assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
         said += whole.all_ranks
         overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
         for pattern in () if overlaps or stage.evaluations else stage.patterns:
-            assert pattern.amount is not None
+            assert pattern.sent is not None
             for step in pattern.steps:
                 for of in range(
                     step, stage.steps or 0, stage.cycle
                 ):  # in the last one, the stage's end counts
                     found = [by_step[done + of, rank] for rank in range(ranks)]
-                    assert list(pattern.amount.by_rank) == found, (stage.index, of)
+                    assert list(pattern.sent.by_rank) == found, (stage.index, of)
         done += stage.steps or 0
     assert said == summary(run_dir)["wire_bytes"] > 0
 
@@ -176,14 +176,14 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
         each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
         sent = SentBytes.zero((1,) * 4)
         for step in range(1, steps + 1):
-            amount = each[(step - 1) % stage_explained.cycle + 1].amount
+            amount = each[(step - 1) % stage_explained.cycle + 1].sent
             assert amount is not None
             sent += amount
         for exchange in (*stage_explained.begin, *(stage_explained.end or ())):
-            amount = exchange.amount
+            amount = exchange.sent
             assert amount is not None
             sent += amount
-        assert stage_explained.whole_amount == sent
+        assert stage_explained.sent_in_stage == sent
 
 
 def test_what_a_file_says_of_batches_and_parameters_is_explained(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def cut_the_link(run: Run, draw: random.Random) -> None:
 def damage_the_newest(run: Run, draw: random.Random) -> None:
     """A flipped bit in a file, and then a rank is killed."""
     with contextlib.suppress(OSError, IndexError):
-        path = draw.choice(list((run.root / folder.folder_name(steps_in(run.root)[0])).iterdir()))
+        path = draw.choice(list((run.root / folder.checkpoint_name(steps_in(run.root)[0])).iterdir()))
         data = bytearray(path.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(data)

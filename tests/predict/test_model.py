@@ -137,8 +137,8 @@ def test_a_worse_link_is_never_better(model: CostModel, cases: Explanation, name
 def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explanation) -> None:
     """What a host sends to others is what explain counts, for a mean step."""
     for stage in cases.stages:
-        if stage.patterns and stage.cycle_amount is not None:
-            sent = stage.cycle_amount.sizes(stage.cycle)["between_hosts"] / cases.world.hosts
+        if stage.patterns and stage.sent_per_cycle is not None:
+            sent = stage.sent_per_cycle.sizes(stage.cycle)["between_hosts"] / cases.world.hosts
             assert model.predict(stage, cases.world, Links()).host_sends_bytes == pytest.approx(sent)
 
 

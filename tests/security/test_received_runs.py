@@ -160,7 +160,7 @@ def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Pat
 def test_a_checkpoints_file_that_is_none_is_damage(run: Path, tmp_path: Path, name: str, kind: str) -> None:
     """A named pipe in a manifest's place held `resume` for ever."""
     root = run / "checkpoints"
-    place = root / checkpoints.folder_name(4) / name
+    place = root / checkpoints.checkpoint_name(4) / name
     place.rename(tmp_path / "whole")
     _put(kind, place, tmp_path / "whole")
     with pytest.raises(DamagedError, match=f"{name} is a (named pipe|symbolic link|folder), not a regular"):
@@ -179,17 +179,17 @@ def _put(kind: str, place: Path, target: Path) -> None:
 def test_a_checkpoint_with_a_pipe_in_it_is_passed_by(run: Path) -> None:
     """And set aside, like any that is damaged; so is one that is a link, and what that leads to stays."""
     root = run / "checkpoints"
-    manifest = root / checkpoints.folder_name(4) / "manifest.json"
+    manifest = root / checkpoints.checkpoint_name(4) / "manifest.json"
     manifest.unlink()
     os.mkfifo(manifest)
-    shutil.copytree(root / checkpoints.folder_name(2), run.with_name("elsewhere"))
-    (root / checkpoints.folder_name(3)).symlink_to(run.with_name("elsewhere"))
+    shutil.copytree(root / checkpoints.checkpoint_name(2), run.with_name("elsewhere"))
+    (root / checkpoints.checkpoint_name(3)).symlink_to(run.with_name("elsewhere"))
     code, told = go_on(run)
     assert code == 0, told
     assert "manifest.json is a named pipe" in told
     assert "step-00000003 is a symbolic link" in told
-    assert f"resuming after step 2 from {root / checkpoints.folder_name(2)}" in told
-    assert (root / f"{checkpoints.folder_name(4)}.damaged").is_dir()
+    assert f"resuming after step 2 from {root / checkpoints.checkpoint_name(2)}" in told
+    assert (root / f"{checkpoints.checkpoint_name(4)}.damaged").is_dir()
     assert (run.with_name("elsewhere") / "manifest.json").is_file()
 
 
@@ -235,7 +235,7 @@ def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> No
 
 def rewritten(run: Path, name: str, data: bytes, step: int = 4) -> None:
     """Put other data into a checkpoint's file, and its hash into the manifest."""
-    place = run / "checkpoints" / checkpoints.folder_name(step)
+    place = run / "checkpoints" / checkpoints.checkpoint_name(step)
     (place / name).write_bytes(data)
     manifest = json.loads((place / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -279,7 +279,7 @@ def deep(depth: int) -> str:
 def test_a_manifest_is_not_believed(run: Path, change: dict[str, Any], said: str) -> None:
     """Numbers of all kinds; nothing is made for ranks of which there are no files."""
     root = run / "checkpoints"
-    path = root / checkpoints.folder_name(4) / "manifest.json"
+    path = root / checkpoints.checkpoint_name(4) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DamagedError) as raised:
         checkpoints.open_checkpoint(root, 4)
@@ -303,7 +303,7 @@ def test_a_states_json_is_not_believed(run: Path, text: str) -> None:
 )
 def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor, tmp_path: Path) -> None:
     """Torch's own complaint was a traceback."""
-    place = run / "checkpoints" / checkpoints.folder_name(4)
+    place = run / "checkpoints" / checkpoints.checkpoint_name(4)
     tree = json.loads((place / "shared.json").read_text()) | {"x": {"$": "complex", "name": "x"}}
     whole = read_tensors(place / "shared.safetensors", run)
     write_tensors(tmp_path / "t.safetensors", {**whole, "x": tensor})
@@ -326,7 +326,7 @@ def test_a_complex_tensor_that_is_none_is_damage(run: Path, tensor: torch.Tensor
     ],
 )
 def test_a_tag_that_is_none_is_damage(run: Path, value: Any) -> None:
-    place = run / "checkpoints" / checkpoints.folder_name(4)
+    place = run / "checkpoints" / checkpoints.checkpoint_name(4)
     tree = json.loads((place / "shared.json").read_text()) | {"x": value}
     rewritten(run, "shared.json", json.dumps(tree).encode())
     with pytest.raises(DamagedError, match=r"shared\.json: the state is inconsistent"):
@@ -348,7 +348,7 @@ Change = Callable[[dict[str, Any]], object]
 
 def changed(run: Path, file: str, change: Change) -> Path:
     """Change what a file of the newest checkpoint tells; gives the checkpoint's place."""
-    place = run / "checkpoints" / checkpoints.folder_name(4)
+    place = run / "checkpoints" / checkpoints.checkpoint_name(4)
     tree = json.loads((place / file).read_text())
     change(tree)
     rewritten(run, file, json.dumps(tree).encode())
@@ -436,8 +436,8 @@ def test_what_only_its_reader_can_tell_is_said_of_the_checkpoint(
 ) -> None:
     """Optimizers, schedules and generators keep what they like: the run ends, and names the checkpoint."""
     if step == 2:
-        shutil.rmtree(run / "checkpoints" / checkpoints.folder_name(4))
-    place = run / "checkpoints" / checkpoints.folder_name(step)
+        shutil.rmtree(run / "checkpoints" / checkpoints.checkpoint_name(4))
+    place = run / "checkpoints" / checkpoints.checkpoint_name(step)
     trees = {name: json.loads((place / name).read_text()) for name in ("shared.json", "rank-00000.json")}
     name = next(name for name, tree in trees.items() if key in tree)
     change(trees[name])
@@ -452,7 +452,7 @@ def test_what_only_its_reader_can_tell_is_said_of_the_checkpoint(
 @pytest.mark.parametrize("name", ["next", "stage", "first_step", "first_epoch", "steps", "entries"])
 @pytest.mark.parametrize("value", [-1, 1.5, "1", True, [1], {}])
 def test_a_position_is_one(run: Path, name: str, value: Any) -> None:
-    place = run / "checkpoints" / checkpoints.folder_name(4)
+    place = run / "checkpoints" / checkpoints.checkpoint_name(4)
     found = checkpoints.open_checkpoint(run / "checkpoints", 4)
     state = {
         key: item

@@ -95,8 +95,8 @@ def test_a_policy_sends_what_is_trained_and_less_than_plain_ddp(
     explained = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=4)
     assert "5 of them" in explain_text(explained)
     for stage in explained.stages[:-1]:
-        assert stage.whole_amount is not None
-        assert stage.whole_amount.all_ranks == sent[stage.index], stage.stage
+        assert stage.sent_in_stage is not None
+        assert stage.sent_in_stage.all_ranks == sent[stage.index], stage.stage
     fresh = torch.arange(64 * 512).view(512, 64) % 7 - 3
     assert torch.equal(weights(run)["base.weight"], fresh / 64)
     assert not [one for one in events(run) if one["event"] == "frozen_differ"]

@@ -62,5 +62,5 @@ def test_a_changed_plan_is_followed(
     if changed:
         monkeypatch.setattr(LocalSgd, "plan", _plan)
     (stage,) = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=4).stages
-    assert stage.whole_amount is not None
-    assert stage.whole_amount.all_ranks == sum(one["wire_bytes"] for one in records)
+    assert stage.sent_in_stage is not None
+    assert stage.sent_in_stage.all_ranks == sum(one["wire_bytes"] for one in records)

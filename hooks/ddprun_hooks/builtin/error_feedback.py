@@ -38,7 +38,7 @@ class ErrorFeedback(Hook):
     """Base of hooks that keep residuals on each rank, by kind of payload and parameter name."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[PayloadKind, int], _BucketResidual] = {}
+        self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
         self._unclaimed_pieces: dict[tuple[str, str], ResidualPiece] = {}
         """Of a loaded state or an older bucket layout, by kind of payload and parameter name."""
 
@@ -62,18 +62,18 @@ class ErrorFeedback(Hook):
                 "elements of no parameter: let it call reduce(…, compression_error=…) and keep that itself"
             )
         key = payload.kind, payload.bucket
-        bucket = self._buckets.get(key)
+        bucket = self._bucket_residuals.get(key)
         if bucket is None or bucket.params != payload.params:
-            bucket = self._buckets[key] = self._new_bucket(payload, group_size)
+            bucket = self._bucket_residuals[key] = self._new_bucket(payload, group_size)
         if self._can_roll_back and bucket.values_before_step is None:
             bucket.values_before_step = bucket.values.clone()
         return bucket.values
 
     def _new_bucket(self, payload: Payload, group_size: int) -> _BucketResidual:
         kind, names = payload.kind, {param.name for param in payload.params}
-        for key, bucket in list(self._buckets.items()):  # of an older layout
+        for key, bucket in list(self._bucket_residuals.items()):  # of an older layout
             if key[0] == kind and any(param.name in names for param in bucket.params):
-                del self._buckets[key]
+                del self._bucket_residuals[key]
                 self._unclaimed_pieces |= {(kind, name): piece for name, piece in bucket.pieces().items()}
         dtype = torch.promote_types(payload.tensor.dtype, torch.float32)
         values = torch.zeros(payload.tensor.numel(), dtype=dtype, device=payload.tensor.device)
@@ -87,12 +87,12 @@ class ErrorFeedback(Hook):
         state: dict[str, dict[str, ResidualPiece]] = {}
         for (kind, name), piece in self._unclaimed_pieces.items():
             state.setdefault(kind, {})[name] = piece
-        for (bucket_kind, _), bucket in self._buckets.items():
+        for (bucket_kind, _), bucket in self._bucket_residuals.items():
             state.setdefault(bucket_kind, {}).update(bucket.pieces())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._buckets.clear()
+        self._bucket_residuals.clear()
         self._unclaimed_pieces = {
             (kind, name): piece for kind, pieces in state.items() for name, piece in pieces.items()
         }
@@ -115,12 +115,12 @@ class ErrorFeedback(Hook):
         self._can_roll_back = True
 
     def commit(self) -> None:
-        for bucket in self._buckets.values():
+        for bucket in self._bucket_residuals.values():
             bucket.values_before_step = None
         self._can_roll_back = False
 
     def rollback(self) -> None:
-        for bucket in self._buckets.values():
+        for bucket in self._bucket_residuals.values():
             if bucket.values_before_step is not None:
                 bucket.values.copy_(bucket.values_before_step)
         self.commit()
@@ -129,7 +129,7 @@ class ErrorFeedback(Hook):
         wanted = set(names)
         return sum(
             float(param.of(bucket.values).double().square().sum())
-            for (bucket_kind, _), bucket in self._buckets.items()
+            for (bucket_kind, _), bucket in self._bucket_residuals.items()
             if bucket_kind == kind
             for param in bucket.params
             if param.name in wanted

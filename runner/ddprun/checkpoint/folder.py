@@ -85,7 +85,7 @@ class Checkpoint:
         return sum(int(file["bytes"]) for file in self.files.values())
 
 
-def folder_name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The name of a checkpoint's folder."""
     return f"step-{step:08}"
 
@@ -107,7 +107,7 @@ def part_paths(folder: Path, name: str) -> list[Path]:
 
 def unfinished_path(root: Path, step: int, token: str) -> Path:
     """Where the ranks write a checkpoint; `token` is the same on all of them, and another in each attempt."""
-    return root / f".{folder_name(step)}.{token}"
+    return root / f".{checkpoint_name(step)}.{token}"
 
 
 def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
@@ -164,7 +164,7 @@ def commit(
     cannot be written, or a file that a rank has written is not seen here.
     """
     root = folder.parent
-    target, replaced = root / folder_name(step), root / f".{folder_name(step)}.{_REPLACED}"
+    target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
     for name, described in files.items():
         if (folder / name).stat().st_size != described["bytes"]:
             raise OSError(None, f"{name} is not whole here")
@@ -189,14 +189,14 @@ def steps_in(root: Path) -> list[int]:
     except OSError:
         return []
     found = [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,18})", name))]
-    return sorted((step for step in found if folder_name(step) in names), reverse=True)
+    return sorted((step for step in found if checkpoint_name(step) in names), reverse=True)
 
 
 def open_checkpoint(root: Path, step: int) -> Checkpoint:
     """A checkpoint by its manifest; raises DamagedError if that does not exist, or says what no manifest
     says.
     """
-    path = root / folder_name(step) / MANIFEST
+    path = root / checkpoint_name(step) / MANIFEST
     with errors_naming(path):
         found = read_json_object(root.parent, path.relative_to(root.parent), MAX_MANIFEST_BYTES)
         if found.get("v") != VERSION:
@@ -259,10 +259,10 @@ def prune(root: Path, keep: int) -> None:
     for step in steps_in(root)[keep:]:
         if step == finite:
             continue
-        gone = root / f".{folder_name(step)}.old"
+        gone = root / f".{checkpoint_name(step)}.old"
         remove(gone)  # of a run that was killed while it deleted one
         try:
-            (root / folder_name(step)).rename(gone)  # never seen half deleted
+            (root / checkpoint_name(step)).rename(gone)  # never seen half deleted
         except OSError:
             continue
         remove(gone)
@@ -284,7 +284,7 @@ def newest_finite_step(root: Path) -> int | None:
 
 def set_aside(root: Path, step: int, why: str) -> Path:
     """Rename a checkpoint that cannot be resumed from to `step-….why`: it is kept, and no longer counts."""
-    path = root / folder_name(step)
+    path = root / checkpoint_name(step)
     aside = root / f"{path.name}.{why}"
     remove(aside)
     return path.rename(aside)

@@ -8,7 +8,7 @@ import click
 
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
-from ddprun.screen import is_terminal
+from ddprun.standard_streams import is_terminal
 
 _SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "

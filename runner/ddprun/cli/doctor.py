@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddprun import screen
+from ddprun import standard_streams
 from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
 from ddprun.units import format_count
 
@@ -56,7 +56,7 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     if done.fault:
         click.echo(f"ddprun doctor: {done.fault}", err=True)
     if done.threads_may_hang:
-        screen.flush()
+        standard_streams.flush()
         os._exit(done.code)  # threads may hang in collectives whose peers are gone
     return done.code
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, __version__, screen
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, __version__, standard_streams
 from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit, tune
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 
@@ -30,11 +30,11 @@ class _Commands(click.Group):
         if (
             result
             or ctx.invoked_subcommand in _RUN_COMMANDS
-            or (failure := screen.failure_of_stdout()) is None
+            or (failure := standard_streams.failure_of_stdout()) is None
         ):
             return result
         if not isinstance(failure, BrokenPipeError):
-            screen.print_stderr(f"ddprun: cannot write to standard output: {failure.strerror}")
+            standard_streams.print_stderr(f"ddprun: cannot write to standard output: {failure.strerror}")
         return EXIT_FAILURE
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -142,7 +142,7 @@ for _command in (
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
-    screen.protect_standard_streams()
+    standard_streams.protect_standard_streams()
     try:
         result: Any = cli.main(
             args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from ddprun.config.faults import Fault
-from ddprun.screen import is_terminal
+from ddprun.standard_streams import is_terminal
 
 
 def use_color(stream: IO[str]) -> bool:

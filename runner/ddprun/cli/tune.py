@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddprun.predict.links import Links
     from ddprun.tune.choose import Floors
     from ddprun.tune.hosts import SearchHosts
-    from ddprun.tune.search import Request, SearchOutcome
+    from ddprun.tune.search import SearchOutcome, SearchRequest
 
 
 @click.command()
@@ -111,7 +111,7 @@ def tune(
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
     from ddprun.tune.choose import parse_floors
-    from ddprun.tune.search import Request
+    from ddprun.tune.search import SearchRequest
 
     try:
         parsed_floors = parse_floors(floors)
@@ -119,7 +119,7 @@ def tune(
         raise click.BadParameter(str(error), param_hint="--floor") from None
     hosts = nnodes or loaded.pipeline.launch.host_range[1]
     _check_host_count(hosts, rdzv_endpoint, links, parsed_floors)
-    request = Request(
+    request = SearchRequest(
         loaded,
         nnodes,
         nproc_per_node,
@@ -138,7 +138,7 @@ def tune(
     return _on_all_hosts(request, output, form, given)
 
 
-def _on_all_hosts(request: "Request", output: Path, form: str, flags: dict[str, str]) -> int:
+def _on_all_hosts(request: "SearchRequest", output: Path, form: str, flags: dict[str, str]) -> int:
     """Search with the other hosts, which run the same command; gives the exit code."""
     from ddprun.host.device import default_rank_count
     from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
@@ -161,7 +161,7 @@ def _on_all_hosts(request: "Request", output: Path, form: str, flags: dict[str, 
     return code
 
 
-def _search(request: "Request", output: Path, form: str, hosts: "SearchHosts | None") -> int:
+def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHosts | None") -> int:
     """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
     from ddprun.config import PipelineError

@@ -65,7 +65,7 @@ class TimeSliceScheduler:
     async def wait_for_all(self) -> None:
         """Wait until every run has connected and waits for a turn, or has ended."""
         for scheduled in self._runs.values():
-            await self._wait_until_paused(scheduled)
+            await self._wait_for_turn_end(scheduled)
 
     async def give_turn(self, run: int) -> None:
         """Let a run work for one turn, or to its end."""
@@ -74,7 +74,7 @@ class TimeSliceScheduler:
             for writer in scheduled.waiting_connections:
                 writer.write(b"g")
             scheduled.waiting_connections.clear()
-            await self._wait_until_paused(scheduled)
+            await self._wait_for_turn_end(scheduled)
 
     def any_alive(self) -> bool:
         """Whether any run has not ended."""
@@ -85,7 +85,7 @@ class TimeSliceScheduler:
         waiting = [run for run, scheduled in self._runs.items() if scheduled.waits_for_turn()]
         return [run for run in waiting if self._runs[run].alive()]
 
-    async def _wait_until_paused(self, scheduled: _ScheduledRun) -> None:
+    async def _wait_for_turn_end(self, scheduled: _ScheduledRun) -> None:
         """Wait until a run waits for its turn or has ended."""
         while scheduled.alive() and not scheduled.waits_for_turn():
             self._changed.clear()

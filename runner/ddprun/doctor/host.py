@@ -28,10 +28,10 @@ from ddprun.host.shared_memory import (
     REMEDY,
     ROOM_FOR_NCCL_BYTES,
     ShmSpace,
-    format_bytes,
     shm_space,
     startup_bytes,
 )
+from ddprun.units import format_binary_bytes
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""
@@ -174,17 +174,17 @@ def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -
     if space is None:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
-    found = f"{format_bytes(space.total)}, {format_bytes(space.free)} of it free"
+    found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"
     least, enough = startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ENOUGH_SHM_BYTES
     level: Level = "ok"
     if space.free < least:
         level = "problem"
         found += f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start, and needs "
-        found += format_bytes(least)
+        found += format_binary_bytes(least)
     elif space.free < enough:
         level = "warning"
         found += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
-        found += f", for which {format_bytes(enough)} are usually enough"
+        found += f", for which {format_binary_bytes(enough)} are usually enough"
     do = "" if level == "ok" else f"{REMEDY}; loader.workers: 0 needs none, nor does the hook shared_memory"
     value = {"total_bytes": space.total, "free_bytes": space.free}
     return Finding(name, "/dev/shm", level, found, do, value)

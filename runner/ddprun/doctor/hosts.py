@@ -19,7 +19,7 @@ from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import bad_interface_variables, loopback_variables, wrong_interface_finding
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 
 _EXAMINE_TIMEOUT_S = 60.0
 """Longest time for a host to examine itself: drivers of GPUs may need long to start."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, __version__, screen
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, __version__, standard_streams
 from ddprun.checkpoint import folder
 from ddprun.config import BEST_FILE, PipelineError
 from ddprun.config.secrets import Secrets
@@ -78,12 +78,12 @@ def finish_run(session: Session, status: Status) -> list[str]:
             reporter.note(f"ddprun: the run failed ({reporter.location}): {summary['error']['message']}")
         if unwritten:
             ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
-            screen.print_stderr(
+            standard_streams.print_stderr(
                 f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(unwritten)}"
             )
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
             reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
-        screen.print_stdout(str(runtime.run_dir))
+        standard_streams.print_stdout(str(runtime.run_dir))
     return list(ranks.from_rank_0("lost", lambda: unwritten))
 
 
@@ -244,7 +244,7 @@ def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, se
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
         message = secrets.redact(f"{head}\n{detail}")
-    screen.print_stderr(message)
+    standard_streams.print_stderr(message)
     if not bad_input:
         append_to_rank_log(progress.run_dir, ranks.rank, message)
     if session is not None:
@@ -338,7 +338,7 @@ def open_watchdog(
         session, run_dir = progress.session, progress.run_dir
         if session is not None:
             session.reporter.screen.end()
-        screen.print_stderr(report.message)
+        standard_streams.print_stderr(report.message)
         failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
         if run_dir is None or not _write_failure_summary(progress, failure):
             return

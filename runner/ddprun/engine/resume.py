@@ -135,7 +135,7 @@ def _newest_valid_checkpoint(session: Session) -> Checkpoint | None:
         assess = partial(_assess_checkpoint, session, root, step, problem)
         why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", assess)
         if not why:
-            checkpoint = Checkpoint(root / folder.folder_name(step), step, world_size, files)
+            checkpoint = Checkpoint(root / folder.checkpoint_name(step), step, world_size, files)
             break
         skipped.append((step, why, reason))
     unreadable = [reason for _, why, reason in skipped if why == "unused"]

@@ -26,7 +26,7 @@ from ddprun.host.device import DeviceAndBackend
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 from ddprun.sync.buffers import BufferSync, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters

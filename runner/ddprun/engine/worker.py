@@ -9,7 +9,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, LAUNCHED_VARIABLE, __version__, screen
+from ddprun import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_SUCCESS,
+    LAUNCHED_VARIABLE,
+    __version__,
+    standard_streams,
+)
 from ddprun.config import (
     AverageStage,
     BroadcastStage,
@@ -97,7 +104,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
         if watchdog.hang_found:
             time.sleep(_HANG_REPORT_S)
         code = report_failure(as_compile_error(loaded, error) or error, ranks, progress, loaded.secrets)
-        screen.flush()
+        standard_streams.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.

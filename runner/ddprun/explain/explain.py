@@ -52,7 +52,7 @@ class PlannedExchange:
     times_per_step: int  # how often it happens in a step: before each of several forward passes
     buckets: tuple[Bucket, ...] | None  # None: not known
     unknown_reason: str  # why something of it is not known; empty if all is
-    amount: SentBytes | None  # what ranks send for it in a step; None: not known
+    sent: SentBytes | None  # what ranks send for it in a step; None: not known
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -66,7 +66,7 @@ class PlannedExchange:
             "among": self.route.among,
             "ranks": self.ranks,
             "unknown": self.unknown_reason or None,
-            "sent": json_value(self.amount),
+            "sent": json_value(self.sent),
             "buckets": json_value(self.buckets),
         }
 
@@ -77,7 +77,7 @@ class StepPattern:
 
     steps: tuple[int, ...]  # which of the first `StageExplanation.cycle` steps; the rest follows from them
     exchanges: tuple[PlannedExchange, ...]
-    amount: SentBytes | None  # of one such step; None: not known
+    sent: SentBytes | None  # of one such step; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StageEvaluations:
 
     times: int
     exchanges: tuple[PlannedExchange, ...]
-    amount: SentBytes | None  # of one evaluation; None: not known
+    sent: SentBytes | None  # of one evaluation; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,31 +117,31 @@ class StageExplanation:
         return self.stage.index
 
     @property
-    def cycle_amount(self) -> SentBytes | None:
+    def sent_per_cycle(self) -> SentBytes | None:
         """What is sent in `cycle` steps; None: not known."""
-        return self._amount_of_steps(self.cycle)
+        return self._sent_in_steps(self.cycle)
 
     @property
-    def whole_amount(self) -> SentBytes | None:
+    def sent_in_stage(self) -> SentBytes | None:
         """What is sent in the whole stage; None: not known."""
         if self.end is None or (self.steps is None and self.patterns):
             return None
-        amounts = [exchange.amount for exchange in (*self.begin, *self.end)]
-        amounts += [one.amount and one.amount * one.times for one in self.evaluations]
+        sent_parts = [exchange.sent for exchange in (*self.begin, *self.end)]
+        sent_parts += [one.sent and one.sent * one.times for one in self.evaluations]
         if self.steps is not None:
             cycles, rest = divmod(self.steps, self.cycle)
-            cycle = self._amount_of_steps(self.cycle)
-            amounts += [None if cycle is None else cycle * cycles, self._amount_of_steps(rest)]
-        return total(amounts, self.ranks_represented)
+            cycle = self._sent_in_steps(self.cycle)
+            sent_parts += [None if cycle is None else cycle * cycles, self._sent_in_steps(rest)]
+        return total(sent_parts, self.ranks_represented)
 
-    def _amount_of_steps(self, count: int) -> SentBytes | None:
-        counted = [(one.amount, sum(step <= count for step in one.steps)) for one in self.patterns]
-        amounts = [None if amount is None else amount * steps for amount, steps in counted if steps]
-        return total(amounts, self.ranks_represented)
+    def _sent_in_steps(self, count: int) -> SentBytes | None:
+        counted = [(one.sent, sum(step <= count for step in one.steps)) for one in self.patterns]
+        sent_parts = [None if sent is None else sent * steps for sent, steps in counted if steps]
+        return total(sent_parts, self.ranks_represented)
 
     def as_object(self) -> dict[str, Any]:
         """For `--format json`."""
-        settings, cycle = self.settings, self.cycle_amount
+        settings, cycle = self.settings, self.sent_per_cycle
         found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
         if settings is not None:
             found |= {
@@ -158,12 +158,12 @@ class StageExplanation:
                     {
                         "steps": list(one.steps),
                         "exchanges": _numbers(one.exchanges),
-                        "sent": json_value(one.amount),
+                        "sent": json_value(one.sent),
                     }
                     for one in self.patterns
                 ],
                 "evaluations": [
-                    {"times": one.times, "exchanges": _numbers(one.exchanges), "sent": json_value(one.amount)}
+                    {"times": one.times, "exchanges": _numbers(one.exchanges), "sent": json_value(one.sent)}
                     for one in self.evaluations
                 ],
                 "control_words": list(self.control_message_steps),
@@ -175,7 +175,7 @@ class StageExplanation:
             "begin": _numbers(self.begin),
             "end": None if self.end is None else _numbers(self.end),
             "left_apart": self.left_apart,
-            "whole": json_value(self.whole_amount),
+            "whole": json_value(self.sent_in_stage),
         }
 
 
@@ -186,7 +186,7 @@ class Explanation:
     loaded: LoadedPipeline
     world: WorldShape
     probe: ModelProbe
-    initial_amount: SentBytes | None  # sent before the first step, so that ranks are equal; None: not known
+    sent_at_start: SentBytes | None  # sent before the first step, so that ranks are equal; None: not known
     stages: tuple[StageExplanation, ...]
 
     @property
@@ -238,7 +238,7 @@ class Explanation:
             "compile": self._compile(),
             "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
-            "start": json_value(self.initial_amount),
+            "start": json_value(self.sent_at_start),
             "stages": [stage.as_object() for stage in self.stages],
         }
 
@@ -254,7 +254,7 @@ class Explanation:
 
 
 def json_value(value: Any) -> Any:
-    """A value as JSON holds it: a dataclass as an object, an amount as its sizes."""
+    """A value as JSON holds it: a dataclass as an object, SentBytes as its sizes."""
     if isinstance(value, SentBytes):
         return value.sizes()
     if isinstance(value, tuple):
@@ -339,13 +339,13 @@ class _Planner:
                 self._stage = stage
                 return self._explain_step_stage(stage)
             case AverageStage():
-                sent = self._equalize_parameters("once")
+                sends = self._equalize_parameters("once")
             case BroadcastStage():
-                sent = self._equalize_parameters("once", stage.source)
+                sends = self._equalize_parameters("once", stage.source)
             case _:
-                sent = self._buffer_sends_before_reading("once")
+                sends = self._buffer_sends_before_reading("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
-        end = self._group_into_exchanges(sent)
+        end = self._group_into_exchanges(sends)
         return StageExplanation(
             stage=stage, end=end, exchanges=end, ranks_represented=self._simulator.ranks_represented
         )
@@ -372,26 +372,26 @@ class _Planner:
         for step in range(1, planned_steps + 1):
             if settings.updates_weights and (plan.gradients != "all" or replicas.parameters != "common"):
                 self._ema_differs = self._pipeline.ema is not None
-            sent = self._buffer_sends("before_forward", buffers.before_forward()) * settings.accumulate
-            sent += self._gradient_sends(plan)
+            sends = self._buffer_sends("before_forward", buffers.before_forward()) * settings.accumulate
+            sends += self._gradient_sends(plan)
             _, starting, effect = progress.after_step(step)
             for index in starting:
-                sent += self._transfer_sends("after_step", plan.transfers[index], plan)
+                sends += self._transfer_sends("after_step", plan.transfers[index], plan)
             replicas.apply_effect(effect, plan, noop=noop)
             synchronized = plan.synchronizes(step)
-            sent += self._buffer_sends("after_step", buffers.after_step(step, synchronized=synchronized))
+            sends += self._buffer_sends("after_step", buffers.after_step(step, synchronized=synchronized))
             if settings.mutate is not None and synchronized and step != planned_steps:
                 replicas.mark_mutated(step)
             if step <= cycle:
-                steps_by_sends.setdefault(sent, []).append(step)
+                steps_by_sends.setdefault(sends, []).append(step)
             evaluation_sends.append(self._evaluation_sends())
         last = self._sends_at_end(stage, plan, progress, noop=noop)
         evaluations = self._stage_evaluations(stage, steps, evaluation_sends[:cycle])
         patterns = []
-        for sent, pattern_steps in steps_by_sends.items():
-            found = self._group_into_exchanges(sent)
-            amount = total([one.amount for one in found], self._simulator.ranks_represented)
-            patterns.append(StepPattern(tuple(pattern_steps), found, amount))
+        for sends, pattern_steps in steps_by_sends.items():
+            found = self._group_into_exchanges(sends)
+            sent = total([one.sent for one in found], self._simulator.ranks_represented)
+            patterns.append(StepPattern(tuple(pattern_steps), found, sent))
         end = None if steps is None and cycle > 1 else self._group_into_exchanges(last)
         return StageExplanation(
             stage=stage,
@@ -408,10 +408,10 @@ class _Planner:
             ranks_represented=self._simulator.ranks_represented,
         )
 
-    def _group_into_exchanges(self, sent: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
+    def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""
         groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
-        for one in sent:
+        for one in sends:
             groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
         found = []
         for (moment, route), counted in groups.items():
@@ -427,17 +427,17 @@ class _Planner:
     def _planned_exchange(
         self, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
     ) -> PlannedExchange:
-        missing, buckets, amount = self._probe.unknown_reasons, None, None
+        missing, buckets, sent = self._probe.unknown_reasons, None, None
         unknown = self._simulator.unknown_reason(self._stage, route)
         if layouts is None:
             reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
             unknown = reasons.get(route.kind) or missing.model
         else:
             buckets = tuple(self._simulator.simulate_bucket(self._stage, route, layout) for layout in layouts)
-            amounts = [one.sent and one.sent * times for one in buckets]
-            amount = total(amounts, self._simulator.ranks_represented)
+            sent_parts = [one.sent and one.sent * times for one in buckets]
+            sent = total(sent_parts, self._simulator.ranks_represented)
         number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
-        return PlannedExchange(number, moment, route, ranks, times, buckets, unknown, amount)
+        return PlannedExchange(number, moment, route, ranks, times, buckets, unknown, sent)
 
     def _equalize_parameters(self, moment: Moment, source: int | None = None) -> tuple[PlannedSend, ...]:
         """Parameters as they are, averaged or those of rank `source`, and the averages of the weights."""
@@ -467,10 +467,10 @@ class _Planner:
 
     def _evaluation_sends(self) -> tuple[PlannedSend, ...]:
         """What an evaluation inside a stage would send now. Ranks are made equal only while it runs."""
-        sent = self._buffer_sends_before_reading("evaluate")
+        sends = self._buffer_sends_before_reading("evaluate")
         if self._replicas.parameters != "common" or self._ema_differs:
-            sent += self._bucketed_sends("evaluate", _PARAMETER_AVERAGE_ROUTE, self._trained)
-        return sent
+            sends += self._bucketed_sends("evaluate", _PARAMETER_AVERAGE_ROUTE, self._trained)
+        return sends
 
     def _stage_evaluations(
         self, stage: StepStage, steps: int | None, after: Sequence[tuple[PlannedSend, ...]]
@@ -486,14 +486,14 @@ class _Planner:
         inside = None if steps is None else (steps - 1) // every
         repeat = math.lcm(every, len(after)) // every
         for number in range(1, repeat + 1 if inside is None else min(repeat, inside) + 1):
-            sent = after[(number * every - 1) % len(after)]
-            times[sent] += 0 if inside is None else (inside - number) // repeat + 1
+            sends = after[(number * every - 1) % len(after)]
+            times[sends] += 0 if inside is None else (inside - number) // repeat + 1
         times[self._evaluation_sends()] += 1 if inside is not None else 0
         found = []
-        for sent, often in times.items():
-            exchanges = self._group_into_exchanges(sent)
-            amount = total([one.amount for one in exchanges], self._simulator.ranks_represented)
-            found.append(StageEvaluations(often or 1, exchanges, amount))
+        for sends, often in times.items():
+            exchanges = self._group_into_exchanges(sends)
+            sent = total([one.sent for one in exchanges], self._simulator.ranks_represented)
+            found.append(StageEvaluations(often or 1, exchanges, sent))
         return tuple(found)
 
     def _sends_at_end(
@@ -502,16 +502,16 @@ class _Planner:
         replicas = self._replicas
         reconcile = self._pipeline.averages_after(stage)
         _, starting, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
-        sent: tuple[PlannedSend, ...] = ()
+        sends: tuple[PlannedSend, ...] = ()
         for index in starting:
-            sent += self._transfer_sends("end", plan.transfers[index], plan)
+            sends += self._transfer_sends("end", plan.transfers[index], plan)
         if effect != "nothing":
             replicas.apply_effect(effect, plan, noop=noop)
         if reconcile and replicas.parameters != "common":
-            sent += self._equalize_parameters("end")
+            sends += self._equalize_parameters("end")
         elif reconcile:
-            sent += self._equalize_ema("end", _PARAMETER_AVERAGE_ROUTE)
-        return sent
+            sends += self._equalize_ema("end", _PARAMETER_AVERAGE_ROUTE)
+        return sends
 
     def _step_count(self, stage: StepStage, settings: StepStageSettings) -> int | None:
         if settings.steps is not None or self._probe.feeds is None:

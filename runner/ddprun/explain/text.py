@@ -309,7 +309,7 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
             what = f"first, as far as they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
         yield from _bucket_tables(stage.end, stage.ranks)
-        yield from _sizes_table([_sizes_row("once", stage.whole_amount)])
+        yield from _sizes_table([_sizes_row("once", stage.sent_in_stage)])
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
@@ -322,27 +322,27 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
 def _totals_table(stage: StageExplanation) -> Iterator[str]:
     several = len(stage.patterns) > 1
     rows = [
-        _sizes_row(_steps_phrase(one.steps, stage, rest=several and one is stage.patterns[-1]), one.amount)
+        _sizes_row(_steps_phrase(one.steps, stage, rest=several and one is stage.patterns[-1]), one.sent)
         for one in stage.patterns
     ]
     rows = _omit_middle(rows, ("…", "", "", ""))
     if several:
-        rows.append(_sizes_row("mean of all steps", stage.cycle_amount, stage.cycle))
-    rows.append(_sizes_row("1,000 steps", stage.cycle_amount, stage.cycle, 1000))
+        rows.append(_sizes_row("mean of all steps", stage.sent_per_cycle, stage.cycle))
+    rows.append(_sizes_row("1,000 steps", stage.sent_per_cycle, stage.cycle, 1000))
     for one in stage.evaluations:
         some = stage.steps is not None and len(stage.evaluations) > 1
         label = f"each of {format_count(one.times, 'evaluation')}" if some else "an evaluation"
-        rows.append(_sizes_row(label, one.amount))
+        rows.append(_sizes_row(label, one.sent))
     if stage.steps is not None:
-        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", stage.whole_amount))
+        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", stage.sent_in_stage))
     yield from _sizes_table(rows)
 
 
-def _sizes_row(label: str, amount: SentBytes | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
-    """A table row: `amount` is sent in `steps` steps; the row says how much that is in `wanted` steps."""
-    if amount is None:
+def _sizes_row(label: str, sent: SentBytes | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
+    """A table row: `sent` is sent in `steps` steps; the row says how much that is in `wanted` steps."""
+    if sent is None:
         return (label, "unknown", "unknown", "unknown")
-    return (label, *map(format_bytes, amount.sizes(steps, wanted).values()))
+    return (label, *map(format_bytes, sent.sizes(steps, wanted).values()))
 
 
 def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -392,7 +392,7 @@ def _exchanges_phrase(exchanges: Sequence[PlannedExchange]) -> str:
 def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) -> str:
     """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
     kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_phrase(exchange)
-    if exchange.amount is not None and not any(one.legs for one in exchange.buckets or ()):
+    if exchange.sent is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, as noop gives each rank its own back"
     if exchange.route.ema:
         of = f" of rank {source}, to" if exchange.route.through == "broadcast" else ", averaged over"

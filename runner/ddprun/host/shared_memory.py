@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ddprun.units import format_binary_bytes
+
 SHM_FOLDER = Path("/dev/shm")
 PAGE_BYTES = 4096
 PREFETCHED_BATCHES = 2
@@ -79,28 +81,18 @@ def shortage(
         return None
     who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"
     if certain := space.free < least:
-        why = f"too little to start {who}, which need {format_bytes(least)} for their queues alone and about "
-        why += f"{format_bytes(needed)} with batches"
+        why = f"too little to start {who}, which need {format_binary_bytes(least)} for their queues alone "
+        why += f"and about {format_binary_bytes(needed)} with batches"
     else:
-        why = f"but {who} need about {format_bytes(needed)} for batches that are loaded in advance; a run "
-        why += "whose batches do not fit fails"
-    return Shortage(f"/dev/shm has {format_bytes(space.free)} free, {why}", certain)
+        why = f"but {who} need about {format_binary_bytes(needed)} for batches that are loaded in advance; "
+        why += "a run whose batches do not fit fails"
+    return Shortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
 
 
 def nccl_shortage(ranks: int, space: ShmSpace | None) -> Shortage | None:
     """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
     if ranks == 1 or space is None or space.free >= ROOM_FOR_NCCL_BYTES:
         return None
-    text = (
-        f"/dev/shm has {format_bytes(space.free)} free, which may be too little for NCCL between {ranks} GPUs"
-    )
+    free = format_binary_bytes(space.free)
+    text = f"/dev/shm has {free} free, which may be too little for NCCL between {ranks} GPUs"
     return Shortage(text, certain=False)
-
-
-def format_bytes(count: float) -> str:
-    """Bytes in the units in which file systems are sized, rounded: `64 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"

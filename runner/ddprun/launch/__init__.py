@@ -11,7 +11,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.host.network import public_warning
 from ddprun.host.processes import set_signal_handler
 from ddprun.launch.launcher import LauncherError, detect_launcher, restart_warning
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 
 if TYPE_CHECKING:
     from ddprun.run_files import ResumeMode

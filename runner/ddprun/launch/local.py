@@ -43,7 +43,7 @@ from ddprun.host.processes import LAUNCHER_PID_VARIABLE, in_background, set_sign
 from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import ResumeMode, resume_command
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _SIGNAL_EXIT_BASE = 128

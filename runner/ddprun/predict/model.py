@@ -431,6 +431,9 @@ class CostModel:
             # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
             # has two on their way, and the receiver is ready for the second when the first has come.
             latency_counts={level: (1.5 if leg.op == "all_reduce" else 2.0) * rounds},
+            # Its all-to-all sends first: between two ranks, the later one says that it is ready behind its
+            # own message, and the other's comes when that is through.
+            one_way_bytes=sent if leg.op == "all_to_all" and leg.ranks == 2 else 0.0,
             wake_us=stack.wake_us,
             queue=queue,
         )

@@ -50,6 +50,9 @@ class Collective:
     latency_counts: Mapping[LinkLevel, float] = field(default_factory=dict)
     """How many times the latency of each link counts, in all rounds together."""
 
+    one_way_bytes: float = 0.0
+    """While this many go one way, nothing comes back, if the link was idle before."""
+
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
@@ -253,9 +256,11 @@ class StepSimulator:
         one.round += 1
         end = self._now
         for level, nbytes in collective.bytes_by_level.items():
-            took = 1e6 * self._machine.links.at_level(level).seconds(nbytes / collective.rounds)
+            link, free_us = self._machine.links.at_level(level), self._link_free_us[level]
+            one_way = collective.one_way_bytes if free_us <= self._now else 0.0
+            took = 1e6 * link.seconds(nbytes / collective.rounds + one_way)
             if took:
-                self._link_free_us[level] = max(self._now, self._link_free_us[level]) + took
+                self._link_free_us[level] = max(self._now, free_us) + took
                 end = max(end, self._link_free_us[level])
         one.wire_until_us = end
         for level, count in collective.latency_counts.items():

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ddprun.screen import is_terminal
+from ddprun.standard_streams import is_terminal
 from ddprun.telemetry.recorder import AgreedSteps
 from ddprun.telemetry.stragglers import straggler_totals
 from ddprun.units import format_bytes

@@ -264,16 +264,16 @@ class StepRecorder:
         self._step = None
         self._buffer.drop_running()
 
-    def note_loss(self, mean: Tensor, samples: int, counts: float | None = None) -> None:
-        """Note a micro-batch's mean loss, shape (), how many samples it is of, and what it counts in means:
-        None is its samples.
+    def note_loss(self, mean: Tensor, samples: int, weight: float | None = None) -> None:
+        """Note a micro-batch's mean loss, shape (), how many samples it is of, and its weight in means; None:
+        that is the number of samples.
 
         On a device it is read some steps later: its memory must be its own.
         """
         assert self._step is not None, "no step is running"
         self._buffer.losses.append(self._clock.copy_to_host(mean))
         self._buffer.samples.append(samples)
-        self._buffer.loss_weights.append(samples if counts is None else counts)
+        self._buffer.loss_weights.append(samples if weight is None else weight)
 
     @property
     def records_step(self) -> bool:
@@ -396,12 +396,12 @@ class StepRecorder:
         all_pending, self._pending_steps = self._pending_steps, deque()
         for pending in all_pending:
             if pending.resolved is not None:
-                self.deferred.add(self._divide_and_record(pending.resolved, pending.own, None))
+                self.deferred.add(self._split_and_record(pending.resolved, pending.own, None))
         buffer, self._buffer = self._buffer, MarkBuffer()
         buffer.drop_running()
         if buffer.steps:
             resolved = resolve_steps(buffer, self._clock, every=self._every)
-            self.deferred.add(self._divide_and_record(resolved, empty_messages(0), None))
+            self.deferred.add(self._split_and_record(resolved, empty_messages(0), None))
         self.deferred.do_all()
 
     # Steps that are over.
@@ -488,13 +488,13 @@ class StepRecorder:
                 self.steps_per_post = max(1, min(self._max_per_post, per_post))
             self._pending_steps.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if pending.resolved is not None:
-                self.deferred.add(self._divide_and_record(pending.resolved, pending.own, messages))
+                self.deferred.add(self._split_and_record(pending.resolved, pending.own, messages))
             newest = None if messages is None else combine_messages(pending.own, messages, self.stragglers)
             if newest is not None:
                 agreed_steps.append(newest)
         return agreed_steps
 
-    def _divide_and_record(
+    def _split_and_record(
         self, resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None
     ) -> Iterator[None]:
         """Deferred work: split the steps' waiting, count their time, and record them.

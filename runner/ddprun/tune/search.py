@@ -65,7 +65,7 @@ class TuneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SearchRequest:
     """What the user asked for."""
 
     loaded: LoadedPipeline
@@ -133,7 +133,9 @@ class Search:
         progress: takes what is going on now.
     """
 
-    def __init__(self, request: Request, say: Say, progress: Say, hosts: SearchHosts | None = None) -> None:
+    def __init__(
+        self, request: SearchRequest, say: Say, progress: Say, hosts: SearchHosts | None = None
+    ) -> None:
         self._request, self._say, self._progress, self._hosts = request, say, progress, hosts
         self._start_time_s = time.monotonic()
         loaded = request.loaded

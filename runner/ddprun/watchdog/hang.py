@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from ddprun import screen
+from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, PendingCollective, RankWatchdog
 from ddprun.watchdog.status_page import RankStatus, ask_servers, claim_once, read_page, read_pages
@@ -95,10 +95,12 @@ def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue
     try:
         _report(context, watchdog, waits)
     except Exception as error:  # the process must end, and not without a message
-        screen.print_stderr(f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}")
+        standard_streams.print_stderr(
+            f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}"
+        )
     with suppress(Exception):
         context.before_exit()
-    screen.flush()
+    standard_streams.flush()
     os._exit(1)
 
 

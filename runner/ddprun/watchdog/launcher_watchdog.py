@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddprun.host.processes import state_and_parent
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.hang import format_ranks
 from ddprun.watchdog.rank_watchdog import HANG_FILE, CheckFailureReporter
 from ddprun.watchdog.status_page import RankStatus, StatusServer, read_pages

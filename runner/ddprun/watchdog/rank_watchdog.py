@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ddprun.screen import print_stderr
+from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.status_page import StatusPage, Wait
 from ddprun_hooks.comm.observer import NULL_OBSERVER
 from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence

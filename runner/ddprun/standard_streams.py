@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class StandardStream(io.FileIO):
+class NeverFailingFileIO(io.FileIO):
     """A standard stream of this process. Writing to it never fails, even if nobody reads it any more.
 
     It has no buffer that could hold a lock, so a signal handler may write while the code that it interrupts
@@ -86,7 +86,7 @@ def failure_of_stdout() -> OSError | None:
     """Why something that was written to stdout was lost; None if nothing was."""
     _flush(sys.stdout)
     raw = getattr(sys.stdout, "buffer", None)
-    return raw.failure if isinstance(raw, StandardStream) else None
+    return raw.failure if isinstance(raw, NeverFailingFileIO) else None
 
 
 def _write_line(stream: IO[str] | None, text: str) -> None:
@@ -120,7 +120,7 @@ def _protected(stream: IO[str] | None, descriptor: int, was_closed: bool) -> IO[
     if stream is None:
         # Python has found it closed. If it is open now, it is somebody's file, and no place to write to.
         target = descriptor if was_closed else os.open(os.devnull, os.O_WRONLY)
-        return io.TextIOWrapper(StandardStream(target), "utf-8", "backslashreplace")
+        return io.TextIOWrapper(NeverFailingFileIO(target), "utf-8", "backslashreplace")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = getattr(stream.buffer, "raw", stream.buffer)
@@ -129,7 +129,7 @@ def _protected(stream: IO[str] | None, descriptor: int, was_closed: bool) -> IO[
         return stream
     _flush(stream)
     return io.TextIOWrapper(
-        StandardStream(descriptor),
+        NeverFailingFileIO(descriptor),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering,

@@ -11,7 +11,7 @@ import pytest
 
 # The child says in a file how it got on, since its screen is what is broken.
 _TOLD = (
-    "import sys; from ddprun import screen; screen.protect_standard_streams(); "
+    "import sys; from ddprun import standard_streams as streams; streams.protect_standard_streams(); "
     "note = open(sys.argv[1], 'w')\n"
 )
 
@@ -29,11 +29,11 @@ def _run(
 
 SPEAKS = """
 for _ in range(3):
-    screen.print_stderr('a message')
-    screen.print_stdout('data')
+    streams.print_stderr('a message')
+    streams.print_stdout('data')
     print('from a data set', flush=True)
     print('a warning', file=sys.stderr, flush=True)
-screen.flush()
+streams.flush()
 note.write('went on')
 """
 
@@ -93,11 +93,11 @@ def test_a_signal_handler_may_speak_while_the_code_below_it_does(tmp_path: Path)
     """Python's own streams raise "reentrant call" then."""
     speaks = """
 import signal, time
-signal.signal(signal.SIGALRM, lambda *_: (screen.print_stderr('handler'), print('handler', file=sys.stderr)))
+signal.signal(signal.SIGALRM, lambda *_: (streams.print_stderr('handler'), print('handler', file=sys.stderr)))
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 until = time.monotonic() + 0.3
 while time.monotonic() < until:
-    screen.print_stderr('x' * 5000)
+    streams.print_stderr('x' * 5000)
 signal.setitimer(signal.ITIMER_REAL, 0)
 note.write('went on')
 """
@@ -111,9 +111,9 @@ note.write('went on')
 def test_a_line_goes_out_whole_and_in_one_piece(tmp_path: Path) -> None:
     """Several ranks write to one pipe: lines of one must not be cut by another's."""
     says = """
-pieces, write = [], screen.StandardStream.write
-screen.StandardStream.write = lambda self, data: pieces.append(bytes(data)) or write(self, data)
-screen.print_stderr('a line of é')
+pieces, write = [], streams.NeverFailingFileIO.write
+streams.NeverFailingFileIO.write = lambda self, data: pieces.append(bytes(data)) or write(self, data)
+streams.print_stderr('a line of é')
 print('two', 'words', file=sys.stderr)
 note.write(repr(pieces))
 """
@@ -124,7 +124,7 @@ note.write(repr(pieces))
 
 def test_what_an_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    told = "screen.print_stderr(chr(233)); screen.print_stdout(chr(0xdc80)); note.write('went on')"
+    told = "streams.print_stderr(chr(233)); streams.print_stdout(chr(0xdc80)); note.write('went on')"
     code, noted, shown = _run(tmp_path / "noted", told, environment=ascii_only)
     assert (code, noted) == (0, "went on")
     assert sorted(shown.splitlines()) == ["\\udc80", "\\xe9"]
@@ -135,7 +135,7 @@ def test_a_full_pipe_that_somebody_has_made_non_blocking_is_waited_for(tmp_path:
 import os
 os.set_blocking(2, False)
 for _ in range(100):
-    screen.print_stderr('y' * 9999)
+    streams.print_stderr('y' * 9999)
 note.write('went on')
 """
     code, noted, shown = _run(tmp_path / "noted", fills, "2>&1 | (sleep 1; cat); exit ${PIPESTATUS[0]}")
@@ -150,8 +150,8 @@ note.write('went on')
 def test_data_that_stdout_did_not_take_is_known(tmp_path: Path, shell: str, expected: str) -> None:
     """A command whose output is all there is to it has failed then."""
     code = """
-screen.print_stdout('data' * 9999)
-failure = screen.failure_of_stdout()
+streams.print_stdout('data' * 9999)
+failure = streams.failure_of_stdout()
 note.write('None' if failure is None else failure.strerror)
 """
     assert _run(tmp_path / "noted", code, shell)[1] == expected
