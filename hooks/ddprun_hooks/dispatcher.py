@@ -43,7 +43,7 @@ class BucketDispatcher:
         """In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
         fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,)."""
 
-        self._sent: set[int] = set()  # buckets, since the step began
+        self._sent_buckets: set[int] = set()  # indices, since the step began
         self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
         model.register_comm_hook(None, self._on_bucket)
@@ -81,7 +81,7 @@ class BucketDispatcher:
             fidelity: keep each bucket's input for `measure_fidelity`.
         """
         self._loss_scale = scale
-        self._sent.clear()
+        self._sent_buckets.clear()
         self._fidelity_samples = [] if fidelity else None
         if scale is not None:
             self.stack.begin_step()
@@ -89,9 +89,9 @@ class BucketDispatcher:
     @property
     def unsent_params(self) -> tuple[str, ...]:
         """Parameters of the buckets that the last backward pass has not sent."""
-        if len(self._sent) == len(self._layout):
+        if len(self._sent_buckets) == len(self._layout):
             return ()
-        left = (bucket for bucket in self.layout if bucket.index not in self._sent)
+        left = (bucket for bucket in self.layout if bucket.index not in self._sent_buckets)
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
@@ -121,7 +121,7 @@ class BucketDispatcher:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._layout_frozen:
             self._record_layout(bucket)
-            return self._send_before_layout_frozen(bucket)
+            return self._on_bucket_before_layout_frozen(bucket)
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
             actual = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
@@ -134,7 +134,7 @@ class BucketDispatcher:
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             fail_future(future, error)
             return future
-        self._sent.add(index)
+        self._sent_buckets.add(index)
         future = self._send(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():
             self.on_last_bucket_sent()
@@ -155,7 +155,7 @@ class BucketDispatcher:
             self._fidelity_samples.append((traces[-1], own, buffer))
         return future
 
-    def _send_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Handle a bucket while the layout is not known yet: nothing is exchanged, this rank keeps its own
         gradient.
         """

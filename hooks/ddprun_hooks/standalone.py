@@ -73,7 +73,7 @@ class Handle(BucketDispatcher):
         """One state from those of every rank, in rank order, for other ranks or buckets to load."""
         return self.stack.merge(states)
 
-    def _send_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         layout = self._layout[bucket.index()]
         self._control.check_agreement(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():

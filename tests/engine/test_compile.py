@@ -24,8 +24,12 @@ from tests.checkpoint.runs import CNN, check
 from tests.engine.running import events, lines, summary, to_its_end, weights
 from tests.ranks import as_processes
 
-# Torch looks whether inputs of blocks have gradients. It hides its own warning of that, but not the error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+COMPILING_S = 180  # a C++ compiler builds a run's kernels, on cores that other tests use as well
+pytestmark = [
+    # Torch looks whether inputs of blocks have gradients. It hides its own warning of that, not the error.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.timeout(3 * COMPILING_S),
+]
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
@@ -232,7 +236,8 @@ def run(folder: Path, cache: Path, more: str, name: str, **variables: str) -> tu
     (folder / f"{name}.yaml").write_text(RUN + more)
     said = folder / f"{name}.txt"
     settings = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **variables}
-    codes = as_processes(2, rank, folder / f"{name}.yaml", folder / name, said, settings, cwd=folder)
+    arguments = folder / f"{name}.yaml", folder / name, said, settings
+    codes = as_processes(2, rank, *arguments, cwd=folder, timeout_s=COMPILING_S)
     return folder / name, codes, said.read_text()
 
 

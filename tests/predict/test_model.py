@@ -9,7 +9,15 @@ import pytest
 
 from ddprun.config import load
 from ddprun.explain.explain import Explanation, explain
-from ddprun.predict.costs import OWN_WORK_PARTS, Costs, LinearCost, RecordsError, StageCosts, read_costs
+from ddprun.predict.costs import (
+    OWN_WORK_PARTS,
+    BucketCosts,
+    Costs,
+    LinearCost,
+    RecordsError,
+    StageCosts,
+    read_costs,
+)
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import NothingToMeasureError, short_run_stages
@@ -60,6 +68,33 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Cos
 def model(measured: tuple[Explanation, Costs]) -> CostModel:
     """Fitted to that run."""
     return CostModel(*measured, Links())
+
+
+@pytest.fixture(scope="module")
+def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
+    """Fitted to records that are the same every time: of such a run as `measured`."""
+    file = tmp_path_factory.mktemp("fixed") / "run.yaml"
+    file.write_text(PIPELINE.format(stages="[{train: {steps: 4}}]"))
+    stages = short_run_stages(load(file), [[], ["int8"]], steps=12)
+    file.write_text(PIPELINE.format(stages=stages))
+    explained = explain(load(file), hosts=1, ranks_per_host=RANKS)
+    times_us = (250.0, 2400.0, 2500.0, 1100.0, 300.0, 700.0)
+    parts, own_us = dict(zip(OWN_WORK_PARTS, times_us, strict=True)), sum(times_us)
+    # Of a step, and of the processor; of hooks before, between and after collectives.
+    costs = {"[]": (10_500.0, 9_000.0, (40.0, 30.0)), "[int8]": (14_000.0, 11_500.0, (400.0, 450.0, 350.0))}
+    found = []
+    for stage in explained.stages:
+        one = StageCosts(36, own_us, own_us, parts, own_us_by_rank=[[own_us - 50, own_us + 50]] * RANKS)
+        key = "[" + ", ".join(hook.name for hook in stage.settings.hooks) + "]" if stage.settings else ""
+        if key in costs and stage.patterns and stage.patterns[0].exchanges:
+            one.step_us, one.cpu_us, hook_times_us = costs[key]
+            one.buckets = {
+                bucket.bucket: BucketCosts(bucket.bytes, hook_times_us, 2000.0, 6000.0)
+                for exchange in stage.patterns[0].exchanges
+                for bucket in exchange.buckets or ()
+            }
+        found.append(one)
+    return CostModel(explained, Costs("cpu", 2.0, found), Links())
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +156,13 @@ def test_times_of_buckets_are_those_of_a_step_that_sends(
 
 
 @pytest.mark.parametrize("name", ["every_step", "int8", "accumulate", "local_sgd", "diloco", "forward"])
-def test_a_worse_link_is_never_better(model: CostModel, cases: Explanation, name: str) -> None:
-    """Neither a slower one nor one of more latency, and far enough down the link is what limits."""
+def test_a_worse_link_is_never_better(fixed_model: CostModel, cases: Explanation, name: str) -> None:
+    """Neither a slower one nor one of more latency, and far enough down the link is what limits.
+
+    Costs are fixed. With others a worse link may win up to 4 %, rarely: what shares cores then meets in a
+    luckier order (Graham 1969, 10.1137/0117039), as it may in truth.
+    """
+    model = fixed_model
     rates = [predicted(model, cases, name, Links(across=Link(rate))) for rate in (1e10, 1e8, 1e7, 1e6, 1e5)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(rates))
     assert rates[-1].limit == "link across"
@@ -132,6 +172,24 @@ def test_a_worse_link_is_never_better(model: CostModel, cases: Explanation, name
     late = [predicted(model, cases, name, Links(across=Link(1e8, s))) for s in (0.0, 1e-3, 1e-2, 1e-1)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(late))
     assert late[-1].limit == "latency"
+
+
+def test_an_all_to_all_between_two_ranks_is_one_way_at_first(
+    fixed_model: CostModel, cases: Explanation
+) -> None:
+    """On a slow link a step takes one message more than the link is busy; with more ranks, others fill it."""
+    extra = []
+    for ranks_per_host in (1, 2):
+        explained = explain(cases.loaded, hosts=2, ranks_per_host=ranks_per_host, probe=cases.probe)
+        stage = explained.stages[list(STAGES).index("int8")]
+        found = fixed_model.predict(stage, explained.world, Links(across=Link(1e4)))
+        (exchange,) = stage.patterns[0].exchanges
+        first = (exchange.buckets or ())[0]
+        assert [leg.op for leg in first.legs or ()] == ["all_to_all", "all_gather"]
+        message = (first.legs or ())[0].sent.all_ranks / explained.world.ranks
+        extra.append((found.step_us - found.links_busy_us["across"]) / 1e6 * 1e4 / message)
+    assert extra[0] == pytest.approx(1, abs=0.1)
+    assert extra[1] == pytest.approx(0, abs=0.1)
 
 
 def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explanation) -> None:

@@ -67,6 +67,15 @@ def test_a_link_carries_one_message_after_the_other() -> None:
     assert played.waits_us == {"wire": pytest.approx(157)}
 
 
+def test_what_is_one_way_at_first_waits_on_an_idle_link_alone() -> None:
+    """A busy link goes on with what others send meanwhile."""
+    two_ranks = transfer(100, one_way_bytes=40)
+    played = play(ALONE, Send(two_ranks), Send(two_ranks), Await())
+    assert [one.done_us for one in played.transfers] == pytest.approx([140, 240])
+    played = play(ALONE, Send(transfer(30)), Send(two_ranks), Await())
+    assert [one.done_us for one in played.transfers] == pytest.approx([30, 130])
+
+
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:
     """A small one waits for the messages of a large one in each of its rounds."""
     played = play(ALONE, Send(transfer(1000, rounds=10)), Send(transfer(10, rounds=10)), Await())

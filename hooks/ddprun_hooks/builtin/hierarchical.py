@@ -19,7 +19,7 @@ class _ShardLayout:
     """How a payload is divided among the ranks of a host."""
 
     params: tuple[ParamSlice, ...]
-    sizes: list[int]
+    sizes: list[int]  # elements of each rank's share
     shard_params: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
@@ -76,7 +76,7 @@ class Hierarchical(CompositeHook):
 
     def _shard_layout(self, payload: Payload, within: Communicator) -> _ShardLayout:
         key = payload.kind, payload.bucket
-        # Elements of no parameter (factors, say) may come in several lengths for one bucket.
+        # A payload without parameters (factors, say) may have another length each time: it is not looked up.
         layout = self._shard_layouts.get(key) if payload.params else None
         if layout is None or layout.params != payload.params:
             ends = row_aligned_ends(payload.params, payload.tensor.numel(), within.size)

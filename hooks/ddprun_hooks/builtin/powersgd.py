@@ -36,10 +36,11 @@ class PowerSgd(ErrorFeedback):
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         self.rank = rank
-        self._factors: dict[str, dict[str, dict[str, Any]]] = {}
-        """The last step's `q` of each matrix, by kind and parameter, with the `start` of the rank's part."""
+        self._last_qs: dict[str, dict[str, dict[str, Any]]] = {}
+        """By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of
+        the parameter, or -1 if it was merged from several."""
 
-        self._factors_before: dict[str, dict[str, dict[str, Any]]] | None = None
+        self._last_qs_before_step: dict[str, dict[str, dict[str, Any]]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
@@ -57,16 +58,16 @@ class PowerSgd(ErrorFeedback):
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
         sizes = [matrix.numel() for matrix in left_products] + [param.numel for param in rest]
         sums, errors = torch.split(total, sizes), torch.split(compression_error, sizes)
-        for param, mean, missing in zip(
+        for param, reduced, missing in zip(
             rest, sums[len(left_products) :], errors[len(left_products) :], strict=True
         ):
-            param.of(result).copy_(mean)
+            param.of(result).copy_(reduced)
             param.of(residual).copy_(missing)
         if not left_products:
             return result
 
         left_bases = [
-            orthonormal(mean.view_as(matrix)) for mean, matrix in zip(sums, left_products, strict=False)
+            orthonormal(reduced.view_as(matrix)) for reduced, matrix in zip(sums, left_products, strict=False)
         ]
         right_products = [
             _matrix(residual, param).T @ p for param, p in zip(matrices, left_bases, strict=True)
@@ -77,7 +78,7 @@ class PowerSgd(ErrorFeedback):
         total = (await comm.reduce(message, (), compression_error)).to(residual.dtype)
         sent -= compression_error
         sizes = [matrix.numel() for matrix in right_products]
-        for param, p, mine, mean, right in zip(
+        for param, p, mine, reduced, right in zip(
             matrices,
             left_bases,
             torch.split(sent, sizes),
@@ -85,7 +86,7 @@ class PowerSgd(ErrorFeedback):
             right_products,
             strict=True,
         ):
-            q = mean.view_as(right)
+            q = reduced.view_as(right)
             _matrix(result, param).copy_(p @ q.T)
             _matrix(residual, param).addmm_(p, mine.view_as(right).T, alpha=-1)
             self._store_q(payload.kind, param, q, residual)
@@ -101,7 +102,7 @@ class PowerSgd(ErrorFeedback):
     def _last_q(self, kind: str, param: ParamSlice, like: Tensor) -> Tensor:
         """The last step's Q of a matrix, (columns, rank); a random one, the same on all ranks, at first."""
         shape = (_rows_columns(param)[1], self.rank)
-        known = self._factors.get(kind, {}).get(param.name)
+        known = self._last_qs.get(kind, {}).get(param.name)
         # State of another world (start: -1) has the factors of whole matrices; they serve parts of them, too.
         if known and known["start"] in (param.start, -1) and tuple(known["q"].shape) == shape:
             factor: Tensor = known["q"]
@@ -111,22 +112,24 @@ class PowerSgd(ErrorFeedback):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
     def _store_q(self, kind: str, param: ParamSlice, q: Tensor, residual: Tensor) -> None:
-        """Keep Q for the next step, unless it is not finite: then the matrix came out so, on all ranks."""
+        """Keep Q for the next step. One that is not finite comes of a matrix that is not, on all ranks: then
+        the last Q stays, and the residual becomes zero.
+        """
         lost = ~torch.isfinite(q).all()
         if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
             q = torch.where(lost, self._last_q(kind, param, q), q)
-        self._factors.setdefault(kind, {})[param.name] = {"start": param.start, "q": q.clone()}
+        self._last_qs.setdefault(kind, {})[param.name] = {"start": param.start, "q": q.clone()}
 
     def state_dict(self) -> dict[str, Any]:
         """`residuals`, and as `factors` each matrix's last Q."""
-        factors = {kind: dict(of_params) for kind, of_params in self._factors.items()}
+        factors = {kind: dict(of_params) for kind, of_params in self._last_qs.items()}
         state = {"residuals": super().state_dict(), "factors": factors}
         return {key: value for key, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state.get("residuals", {}))
-        self._factors = {kind: dict(of_params) for kind, of_params in state.get("factors", {}).items()}
+        self._last_qs = {kind: dict(of_params) for kind, of_params in state.get("factors", {}).items()}
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum over ranks of their residuals; of each matrix the Q of the part that starts first."""
@@ -146,15 +149,15 @@ class PowerSgd(ErrorFeedback):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._factors_before = {kind: dict(of_params) for kind, of_params in self._factors.items()}
+        self._last_qs_before_step = {kind: dict(of_params) for kind, of_params in self._last_qs.items()}
 
     def commit(self) -> None:
         super().commit()
-        self._factors_before = None
+        self._last_qs_before_step = None
 
     def rollback(self) -> None:
-        if self._factors_before is not None:
-            self._factors = self._factors_before
+        if self._last_qs_before_step is not None:
+            self._last_qs = self._last_qs_before_step
         super().rollback()
 
 

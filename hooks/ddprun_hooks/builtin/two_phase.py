@@ -51,7 +51,7 @@ class TwoPhaseReduction:
     """
 
     overflow: Finding | None = None
-    """What was found in the messages of all sums, once they are decoded."""
+    """Whether a sum has overflowed, once `decode` has looked; None: this format does not look."""
 
     def __init__(
         self, wire_format: WireFormat, payload: Tensor, residual: Tensor, rank: int, group_size: int
@@ -86,8 +86,8 @@ class TwoPhaseReduction:
         self.wire_format.subtract(self._share_sum, self._message)
         self._padded_sum[self.rank] += self._share_sum  # one rank keeps what the second encoding lost
         self.residual.copy_(self._unpadded_sum)
-        mean = self.wire_format.decode(gathered.view(self.group_size, -1), self._padded_sum.dtype)
-        return self.payload.copy_(mean.view(-1)[: self.payload.numel()])
+        total = self.wire_format.decode(gathered.view(self.group_size, -1), self._padded_sum.dtype)
+        return self.payload.copy_(total.view(-1)[: self.payload.numel()])
 
     def own_residual_share(self) -> Tensor:
         """This rank's share of the residual: a view, shorter or empty where the last shares are padded."""
@@ -111,10 +111,10 @@ class TwoPhase(ErrorFeedback):
         residual = self.residual(payload, comm.size)
         reduction = self.wire_format.make_reduction(payload.tensor, residual, comm.rank, comm.size)
         arrived = await comm.all_to_all(reduction.encode())
-        mean = reduction.decode(await comm.all_gather(reduction.sum_shares(arrived)))
+        total = reduction.decode(await comm.all_gather(reduction.sum_shares(arrived)))
         if reduction.overflow is not None:
             payload.findings.append(reduction.overflow)
-        return mean
+        return total
 
 
 class BlockScaled(WireFormat):
@@ -188,7 +188,10 @@ class BlockScaled(WireFormat):
 
 
 class FusedBlockReduction(TwoPhaseReduction):
-    """By kernels, each of which reads and writes memory once."""
+    """The same for block-scaled codes, by one kernel for each method, which reads and writes memory once.
+
+    The kernels of `encode` and `sum_shares` also bring the residual up to date.
+    """
 
     wire_format: BlockScaled
 

@@ -43,8 +43,8 @@ class Communicator:
             tensor: shape (any,); given away, its memory is overwritten.
             params: which parameters its elements are; None: as in the payload if the length is the same, else
                 none.
-            compression_error: shape (any,), zeros: takes what later hooks did not send. None: they keep it
-                themselves, which they can for elements of parameters only.
+            compression_error: shape (any,), zeros: later hooks add to it what they did not send. None: they
+                keep that themselves, by parameter; so each element must be of one (`params`).
         """
         assert self._rest_of_stack is not None, "a hook's communicator knows the rest of its stack"
         return await self._rest_of_stack(tensor, params, compression_error)
@@ -57,7 +57,7 @@ class Communicator:
         return Communicator(within), Communicator(across)
 
     def in_shared_memory(self) -> Communicator:
-        """The same ranks, exchanging through shared memory."""
+        """The same ranks: `all_reduce`, `all_gather` and `reduce_scatter` go through shared memory."""
         return Communicator(self.group, self._rest_of_stack, via_shared_memory=True)
 
     def all_reduce(self, tensor: Tensor) -> Collective:
@@ -65,7 +65,7 @@ class Communicator:
         return Collective(self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory)
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
-        """The ranks' largest value at each place of `tensor` (any shape), in place; gives `tensor`."""
+        """Elementwise maximum of `tensor` (any shape) over the ranks, in place; gives `tensor`."""
         return Collective(self.group, "all_reduce", tensor, tensor, take_max=True)
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:

@@ -17,7 +17,7 @@ def downcast(
     payload,  # (numel,)
     residual,  # fp32, (numel,): is added, and gets what is rounded off; or None
     message,  # 16 bits, (message_numel,)
-    flags,  # the first is set if `payload` is not finite
+    flags,  # int32, (2,): the first is 1 if `payload` is not finite
     numel,
     message_numel,
     TILE: tl.constexpr,
@@ -86,11 +86,11 @@ def _sum_and_downcast_tile(
 def upcast(
     total,  # 16 bits
     values,  # the payload, (numel,)
-    flags,  # the second gets the finding's code
+    flags,  # of `downcast`; the second is 0 if `total` is finite, 1 if it alone is not, 2 if neither is
     numel,
     TILE: tl.constexpr,
 ):
-    """Cast back. One program for `TILE` values."""
+    """Cast the sum to the payload's dtype, and look for an overflow. One program for `TILE` values."""
     first = tl.program_id(0).to(tl.int64) * TILE
     if first + TILE <= numel:
         _upcast_tile(total, values, flags, numel, first, TILE, True)

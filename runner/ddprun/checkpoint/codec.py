@@ -19,7 +19,7 @@ from ddprun.run_files import WrongFileTypeError, open_file
 from ddprun_hooks.comm.gpu import StagedCopies
 
 _TAG = "$"
-_LENGTH_BYTES = 8
+_HEADER_LENGTH_BYTES = 8  # at the start of a safetensors file
 _METADATA = "__metadata__"
 
 
@@ -196,17 +196,17 @@ def _one_line(text: str) -> str:
 
 
 def sort_metadata(path: Path) -> None:
-    """Sort the metadata of a file that safetensors has written by name.
+    """Sort by name, in place, the metadata of a file that safetensors has written.
 
     safetensors writes it in an order that is drawn anew in each process, and equal tensors would make files
     with other hashes.
     """
     with path.open("r+b") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
         header = json.loads(file.read(length))
         metadata = dict(sorted(header.pop(_METADATA).items()))
         text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":"), ensure_ascii=False)
         ordered = text.encode().ljust(length)
         assert len(ordered) == length  # the same words in another order
-        file.seek(_LENGTH_BYTES)
+        file.seek(_HEADER_LENGTH_BYTES)
         file.write(ordered)

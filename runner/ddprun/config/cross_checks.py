@@ -62,7 +62,8 @@ _CHECKS: list[tuple[frozenset[str], _Check]] = []
 def _register_check(*keys: str) -> Callable[[_Check], _Check]:
     """Register a check that reads these top-level keys; it is skipped if one of them has faults.
 
-    A check that reads one key with `_values_of_key` names none: faulty values are replaced by valid ones.
+    A check that reads nothing but one key, by `_values_of_key`, registers no keys and always runs: a
+    faulty value has been replaced by a valid one.
     """
 
     def register(check: _Check) -> _Check:
@@ -658,7 +659,7 @@ def _leaves_equal(pipeline: Pipeline, stage: TrainStage | ForwardStage, *, befor
 
 
 @_register_check("buffers", "model", "stages")
-def _no_buffers_to_send(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if not isinstance(pipeline.model.settings, (Mlp, Transformer)):
         return
     for path, buffers in _values_of_key(pipeline, "buffers"):

@@ -185,7 +185,7 @@ class _Builder:
         return root
 
     def build_node(self, event: Any, path: KeyPath, depth: int) -> Node:
-        """The value that starts with an event; `depth` lists and mappings are around it."""
+        """The node that starts with `event`, read to its end; `depth` lists and mappings are around it."""
         place = self.place(event.start_mark.line, event.start_mark.column)
         if isinstance(event, yaml.AliasEvent):
             return self.resolve_alias(str(event.anchor), place, path, depth)

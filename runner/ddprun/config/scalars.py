@@ -71,7 +71,8 @@ def number_hint(text: str, *, quoted: bool) -> str | None:
             return f"the quotes make it a string: write {text}"
     if _LEADING_ZERO.fullmatch(text):
         sign, digits = "-" if text[0] == "-" else "", text.lstrip("+-").lstrip("0")
-        hint = f"a leading zero means 8 to one YAML and 10 to another: write {sign}{digits or '0'}"
+        hint = "with a leading zero it is octal in YAML 1.1 and decimal in YAML 1.2: "
+        hint += f"write {sign}{digits or '0'}"
         is_octal = digits and not sign and set(digits) <= set("01234567")
         return f"{hint}, or 0o{digits} for octal" if is_octal else hint
     if "_" in text and _FLOAT.fullmatch(text.replace("_", "")):

@@ -20,7 +20,7 @@ from ddprun.engine.data import ErrorFactory
 from ddprun.engine.objective import ForwardResult
 from ddprun_hooks.comm.control import ControlChannel
 
-_LENGTH_BYTES = 8
+_TREE_LENGTH_BYTES = 8
 
 
 class StatefulMetric:
@@ -119,16 +119,16 @@ def _torchmetrics_parts(metric: Any) -> list[Any] | None:
 
 
 def _to_bytes(state: Mapping[str, Any]) -> bytes:
-    """State as bytes, without pickling."""
+    """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
     encoded = encode(state)
     tree = json.dumps(encoded.tree).encode()
-    return len(tree).to_bytes(_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
+    return len(tree).to_bytes(_TREE_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
 
 
 def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
-    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
-    return decode(json.loads(data[_LENGTH_BYTES:end]), tensors)
+    return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)
 
 
 def _all_gather_bytes(control: ControlChannel, data: bytes) -> list[bytes]:

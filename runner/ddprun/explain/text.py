@@ -123,7 +123,7 @@ def _stage_lines(
     if stage.begin:
         why = "Equal gradients keep ranks equal only if that is equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
-    yield from once("Forward", _forward_text(stage, settings))
+    yield from once("Forward", _parameters_text(stage, settings))
     yield from once("Buffers", _buffers_text(stage, settings.buffers, explained))
     if stage.stage.name == "train":
         yield from paragraph("Backward", _backward_text(stage, settings))
@@ -143,7 +143,8 @@ def _length_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     return format_count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
 
 
-def _forward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+    """That a forward pass sends no parameters, and why ranks' parameters stay equal or drift apart."""
     always = "No parameters are sent in a forward pass, in this stage or any other."
     if settings.mutate is not None:
         why = (

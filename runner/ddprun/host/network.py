@@ -12,8 +12,8 @@ from ddprun.host.processes import in_background
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 
-_DEFAULT_ROUTE_ADDRESS = "192.0.2.1"
-"""Of no host (RFC 5737): the way there is the default route."""
+_NOBODYS_ADDRESS = "192.0.2.1"
+"""No host has it (RFC 5737), so the way there is the default route."""
 
 _ANY_PORT = 9
 _LOOK_UP_S = 2.0
@@ -55,9 +55,7 @@ def choose_interface(host: str) -> None:
 
 
 def choose_loopback() -> None:
-    """Have Gloo listen on loopback alone, since all ranks are on this host, unless the user has named an
-    interface.
-    """
+    """Set `GLOO_SOCKET_IFNAME` to the loopback interface, unless it is set: all ranks are on this host."""
     if name := interface_by_address().get(LOOPBACK):
         os.environ.setdefault(INTERFACE_VARIABLES[0], name)
 
@@ -75,7 +73,7 @@ def address_towards(endpoint: str) -> str:
     if wanted := os.environ.get(INTERFACE_VARIABLES[0], "").split(",")[0]:
         owned = [address for address, name in interface_by_address().items() if name == wanted]
         return next(iter(sorted(owned, key=lambda address: ":" in address)), LOOPBACK)
-    ways = [*_local_addresses_towards(host_of(endpoint)), *_local_addresses_towards(_DEFAULT_ROUTE_ADDRESS)]
+    ways = [*_local_addresses_towards(host_of(endpoint)), *_local_addresses_towards(_NOBODYS_ADDRESS)]
     # Some distributions call the host itself 127.0.1.1.
     return next((address for address in ways if not is_loopback(address)), LOOPBACK)
 

@@ -17,7 +17,7 @@ from ddprun.host.network import (
     resolve_addresses,
 )
 
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that wait to be accepted, as with the listener of c10d itself
 
 
 def open_store(

@@ -34,8 +34,10 @@ MAX_PREDICTION_BYTES = 64 << 20
 
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference wants a reason
 _MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
-_NEAR_LARGEST = 0.8
-_MIN_CPU_SHARE = 0.8  # a process that has its cores computes for more of the time in which it does not wait
+_NEAR_LARGEST_SHARE = 0.8  # of the largest difference of a bucket: the first that is as far off is named
+_STARVED_CPU_SHARE = 0.8
+"""Processor time to time not spent waiting. With less, the reason is that ranks share too few cores, if no
+record has another."""
 
 
 class PredictionError(Exception):
@@ -252,7 +254,7 @@ class _StageComparer:
         predicted_us, measured_us = found.step_parts_us["step"]
         if late_us:
             # What holds up one bucket holds up those behind it: the first of them is named.
-            least_us = _NEAR_LARGEST * max(map(abs, late_us.values()))
+            least_us = _NEAR_LARGEST_SHARE * max(map(abs, late_us.values()))
             bucket = next(name for name, us in late_us.items() if abs(us) >= least_us)
             us, (predicted, measured) = late_us[bucket], known[bucket]
             text = f"{bucket[:1].upper()}{bucket[1:]} was done {_difference_text(us, 'later', 'earlier')} "
@@ -274,7 +276,7 @@ class _StageComparer:
             if amount_us * math.copysign(1.0, us) >= _MIN_EXPLAINED_SHARE * abs(us):
                 return reason
         share = self.measured.cpu_share
-        if us > 0 and share < _MIN_CPU_SHARE:
+        if us > 0 and share < _STARVED_CPU_SHARE:
             text = "ranks share too few cores: each had one for"
             return f"{text} {share:.0%} of the time in which it did not wait"
         return "nothing in the records says why"

@@ -27,8 +27,8 @@ class Profiler:
     Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
     """
 
-    def __init__(self, steps: Sequence[int], writer: Writer, rank: int) -> None:
-        self._first, self._last = steps
+    def __init__(self, first_and_last: Sequence[int], writer: Writer, rank: int) -> None:
+        self._first, self._last = first_and_last
         self._writer, self._rank = writer, rank
         self._running: torch.profiler.profile | None = None
         self._first_profiled_step = 0

@@ -105,7 +105,8 @@ class StragglerDetector:
         self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
-        """Take what all ranks say about some steps, which the first messages are about.
+        """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
+        that order; what comes after them is ignored.
 
         Returns:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
@@ -193,21 +194,25 @@ class StragglerDetector:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
             return None  # late in many steps, and in as many not
-        cause, index = _cause(rank, late_us, numbers, None if before is None else before.cause)
+        cause, index = _find_cause(rank, late_us, numbers, None if before is None else before.cause)
         bucket = None if index is None else reported_buckets(len(self._params))[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
 
 
-def _cause(rank: int, late_us: float, numbers: FloatArray, before: Cause | None) -> tuple[Cause, int | None]:
-    """Where a rank spent more than the others, and which of the reported buckets shows it."""
+def _find_cause(
+    rank: int, late_us: float, numbers: FloatArray, last_cause: Cause | None
+) -> tuple[Cause, int | None]:
+    """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
+    backward also the position of the late bucket among the reported ones.
+    """
     more = _median(_above_others_median(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
     parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
     for name, us in zip(OWN_PARTS, more, strict=True):
         parts[_CAUSES[name]] += us
     parts["communication"] += late_us - sum(more)
-    cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == before else 1.0))
+    cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == last_cause else 1.0))
     ready = numbers[..., READY_COLUMNS]
     if cause != "backward" or not ready.any():
         return cause, None

@@ -40,7 +40,7 @@ class TunedStage:
 
     stage: TrainStage
     steps: int | None  # None: not known
-    paths_by_key: Mapping[str, str]  # for each of `TUNABLE_KEYS` where the file has it, or would have it
+    paths_by_key: Mapping[str, str]  # of each of `TUNABLE_KEYS` the place in the file, present or not
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,10 @@ class Trial:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as the file as it is."""
+        """How many times as many samples a second as the baseline; 0: not measured."""
         return self.speed_ratio.mean if self.speed_ratio is not None else 0.0
 
-    def gain(self, floors: Floors) -> float:
+    def training_speedup(self, floors: Floors) -> float:
         """How many times as fast it trains. A candidate that changes training counts by how soon it comes to
         the target loss, unless there is a floor for the loss.
         """
@@ -132,7 +132,7 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
             return "its loss is not known"
         if not above <= floors.loss:
             return f"its loss is {above:+.1%}, the floor {floors.loss:+.1%}"
-    elif trial.gain(floors) < 1 <= trial.speedup:
+    elif trial.training_speedup(floors) < 1 <= trial.speedup:
         if not trial.speedup_to_loss:
             return f"it does not come to the file's loss at {TARGET_LOSS_SHARE:.0%} of the steps"
         return f"it takes {1 / trial.speedup_to_loss:.2f} times as long as the file to the same loss"
@@ -148,17 +148,19 @@ def pick_winner(trials: Sequence[Trial], floors: Floors) -> Trial | None:
     left = [one for one in trials if one.verdict == "faster" and rejection_reason(one, floors) is None]
     if not left:
         return None
-    best = max(left, key=lambda one: one.gain(floors))
-    least = best.gain(floors) * (best.speed_ratio.low / best.speedup if best.speed_ratio is not None else 1.0)
-    alike = [one for one in left if one.gain(floors) >= least]
-    return min(alike, key=lambda one: (*_training_impact(one.entry.candidate), -one.gain(floors)))
+    best = max(left, key=lambda one: one.training_speedup(floors))
+    least = best.training_speedup(floors) * (
+        best.speed_ratio.low / best.speedup if best.speed_ratio is not None else 1.0
+    )
+    alike = [one for one in left if one.training_speedup(floors) >= least]
+    return min(alike, key=lambda one: (*_training_impact(one.entry.candidate), -one.training_speedup(floors)))
 
 
 def predicted_winner(
-    file: PredictedCandidate, entries: Sequence[PredictedCandidate]
+    baseline: PredictedCandidate, entries: Sequence[PredictedCandidate]
 ) -> PredictedCandidate | None:
     """The winner by prediction alone, which may miss by a tenth: what gains less does not win."""
-    left = [one for one in entries if one.us_per_sample < (1 - _PREDICTION_ERROR) * file.us_per_sample]
+    left = [one for one in entries if one.us_per_sample < (1 - _PREDICTION_ERROR) * baseline.us_per_sample]
     if not left:
         return None
     least = min(one.us_per_sample for one in left)
@@ -175,7 +177,7 @@ def _training_impact(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def next_candidates(
-    file: PredictedCandidate,
+    baseline: PredictedCandidate,
     entries: Sequence[PredictedCandidate],
     trials: Sequence[Trial],
     floors: Floors,
@@ -192,35 +194,35 @@ def next_candidates(
     """
     tried = {one.entry.candidate.name for one in trials}
     best = pick_winner(trials, floors)
-    least = (1 + _MIN_PREDICTED_GAIN) * (best.gain(floors) if best is not None else 1.0)
+    least = (1 + _MIN_PREDICTED_GAIN) * (best.training_speedup(floors) if best is not None else 1.0)
     left = [
         one
         for one in sorted(entries, key=lambda one: one.us_per_sample)
         if one.candidate.name not in tried
         and one.candidate.period <= max_period
-        and _best_possible_gain(one, file, trials, floors) > least
+        and _best_possible_speedup(one, baseline, trials, floors) > least
     ]
     chosen = list(_best_of_each_kind(left))
     chosen += [one for one in left if one not in chosen]
     return chosen[:most]
 
 
-def _best_possible_gain(
-    entry: PredictedCandidate, file: PredictedCandidate, trials: Sequence[Trial], floors: Floors
+def _best_possible_speedup(
+    entry: PredictedCandidate, baseline: PredictedCandidate, trials: Sequence[Trial], floors: Floors
 ) -> float:
-    """The highest gain to expect: the predicted one, but no more than trials reached that lose no more,
+    """The highest speedup to expect: the predicted one, but no more than trials reached that lose no more,
     except for its own speed. 0 if such a trial was rejected.
     """
-    gain = file.us_per_sample / entry.us_per_sample
+    speedup = baseline.us_per_sample / entry.us_per_sample
     for trial in trials:
         if trial.verdict == "failed" or not entry.candidate.at_least_as_lossy_as(trial.entry.candidate):
             continue
         if rejection_reason(trial, floors) is not None:
             return 0.0
         if trial.entry.candidate.kind != "exact":
-            reached = trial.gain(floors) * trial.entry.us_per_sample / entry.us_per_sample
-            gain = min(gain, reached)
-    return gain
+            reached = trial.training_speedup(floors) * trial.entry.us_per_sample / entry.us_per_sample
+            speedup = min(speedup, reached)
+    return speedup
 
 
 def _best_of_each_kind(left: Sequence[PredictedCandidate]) -> Iterator[PredictedCandidate]:

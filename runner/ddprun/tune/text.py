@@ -80,7 +80,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
             "",
         ),
     ]
-    for trial in sorted(outcome.trials, key=lambda one: -one.gain(outcome.floors)):
+    for trial in sorted(outcome.trials, key=lambda one: -one.training_speedup(outcome.floors)):
         out = rejection_reason(trial, outcome.floors)
         ratio = trial.speed_ratio
         rows.append(
