@@ -3,7 +3,7 @@
     python -m benchmarks.overlap [--rounds 5] [--rate-mbit 200]
 
 Needs Linux, root and tc; run it in the repository's folder. Two network namespaces with one rank each are
-joined by a link that is held to a rate (tbf, with a queue of 50 ms). The same pipeline is run with `diloco`
+joined by a link that is held to a rate (`benchmarks.two_hosts`). The same pipeline is run with `diloco`
 of every 16 steps, which waits for its exchange; the same once more as its own control; and with 8 steps of
 overlap: the three in turn, as often as `--rounds` says. From the step records of both ranks, for each
 exchange:

@@ -6,10 +6,10 @@
 The first needs Linux and root; run it in the repository's folder. Two network namespaces with two ranks each
 are joined by links of five kinds. For each model, runs without a limit on the link measure what steps cost:
 without exchange, and with each stack of hooks. From that alone each case is predicted: model, stack, policy,
-link. Then each case is run. A machine is not always equally fast, so costs are measured before and after the
-runs over each link, and the mean of both predictions counts. Both hosts share the cores of this machine, so
-each counts as having half of them. Prints Markdown tables: the errors, and whether the fastest by prediction
-is the fastest in fact.
+link. Then each case is run. A machine is not always equally fast, so costs are measured before and after each
+run, and the mean of these predictions counts. Both hosts share the cores of this machine, so each counts as
+having half of them. Prints Markdown tables: the errors, and whether the fastest by prediction is the fastest
+in fact.
 
 With `--ranks`, two ranks on this machine are measured, and steps of up to 16 are predicted and run, which
 share its cores.
@@ -24,7 +24,8 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -83,19 +84,20 @@ POLICIES = [
 
 @dataclass(frozen=True)
 class Speed:
-    """A link, and how many steps, and cycles of a policy, are run over it, in how many turns."""
+    """A link, and how many steps, and cycles of a policy, are run over it."""
 
     link: Link | None
     links: Links
     steps: int
     cycles: int
-    turns: int = 1
-    """Short steps are run in turns, since a machine is not always equally fast."""
+    turns: int = 1  # of all cases, in each run
+    runs: int = 1
+    """Short steps are run more often, since a machine is not always equally fast."""
 
 
 SPEEDS = {
-    "unlimited": Speed(None, Links(), 24, 4, turns=4),
-    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=4),
+    "unlimited": Speed(None, Links(), 24, 4, turns=2, runs=3),
+    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=2, runs=3),
     "100": Speed(Link(100), parse_links("100Mbit"), 16, 3, turns=2),
     "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4, turns=2),
     "10": Speed(Link(10), parse_links("10Mbit"), 12, 5),
@@ -272,6 +274,31 @@ def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
             print_row([model, f"`{stack}`", *cells, ", ".join(dict.fromkeys(limit for _, limit in guesses))])
 
 
+def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a step in each case, `predicted` and `measured`, by the link; means over runs."""
+    predictions = list[dict[str, list[float]]]()
+
+    def predict_again() -> None:
+        key = f"{model} predicted {len(predictions)}"
+        predictions.append(pieces.take(key, lambda: predict(model, speeds)))
+
+    predict_again()
+    found = {}
+    for name, speed in speeds.items():
+        first, measured = len(predictions) - 1, list[list[float]]()
+        for number in range(speed.runs):
+            measured.append(pieces.take(f"{model} {name} {number}", partial(measure, model, speed)))
+            predict_again()
+        predicted = [one[name] for one in predictions[first:]]
+        found[name] = {"predicted": _means(predicted), "measured": _means(measured)}
+    return found
+
+
+def _means(found: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of what was found for each case."""
+    return [fmean(values) for values in zip(*found, strict=True)]
+
+
 def main() -> None:
     """Measure, predict and print."""
     parser = argparse.ArgumentParser(
@@ -292,25 +319,9 @@ def main() -> None:
     if refused := next((why for one in speeds.values() if one.link and (why := one.link.refusal())), None):
         sys.exit(refused)
     pieces = Pieces("prediction", [asked.models, asked.links], asked.minutes)
-    found: dict[tuple[str, str], Any] = {}
-    for model in asked.models:
-        predictions = list[dict[str, list[float]]]()
-        measured = dict[str, list[float]]()
-        for name, speed in {"": None, **speeds}.items():
-            if speed is not None:
-                measured[name] = pieces.take(
-                    f"{model} {name}",
-                    lambda model=model, speed=speed: measure(model, speed),  # type: ignore[misc]
-                )
-            predictions.append(
-                pieces.take(
-                    f"{model} predicted {len(predictions)}",
-                    lambda model=model: predict(model, speeds),  # type: ignore[misc]
-                )
-            )
-        for name, (before, after) in zip(speeds, pairwise(predictions), strict=True):
-            means = [fmean(pair) for pair in zip(before[name], after[name], strict=True)]
-            found[model, name] = {"predicted": means, "measured": measured[name]}
+    found = {
+        (model, name): one for model in asked.models for name, one in compare(model, speeds, pieces).items()
+    }
     holds = show(asked.models, asked.links, found)
     pieces.end()
     if not holds:
