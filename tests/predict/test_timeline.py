@@ -69,11 +69,14 @@ def test_a_link_carries_one_message_after_the_other() -> None:
 
 def test_what_is_one_way_at_first_waits_on_an_idle_link_alone() -> None:
     """A busy link goes on with what others send meanwhile."""
-    two_ranks = transfer(100, one_way_bytes=40)
+    two_ranks = transfer(100, one_way_bytes=40, apart_us=5)
     played = play(ALONE, Send(two_ranks), Send(two_ranks), Await())
     assert [one.done_us for one in played.transfers] == pytest.approx([140, 240])
     played = play(ALONE, Send(transfer(30)), Send(two_ranks), Await())
     assert [one.done_us for one in played.transfers] == pytest.approx([30, 130])
+    for latency_us, took_us in ((5, 140), (6, 100)):  # within a latency, both first say that they are ready
+        machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
+        assert play(machine, Send(two_ranks), Await()).step_us == pytest.approx(took_us)
 
 
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:

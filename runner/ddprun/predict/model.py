@@ -406,7 +406,8 @@ class CostModel:
             if index == 0 and legs:
                 phases.append(LastRankWait(late_us))
             if index < len(legs):
-                phases.append(self._collective(legs[index], hosts, stack, f"{queue} {index}"))
+                collective = self._collective(legs[index], hosts, stack, f"{queue} {index}")
+                phases.append(replace(collective, apart_us=late_us))
         return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, self._on_cpu)
 
     def _collective(self, leg: Leg, hosts: int, stack: _StackCosts, queue: str) -> Collective:
@@ -432,7 +433,8 @@ class CostModel:
             # has two on their way, and the receiver is ready for the second when the first has come.
             latency_counts={level: (1.5 if leg.op == "all_reduce" else 2.0) * rounds},
             # Its all-to-all sends first: between two ranks, the later one says that it is ready behind its
-            # own message, and the other's comes when that is through.
+            # own message, and the other's comes when that is through. Ranks that begin within a latency do
+            # not yet know that they may send, and say it first.
             one_way_bytes=sent if leg.op == "all_to_all" and leg.ranks == 2 else 0.0,
             wake_us=stack.wake_us,
             queue=queue,

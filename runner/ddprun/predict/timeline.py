@@ -51,8 +51,10 @@ class Collective:
     """How many times the latency of each link counts, in all rounds together."""
 
     one_way_bytes: float = 0.0
-    """While this many go one way, nothing comes back, if the link was idle before."""
+    """While this many go one way, nothing comes back, if the link was idle before, and ranks begin further
+    apart (`apart_us`) than its latency."""
 
+    apart_us: float = 0.0
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
@@ -257,7 +259,9 @@ class StepSimulator:
         end = self._now
         for level, nbytes in collective.bytes_by_level.items():
             link, free_us = self._machine.links.at_level(level), self._link_free_us[level]
-            one_way = collective.one_way_bytes if free_us <= self._now else 0.0
+            one_way = 0.0
+            if free_us <= self._now and collective.apart_us >= 1e6 * link.latency_s:
+                one_way = collective.one_way_bytes
             took = 1e6 * link.seconds(nbytes / collective.rounds + one_way)
             if took:
                 self._link_free_us[level] = max(self._now, free_us) + took
