@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ddprun.watchdog.status_page import RankStatus, read_page
 from tests.engine.running import events, summary
 from tests.ranks import Finished, Running, free_port, is_running, shared_memory_of
 from tests.warm import WarmProcess
@@ -180,8 +181,9 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
 @pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
     """SIGSTOP stops its watch, too; and rank 0 may hold the store and the event log."""
-    with started(folder) as running:
-        ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
+    with started(folder, halting(stopped, "backward", FIRST_STEP_BACKWARD + 2)) as running:
+        ranks = wait_for(folder / "asleep", running)
+        wait_until_others_wait(ranks, stopped, "bucket 1")
         os.kill(process_of(ranks, stopped), signal.SIGSTOP)
         since = time.time()
         done, ended = end_of(running)
@@ -354,12 +356,29 @@ def wait_for(path: Path, running: Running) -> list[int]:
     raise AssertionError(running.wait(10).stderr if running.process.poll() is not None else f"no {path}")
 
 
+def statuses_of(ranks: list[int]) -> dict[int, RankStatus]:
+    """The status pages that processes have open, by rank."""
+    files = [file for pid in ranks for file in Path(f"/proc/{pid}/fd").iterdir()]
+    found = [read_page(file) for file in files if file.readlink().suffix == ".status"]
+    return {status.rank: status for status in found if status is not None}
+
+
 def process_of(ranks: list[int], rank: int) -> int:
-    """The process of a rank: the one that has its status page open."""
-    for pid in ranks:
-        if f"rank-{rank:05}.status" in {file.readlink().name for file in Path(f"/proc/{pid}/fd").iterdir()}:
-            return pid
-    raise AssertionError(f"no rank {rank}")
+    """The process of a rank."""
+    return statuses_of(ranks)[rank].pid
+
+
+def wait_until_others_wait(ranks: list[int], rank: int, what: str) -> None:
+    """Wait until all ranks but one wait for this and nothing else."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        waits = {number: status.waits for number, status in statuses_of(ranks).items() if number != rank}
+        if len(waits) == len(ranks) - 1 and all(
+            len(one) == 1 and what in one[0].what for one in waits.values()
+        ):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ranks wait for {waits}")
 
 
 def test_loading_processes_end_with_a_rank_that_is_killed(folder: Path) -> None:

@@ -52,9 +52,9 @@ class Collective:
 
     one_way_bytes: float = 0.0
     """While this many go one way, nothing comes back, if the link was idle before, and ranks begin further
-    apart (`apart_us`) than its latency."""
+    apart than its latency."""
 
-    apart_us: float = 0.0
+    apart_us: float = 0.0  # how far apart ranks begin
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
