@@ -7,7 +7,7 @@ The first needs Linux and root; run it in the repository's folder. Two network n
 are joined by links of five kinds. For each model, runs without a limit on the link measure what steps cost:
 without exchange, and with each stack of hooks. From that alone each case is predicted: model, stack, policy,
 link. Then each case is run. A machine is not always equally fast, so costs are measured before and after each
-run, and the mean of these predictions counts. Both hosts share the cores of this machine, so each counts as
+run, and medians count. Both hosts share the cores of this machine, so each counts as
 having half of them. Prints Markdown tables: the errors, and whether the fastest by prediction is the fastest
 in fact.
 
@@ -91,16 +91,15 @@ class Speed:
     steps: int
     cycles: int
     turns: int = 1  # of all cases, in each run
-    runs: int = 1
-    """Short steps are run more often, since a machine is not always equally fast."""
+    runs: int = 3
 
 
 SPEEDS = {
-    "unlimited": Speed(None, Links(), 24, 4, turns=2, runs=3),
-    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=2, runs=3),
-    "100": Speed(Link(100), parse_links("100Mbit"), 16, 3, turns=2),
-    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4, turns=2),
-    "10": Speed(Link(10), parse_links("10Mbit"), 12, 5),
+    "unlimited": Speed(None, Links(), 24, 4, turns=2),
+    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 4, turns=2),
+    "100": Speed(Link(100), parse_links("100Mbit"), 16, 3),
+    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4),
+    "10": Speed(Link(10), parse_links("10Mbit"), 12, 5, runs=1),
 }
 
 
@@ -275,7 +274,7 @@ def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
 
 
 def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a step in each case, `predicted` and `measured`, by the link; means over runs."""
+    """Seconds of a step in each case, `predicted` and `measured`, by the link; medians over runs."""
     predictions = list[dict[str, list[float]]]()
 
     def predict_again() -> None:
@@ -290,13 +289,13 @@ def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str
             measured.append(pieces.take(f"{model} {name} {number}", partial(measure, model, speed)))
             predict_again()
         predicted = [one[name] for one in predictions[first:]]
-        found[name] = {"predicted": _means(predicted), "measured": _means(measured)}
+        found[name] = {"predicted": _medians(predicted), "measured": _medians(measured)}
     return found
 
 
-def _means(found: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of what was found for each case."""
-    return [fmean(values) for values in zip(*found, strict=True)]
+def _medians(found: Sequence[Sequence[float]]) -> list[float]:
+    """The median of what was found for each case."""
+    return [median(values) for values in zip(*found, strict=True)]
 
 
 def main() -> None:

@@ -192,6 +192,30 @@ def test_an_all_to_all_between_two_ranks_is_one_way_at_first(
     assert extra[1] == pytest.approx(0, abs=0.1)
 
 
+@pytest.mark.parametrize(("hosts", "ranks_per_host", "blocked"), [(2, 2, True), (4, 1, False), (1, 4, False)])
+@pytest.mark.parametrize("latency_s", [0.0, 2e-3])
+def test_a_ring_waits_for_a_late_receiver_whose_host_sends(
+    fixed_model: CostModel,
+    cases: Explanation,
+    hosts: int,
+    ranks_per_host: int,
+    latency_s: float,
+    *,
+    blocked: bool,
+) -> None:
+    """The first bucket begins later: by two of its pieces, or by what a network card's queue holds."""
+    explained = explain(cases.loaded, hosts=hosts, ranks_per_host=ranks_per_host, probe=cases.probe)
+    stage = explained.stages[list(STAGES).index("every_step")]
+    link = Link(1e4, latency_s)
+    found = fixed_model.predict(stage, explained.world, Links(link, link))
+    (exchange,) = stage.patterns[0].exchanges
+    first = (exchange.buckets or ())[0]
+    assert [leg.op for leg in first.legs or ()] == ["all_reduce"]
+    extra_us = found.step_us - found.links_busy_us["across" if hosts > 1 else "within"]
+    ahead = (first.bytes / explained.world.ranks if latency_s else 100e3) * blocked
+    assert extra_us / 1e6 * 1e4 == pytest.approx(ahead, abs=5e3)
+
+
 def test_bytes_are_those_that_are_sent(model: CostModel, cases: Explanation) -> None:
     """What a host sends to others is what explain counts, for a mean step."""
     for stage in cases.stages:

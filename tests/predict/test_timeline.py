@@ -79,6 +79,20 @@ def test_what_is_one_way_at_first_waits_on_an_idle_link_alone() -> None:
         assert play(machine, Send(two_ranks), Await()).step_us == pytest.approx(took_us)
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "first"), [(0.0, 100e3), (0.9e-3, 100e3), (1e-3, 400e3), (8e-3, 400e3)]
+)
+def test_what_blocks_an_idle_link_goes_first_once(latency_s: float, first: float) -> None:
+    """Before the first of all rounds; if the other end is near, at most what a card's queue holds."""
+    machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_s)))
+    ring = transfer(6e6, rounds=6, blocking_bytes=400e3)
+    played = play(machine, Send(ring), Send(ring), Await())
+    assert played.transfers[1].done_us == pytest.approx(12e6 + first)
+    inside = Collective(0.0, {"within": 100.0}, blocking_bytes=400e3)
+    machine = Machine(math.inf, 1, Links(within=Link(1e6, latency_s)))
+    assert play(machine, Send(BucketTransfer("", (inside,))), Await()).step_us == pytest.approx(100)
+
+
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:
     """A small one waits for the messages of a large one in each of its rounds."""
     played = play(ALONE, Send(transfer(1000, rounds=10)), Send(transfer(10, rounds=10)), Await())

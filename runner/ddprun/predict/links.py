@@ -16,6 +16,7 @@ LinkLevel = Literal["within", "across"]
 TCP_SHARE = 0.94
 """Of a link's nominal rate, what is left for payload: 1,448 of 1,538 bytes of an Ethernet frame."""
 
+_CARD_QUEUE_BYTES, _LOCAL_LATENCY_S = 100e3, 1e-3
 LINK_LEVELS: tuple[LinkLevel, ...] = ("within", "across")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])?(bit|bps|B)(?:/s)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
@@ -36,6 +37,13 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """How long so many bytes keep the link busy."""
         return nbytes / self.bytes_per_s
+
+    @property
+    def queue_bytes(self) -> float:
+        """How many bytes of one connection can be queued ahead of another's. In its own network card's queue
+        Linux lets a connection have about 100 kB; on a longer way, queues of routers hold whatever comes.
+        """
+        return _CARD_QUEUE_BYTES if self.latency_s < _LOCAL_LATENCY_S else math.inf
 
     @property
     def takes_time(self) -> bool:

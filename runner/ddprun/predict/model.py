@@ -436,6 +436,9 @@ class CostModel:
             # own message, and the other's comes when that is through. Ranks that begin within a latency do
             # not yet know that they may send, and say it first.
             one_way_bytes=sent if leg.op == "all_to_all" and leg.ranks == 2 else 0.0,
+            # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
+            # is late, it says that it is ready behind the two pieces that the other has sent meanwhile.
+            blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
             wake_us=stack.wake_us,
             queue=queue,
         )

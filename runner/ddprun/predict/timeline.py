@@ -55,6 +55,10 @@ class Collective:
     apart than its latency."""
 
     apart_us: float = 0.0  # how far apart ranks begin
+    blocking_bytes: float = 0.0
+    """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds,
+    if the link was idle before."""
+
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
@@ -259,10 +263,13 @@ class StepSimulator:
         end = self._now
         for level, nbytes in collective.bytes_by_level.items():
             link, free_us = self._machine.links.at_level(level), self._link_free_us[level]
-            one_way = 0.0
-            if free_us <= self._now and collective.apart_us >= 1e6 * link.latency_s:
-                one_way = collective.one_way_bytes
-            took = 1e6 * link.seconds(nbytes / collective.rounds + one_way)
+            first = 0.0
+            if one.round == 1 and free_us <= self._now:
+                if collective.apart_us >= 1e6 * link.latency_s:
+                    first = collective.one_way_bytes
+                if level == "across":
+                    first += min(collective.blocking_bytes, link.queue_bytes)
+            took = 1e6 * link.seconds(nbytes / collective.rounds + first)
             if took:
                 self._link_free_us[level] = max(self._now, free_us) + took
                 end = max(end, self._link_free_us[level])
