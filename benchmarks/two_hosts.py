@@ -1,6 +1,7 @@
 """Runs `ddprun` on two hosts of this machine: network namespaces, joined by a link (Linux, root)."""
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tests.ranks import Finished, Running
 
 HOSTS = 2
 TIMEOUT_S = 300
-_BURST_MS, _SMALLEST_BURST_KB = 1.0, 16
+_BURST_MS, _SMALLEST_BURST_KB, _LARGEST_BURST_KB = 1.0, 16, 70
 _FRAME_BYTES = 1514
 
 
@@ -42,9 +43,10 @@ class Link:
             reno = ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"]
             subprocess.run(["ip", "netns", "exec", host.namespace, *reno], check=True)
         if not self.one_way_ms:
-            # A pause saves up a burst, which then passes at once: it is small. On a fast link it holds the
-            # kernel's packets of 64 KB, since cutting them takes processor time that a network card spares.
-            burst = max(_SMALLEST_BURST_KB, round(self.mbit * _BURST_MS / 8))
+            # A pause saves up a burst, which then passes at once: it is small. On a fast link it holds one of
+            # the kernel's packets of 64 KB, since cutting them takes time that a network card spares.
+            burst = round(self.mbit * _BURST_MS / 8)
+            burst = min(max(_SMALLEST_BURST_KB, burst), _LARGEST_BURST_KB)
             rate = f"tbf rate {self.mbit}mbit burst {burst}kb limit {QUEUE_LENGTH * _FRAME_BYTES}"
             for host in made:
                 tc = ["tc", "qdisc", "replace", "dev", "e0", "root", *rate.split()]
@@ -81,6 +83,7 @@ def started(
     run_dir: str,
     link: Link | None = None,
     warm: bool = False,
+    own_cores: bool = False,
 ) -> Iterator[tuple[list[Host], list[Running]]]:
     """Start a pipeline of `folder` on two hosts; what still runs when the block is left is ended.
 
@@ -92,6 +95,7 @@ def started(
         run_dir: name of the run's folder.
         link: between the hosts; None is one without limits.
         warm: processes are forked from one that has torch imported, for what is not to count a start.
+        own_cores: each host has an equal part of the cores for itself, if there are enough.
     """
     with hosts(HOSTS) as made, contextlib.ExitStack() as stack:
         if link is not None:
@@ -114,6 +118,10 @@ def started(
             )
             for host in made
         ]
+        usable = sorted(os.sched_getaffinity(0))
+        if own_cores and len(usable) >= HOSTS:
+            for number, one in enumerate(running):  # before it starts its ranks, which inherit it
+                os.sched_setaffinity(one.process.pid, usable[number::HOSTS])
         yield made, running
 
 
