@@ -12,7 +12,7 @@ from ddprun_hooks.payload import Payload
 
 
 class PendingCollective(Protocol):
-    """One collective, from its issue to its end."""
+    """A handle to one issued collective, by which who issued it tells the observer that it has ended."""
 
     def mark_done(self) -> None:
         """It is over."""

@@ -180,7 +180,7 @@ def _accept_ranks(
 
 
 def _accept(listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
-    """Accept one connection, and listen to it if it is of this user."""
+    """Accept one connection, and register it with the selector if it is of this user."""
     try:
         peer, _ = listener.accept()
     except OSError:  # it has gone already

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddprun import EXIT_FAILURE
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import bad_interface_variables, loopback_variables, wrong_interface_finding
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
@@ -29,7 +30,6 @@ _SHUTDOWN_TIMEOUT_S = 5.0
 _MANY_ROUNDS = 3
 _TICK_S = 0.05
 _GRACE_S, _STORE_TIMEOUT_S = 5.0, 5.0
-_FAILED = 1
 
 CHECK_HOST_ADVICE = "check that host and the link to it"
 RUN_AGAIN_ADVICE = (
@@ -53,7 +53,7 @@ def exit_on_timeout(within_s: float) -> Iterator[None]:
         print_stderr(
             f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}"
         )
-        os._exit(_FAILED)
+        os._exit(EXIT_FAILURE)
 
     timer = threading.Timer(within_s + _GRACE_S, end)
     timer.daemon = True

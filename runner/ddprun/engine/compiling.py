@@ -42,9 +42,7 @@ class GraphBreak:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """One compiled graph: the trained parameters of each part it is cut into, and whether it has a backward
-    pass.
-    """
+    """A record of one graph that torch.compile has compiled."""
 
     parts: tuple[tuple[str, ...], ...]  # where it is cut for DDP: the trained parameters of each part
     training: bool  # it has a backward pass
