@@ -117,8 +117,8 @@ def stage(steps: int, hooks: str | None, sync: str) -> str:
 def run(folder: Path, text: str, link: Link | None) -> Path:
     """Run a pipeline on two hosts; gives the run's folder."""
     (folder / "p.yaml").write_text(text)
-    options: dict[str, Any] = {"local": LOCAL, "run_dir": "run", "warm": True, "own_cores": True}
-    with started(folder, "p.yaml", [], link=link, **options) as (_, running):
+    two = started(folder, "p.yaml", [], local=LOCAL, run_dir="run", link=link, warm=True, own_cores=True)
+    with two as (_, running):
         for one in running:
             finished = one.wait(TIMEOUT_S)
             if finished.code:

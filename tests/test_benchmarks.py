@@ -10,7 +10,7 @@ import pytest
 from benchmarks import __main__ as benchmarks
 from benchmarks.__main__ import PARTS, Part, measure, overhead_table
 from benchmarks.page import ROOT, Pieces, has_table, print_head, print_row, write_table
-from benchmarks.two_hosts import HOSTS, Link
+from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
 
 from tests.namespaces import hosts, needs_namespaces
 
@@ -163,3 +163,29 @@ def test_a_slow_link_has_its_rate_and_latency(link: Link) -> None:
             server.wait()
     least = size * 8 / 20e6 + 2 * link.one_way_ms / 1e3
     assert least * 0.95 <= float(done.stdout) <= 2 * least
+
+
+@needs_namespaces
+@pytest.mark.netns
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < HOSTS, reason="fewer cores than hosts")
+def test_hosts_with_their_own_cores_share_none(tmp_path: Path) -> None:
+    """Each thread of each rank stays on those of its host."""
+    (tmp_path / "p.yaml").write_text(
+        "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\nloss: cross_entropy\n"
+        "optimizer: {sgd: {lr: 0.1}}\nstages: [{train: {steps: 500}}]\n"
+    )
+    with started(tmp_path, "p.yaml", [], local=2, run_dir="run", warm=True, own_cores=True) as (_, running):
+        until = time.monotonic() + 60
+        while not (tmp_path / "run" / "steps").is_dir():
+            assert time.monotonic() < until, "no steps"
+            time.sleep(0.02)
+        used = []
+        for one in running:
+            task = Path(f"/proc/{one.process.pid}/task/{one.process.pid}")
+            ranks = task.joinpath("children").read_text().split()
+            assert len(ranks) == 2
+            threads = [thread for rank in ranks for thread in Path(f"/proc/{rank}/task").iterdir()]
+            used.append({core for thread in threads for core in os.sched_getaffinity(int(thread.name))})
+        assert all(used)
+        assert not set.intersection(*used)
+        assert [one.wait(TIMEOUT_S).code for one in running] == [0, 0]

@@ -437,7 +437,8 @@ class CostModel:
             # not yet know that they may send, and say it first.
             one_way_bytes=sent if leg.op == "all_to_all" and leg.ranks == 2 else 0.0,
             # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
-            # is late, it says that it is ready behind the two pieces that the other has sent meanwhile.
+            # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
+            # is then late in the next step, too, so this always counts.
             blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
             wake_us=stack.wake_us,
             queue=queue,
