@@ -6,9 +6,13 @@
 The first needs Linux and root; run it in the repository's folder. Two network namespaces with two ranks each
 are joined by links of five kinds. For each model, runs without a limit on the link measure what steps cost:
 without exchange, and with each stack of hooks. From that alone each case is predicted: model, stack, policy,
-link. Then each case is run. A machine is not always equally fast, so costs are measured before and after each
-run, and medians count. Each host has half of the cores of this machine. Prints Markdown tables: the errors,
-and whether the fastest by prediction is the fastest in fact.
+link. Then each case is run, in turns, and costs are measured before and after each run. Each host has half of
+the cores of this machine. Prints Markdown tables: the errors, and whether the fastest by prediction is the
+fastest in fact.
+
+A machine is not always equally fast. So a control stands between all stages, whose steps send nothing. Of the
+times that a case was run, the half counts whose controls before and after it are fastest, and of that half
+the median. So it is with the stages that measure costs. Nothing but the controls chooses.
 
 With `--ranks`, two ranks on this machine are measured, and steps of up to 16 are predicted and run, which
 share its cores.
@@ -24,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -43,6 +47,7 @@ LOCAL = 2  # ranks on a host
 ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
 RANKS = (2, 4, 8, 16)
 CYCLE = 8  # steps of a policy from one exchange to the next
+CONTROL = (12, None, "independent")
 WARM_UP = 4  # steps of a stage that do not count, or one cycle
 MEDIAN_ERROR, WORST_ERROR, CLOSE = 0.07, 0.15, 0.05
 
@@ -79,6 +84,8 @@ POLICIES = [
     f"{{local_sgd: {{every: {CYCLE}}}}}",
     f"{{diloco: {{every: {CYCLE}, outer_lr: 0.7, outer_momentum: 0.5}}}}",
 ]
+
+Measured = list[tuple[float, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -126,24 +133,47 @@ def run(folder: Path, text: str, link: Link | None) -> Path:
     return folder / "run"
 
 
-def measure(model: str, speed: Speed) -> list[float]:
-    """Seconds of a step in each case, all policies with all stacks; medians over ranks and cycles."""
-    turn = ""
+def turns(count: int, stages: Sequence[str]) -> str:
+    """The stages of a pipeline: these, one after the other, with a control before and after each."""
+    control = stage(*CONTROL)
+    return "".join(control + one for one in count * list(stages)) + control
+
+
+def controls(times: Mapping[int, list[list[float]]]) -> list[float]:
+    """Seconds of a step in the controls of `turns`: for each other stage, the mean of the two beside it."""
+    numbers = range(0, len(times), 2)
+    own = [median(chain.from_iterable(of[WARM_UP:] for of in times[number])) for number in numbers]
+    return [(before + after) / 2 for before, after in pairwise(own)]
+
+
+def quiet(found: Sequence[float]) -> list[int]:
+    """Which are the half with the smallest controls; at least one."""
+    return sorted(range(len(found)), key=found.__getitem__)[: math.ceil(len(found) / 2)]
+
+
+def measure(model: str, speed: Speed) -> list[Measured]:
+    """Run all policies with all stacks. Gives each case with each of its turns: the control, and seconds of a
+    step, as means of each rank's cycles.
+    """
+    stages, lengths = list[str](), list[int]()
     for policy in POLICIES:
-        steps = speed.steps if policy == "every_step" else CYCLE * speed.cycles
-        turn += "".join(stage(steps, stack, policy) for stack in STACKS)
-    text = MODELS[model] + REST + speed.turns * turn
+        steps, length = (speed.steps, 1) if policy == "every_step" else (CYCLE * speed.cycles, CYCLE)
+        stages += [stage(steps, stack, policy) for stack in STACKS]
+        lengths += [length] * len(STACKS)
     with tempfile.TemporaryDirectory() as scratch:
-        found = step_times(run(Path(scratch), text, speed.link))
-    cases = len(POLICIES) * len(STACKS)
-    cycles: dict[int, list[float]] = defaultdict(list)
-    for number, of_ranks in found.items():
-        length = 1 if number % cases < len(STACKS) else CYCLE
-        for times in of_ranks:
-            counted = times[max(WARM_UP, length) :]
-            ends = range(length, len(counted) + 1, length)
-            cycles[number % cases] += [fmean(counted[end - length : end]) for end in ends]
-    return [median(cycles[number]) for number in range(cases)]
+        text = MODELS[model] + REST + turns(speed.turns, stages)
+        times = step_times(run(Path(scratch), text, speed.link))
+    found: list[Measured] = [[] for _ in stages]
+    for number, control in enumerate(controls(times)):
+        case = number % len(stages)
+        counted = [of[max(WARM_UP, lengths[case]) :] for of in times[2 * number + 1]]
+        found[case].append((control, [mean for of in counted for mean in cycle_means(of, lengths[case])]))
+    return found
+
+
+def cycle_means(times: Sequence[float], length: int) -> list[float]:
+    """The mean of each whole cycle."""
+    return [fmean(times[end - length : end]) for end in range(length, len(times) + 1, length)]
 
 
 def step_times(run_dir: Path) -> dict[int, list[list[float]]]:
@@ -158,22 +188,37 @@ def step_times(run_dir: Path) -> dict[int, list[list[float]]]:
     return found
 
 
-def predict(model: str, speeds: Mapping[str, Speed]) -> dict[str, list[float]]:
-    """Seconds of a step in each case, by the link, from one run without a limit on its link."""
-    turn = stage(24, "[noop]", "every_step") + stage(24, None, "independent")
-    turn += "".join(stage(24, stack, "every_step") for stack in STACKS)
+def predict(model: str, speeds: Mapping[str, Speed]) -> tuple[float, dict[str, list[float]]]:
+    """From a run without a limit on its link: control, and seconds of a step in each case, by the link."""
+    stages = [stage(16, None, "independent")]
+    stages += [stage(16, stack, "every_step") for stack in ("[noop]", *STACKS)]
     cases = "".join(stage(CYCLE, stack, policy) for policy in POLICIES for stack in STACKS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cost_model = fit_cost_model(
-            run(folder, MODELS[model] + REST + 3 * turn, None), Links(), cores=cores() / HOSTS
-        )
+        run_dir = run(folder, MODELS[model] + REST + turns(4, stages), None)
+        control = keep_quiet(run_dir, len(stages))
+        cost_model = fit_cost_model(run_dir, Links(), cores=cores() / HOSTS)
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         found = explain(load(folder / "cases.yaml"), hosts=HOSTS, ranks_per_host=LOCAL)
-        return {
+        return control, {
             name: [cost_model.predict(one, found.world, speed.links).step_us / 1e6 for one in found.stages]
             for name, speed in speeds.items()
         }
+
+
+def keep_quiet(run_dir: Path, length: int) -> float:
+    """Keep the records of the stages that count, and of no others. Gives the mean of their controls."""
+    beside = controls(step_times(run_dir))
+    kept, counted = set[int](), list[float]()
+    for case in range(length):
+        for turn in quiet(beside[case::length]):
+            number = turn * length + case
+            kept.add(2 * number + 1)
+            counted.append(beside[number])
+    for file in (run_dir / "steps").iterdir():
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if json.loads(line)["stage"] in kept))
+    return fmean(counted)
 
 
 def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str, str], Any]) -> bool:
@@ -274,8 +319,8 @@ def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
 
 
 def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a step in each case, `predicted` and `measured`, by the link; medians over runs."""
-    predictions = list[dict[str, list[float]]]()
+    """Seconds of a step in each case, `predicted` and `measured`, by the link."""
+    predictions = list[tuple[float, dict[str, list[float]]]]()
 
     def predict_again() -> None:
         key = f"{model} predicted {len(predictions)}"
@@ -284,18 +329,22 @@ def compare(model: str, speeds: Mapping[str, Speed], pieces: Pieces) -> dict[str
     predict_again()
     found = {}
     for name, speed in speeds.items():
-        first, measured = len(predictions) - 1, list[list[float]]()
+        first, runs = len(predictions) - 1, list[list[Measured]]()
         for number in range(speed.runs):
-            measured.append(pieces.take(f"{model} {name} {number}", partial(measure, model, speed)))
+            runs.append(pieces.take(f"{model} {name} {number}", partial(measure, model, speed)))
             predict_again()
-        predicted = [one[name] for one in predictions[first:]]
-        found[name] = {"predicted": _medians(predicted), "measured": _medians(measured)}
+        around = predictions[first:]
+        guesses = [around[number][1][name] for number in quiet([control for control, _ in around])]
+        facts = list[float]()
+        for case in zip(*runs, strict=True):
+            measured = list(chain.from_iterable(case))
+            counted = [measured[number][1] for number in quiet([control for control, _ in measured])]
+            facts.append(median(chain.from_iterable(counted)))
+        found[name] = {
+            "predicted": [median(values) for values in zip(*guesses, strict=True)],
+            "measured": facts,
+        }
     return found
-
-
-def _medians(found: Sequence[Sequence[float]]) -> list[float]:
-    """The median of what was found for each case."""
-    return [median(values) for values in zip(*found, strict=True)]
 
 
 def main() -> None:
