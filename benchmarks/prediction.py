@@ -97,7 +97,7 @@ class Speed:
     steps: int
     cycles: int
     turns: int = 1  # of all cases, in each run
-    runs: int = 3
+    runs: int = 2
 
 
 SPEEDS = {
@@ -105,7 +105,7 @@ SPEEDS = {
     "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 3, turns=4),
     "100": Speed(Link(100), parse_links("100Mbit"), 16, 4, turns=2),
     "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4, turns=2),
-    "10": Speed(Link(10), parse_links("10Mbit"), 12, 5, runs=1),
+    "10": Speed(Link(10), parse_links("10Mbit"), 8, 4),
 }
 
 

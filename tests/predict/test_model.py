@@ -166,30 +166,38 @@ def test_a_worse_link_is_never_better(fixed_model: CostModel, cases: Explanation
     rates = [predicted(model, cases, name, Links(across=Link(rate))) for rate in (1e10, 1e8, 1e7, 1e6, 1e5)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(rates))
     assert rates[-1].limit == "link across"
-    # A link that is always busy is what a step takes, but for what computing hides.
-    assert rates[-1].step_us >= rates[-1].links_busy_us["across"]
-    assert rates[-1].step_us == pytest.approx(rates[-1].links_busy_us["across"], rel=0.2)
+    # A link that is always busy is what a step takes, but for what computing hides, and for what goes one way
+    # at first: most where hosts have drifted apart before they send codes to each other.
+    busy_us = rates[-1].links_busy_us["across"]
+    assert busy_us <= rates[-1].step_us <= (1.4 if name == "diloco" else 1.2) * busy_us
     late = [predicted(model, cases, name, Links(across=Link(1e8, s))) for s in (0.0, 1e-3, 1e-2, 1e-1)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(late))
     assert late[-1].limit == "latency"
 
 
-def test_an_all_to_all_between_two_ranks_is_one_way_at_first(
-    fixed_model: CostModel, cases: Explanation
+@pytest.mark.parametrize(
+    ("name", "ranks_per_host", "share"),
+    [("int8", 1, 1.0), ("int8", 2, 0.0), ("diloco", 1, 1.0), ("diloco", 2, 0.4)],
+)
+def test_an_all_to_all_between_two_hosts_is_one_way_at_first(
+    fixed_model: CostModel, cases: Explanation, name: str, ranks_per_host: int, share: float
 ) -> None:
-    """On a slow link a step takes one message more than the link is busy; with more ranks, others fill it."""
-    extra = []
-    for ranks_per_host in (1, 2):
-        explained = explain(cases.loaded, hosts=2, ranks_per_host=ranks_per_host, probe=cases.probe)
-        stage = explained.stages[list(STAGES).index("int8")]
-        found = fixed_model.predict(stage, explained.world, Links(across=Link(1e4)))
-        (exchange,) = stage.patterns[0].exchanges
-        first = (exchange.buckets or ())[0]
-        assert [leg.op for leg in first.legs or ()] == ["all_to_all", "all_gather"]
-        message = (first.legs or ())[0].sent.all_ranks / explained.world.ranks
-        extra.append((found.step_us - found.links_busy_us["across"]) / 1e6 * 1e4 / message)
-    assert extra[0] == pytest.approx(1, abs=0.1)
-    assert extra[1] == pytest.approx(0, abs=0.1)
+    """On a slow link an exchange takes longer than the link is busy: by what one host sends to the other in
+    the largest all-to-all, if each has one rank; by some of it, if ranks of both have drifted apart.
+    """
+    explained = explain(cases.loaded, hosts=2, ranks_per_host=ranks_per_host, probe=cases.probe)
+    stage = explained.stages[list(STAGES).index(name)]
+    found = fixed_model.predict(stage, explained.world, Links(across=Link(1e4)))
+    legs = [
+        leg
+        for pattern in stage.patterns
+        for exchange in pattern.exchanges
+        for bucket in exchange.buckets or ()
+        for leg in bucket.legs or ()
+    ]
+    largest = max(leg.sent.sizes()["between_hosts"] / 2 for leg in legs if leg.op == "all_to_all")
+    extra_us = stage.cycle * (found.step_us - found.links_busy_us["across"])
+    assert extra_us / 1e6 * 1e4 == pytest.approx(share * largest, abs=0.15 * largest)
 
 
 @pytest.mark.parametrize(("hosts", "ranks_per_host", "blocked"), [(2, 2, True), (4, 1, False), (1, 4, False)])

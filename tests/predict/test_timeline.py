@@ -1,12 +1,12 @@
 """Time, played: what must hold whatever the numbers are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
 
-from ddprun.predict.links import Link, Links
+from ddprun.predict.links import Link, LinkLevel, Links
 from ddprun.predict.timeline import (
     Await,
     BucketTransfer,
@@ -67,16 +67,28 @@ def test_a_link_carries_one_message_after_the_other() -> None:
     assert played.waits_us == {"wire": pytest.approx(157)}
 
 
-def test_what_is_one_way_at_first_waits_on_an_idle_link_alone() -> None:
-    """A busy link goes on with what others send meanwhile."""
+def test_what_is_one_way_at_first_counts_once() -> None:
+    """Of what follows without a pause the largest: the part of it that exceeds what has counted already."""
     two_ranks = transfer(100, one_way_bytes=40, apart_us=5)
-    played = play(ALONE, Send(two_ranks), Send(two_ranks), Await())
-    assert [one.done_us for one in played.transfers] == pytest.approx([140, 240])
-    played = play(ALONE, Send(transfer(30)), Send(two_ranks), Await())
-    assert [one.done_us for one in played.transfers] == pytest.approx([30, 130])
+    for first, done in ((two_ranks, [140, 240]), (transfer(30, one_way_bytes=10, apart_us=5), [40, 170])):
+        played = play(ALONE, Send(first), Send(two_ranks), Await())
+        assert [one.done_us for one in played.transfers] == pytest.approx(done)
+    played = play(ALONE, Send(two_ranks), Await(), Send(two_ranks), Await())
+    assert played.step_us == pytest.approx(280)
     for latency_us, took_us in ((5, 140), (6, 100)):  # within a latency, both first say that they are ready
         machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
         assert play(machine, Send(two_ranks), Await()).step_us == pytest.approx(took_us)
+
+
+@pytest.mark.parametrize(("sent", "latency_us"), [(0.0, 40), (3.0, 37), (60.0, 30)])
+def test_a_message_that_is_sent_hides_latency_of_another(sent: float, latency_us: float) -> None:
+    """Up to a quarter, where two are on their way."""
+    links = Links(across=Link(1e6, 10e-6))
+    for rounds in (1, 2):
+        counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
+        ring = Collective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)
+        played = play(Machine(math.inf, 1, links), Send(BucketTransfer("", (ring,))), Await())
+        assert played.step_us == pytest.approx(rounds * (sent + latency_us))
 
 
 @pytest.mark.parametrize(

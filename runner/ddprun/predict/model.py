@@ -49,6 +49,7 @@ _MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
 _ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
 _BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
 _COPY_US = 2.5e-4  # for each byte through shared memory
+_ONE_WAY_SHARE = 0.4  # of an all-to-all between two hosts, if all ranks of one are later: as measured
 _CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exchanged: to take and apply it
 _MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
 _HALVINGS = 24
@@ -406,11 +407,16 @@ class CostModel:
             if index == 0 and legs:
                 phases.append(LastRankWait(late_us))
             if index < len(legs):
-                collective = self._collective(legs[index], hosts, stack, f"{queue} {index}")
+                collective = self._collective(
+                    legs[index], hosts, stack, f"{queue} {index}", drifted=queue == "sync"
+                )
                 phases.append(replace(collective, apart_us=late_us))
         return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, self._on_cpu)
 
-    def _collective(self, leg: Leg, hosts: int, stack: _StackCosts, queue: str) -> Collective:
+    def _collective(
+        self, leg: Leg, hosts: int, stack: _StackCosts, queue: str, *, drifted: bool = False
+    ) -> Collective:
+        """The cost of a collective; `drifted`: all ranks of a host may be later than those of another."""
         rounds = round_count(leg.op, leg.ranks, use_trees=not self._on_cpu)
         sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
         bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
@@ -425,17 +431,24 @@ class CostModel:
                 wake_us=stack.wake_us,
                 queue=queue,
             )
+        one_way_bytes = 0.0
+        if leg.op == "all_to_all":
+            # Gloo's all-to-all sends first: between two ranks, the later one says that it is ready behind its
+            # own message, and the other's comes when that is through. Ranks that begin within a latency do
+            # not yet know that they may send, and say it first. So it is between two hosts if all ranks of
+            # one are later. But pairs of ranks end one after the other, and part of what goes back overlaps.
+            one_way_bytes = sent if leg.ranks == 2 else 0.0
+            if drifted and hosts == 2:
+                one_way_bytes = max(one_way_bytes, _ONE_WAY_SHARE * nbytes["across"])
         return Collective(
             work_us,
             nbytes,
             rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
             # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
             # has two on their way, and the receiver is ready for the second when the first has come.
-            latency_counts={level: (1.5 if leg.op == "all_reduce" else 2.0) * rounds},
-            # Its all-to-all sends first: between two ranks, the later one says that it is ready behind its
-            # own message, and the other's comes when that is through. Ranks that begin within a latency do
-            # not yet know that they may send, and say it first.
-            one_way_bytes=sent if leg.op == "all_to_all" and leg.ranks == 2 else 0.0,
+            latency_counts={level: 2.0 * rounds},
+            double_buffered=leg.op == "all_reduce",
+            one_way_bytes=one_way_bytes,
             # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
             # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
             # is then late in the next step, too, so this always counts.

@@ -50,14 +50,17 @@ class Collective:
     latency_counts: Mapping[LinkLevel, float] = field(default_factory=dict)
     """How many times the latency of each link counts, in all rounds together."""
 
+    double_buffered: bool = False
+    """Two messages are on their way: to send one hides some of the latency, at most a quarter."""
+
     one_way_bytes: float = 0.0
-    """While this many go one way, nothing comes back, if the link was idle before, and ranks begin further
-    apart than its latency."""
+    """While this many go one way, nothing comes back, if ranks begin further apart than the link's latency.
+    Of collectives that follow each other without a pause, the largest counts."""
 
     apart_us: float = 0.0  # how far apart ranks begin
     blocking_bytes: float = 0.0
-    """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds,
-    if the link was idle before."""
+    """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds.
+    Of collectives that follow each other without a pause, the largest counts."""
 
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
@@ -157,6 +160,10 @@ class StepSimulator:
         self._machine = machine
         self._now = 0.0
         self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
+        self._lead_bytes: dict[LinkLevel, float] = {
+            "within": 0.0,
+            "across": 0.0,
+        }  # since nothing was under way
         self._active_transfers: list[_ActiveTransfer] = []
         self._threads = Counter[str]()  # that work on collectives, by queue
         self._waiting: dict[str, deque[_ActiveTransfer]] = defaultdict(deque)  # for a thread of their queue
@@ -263,19 +270,28 @@ class StepSimulator:
         end = self._now
         for level, nbytes in collective.bytes_by_level.items():
             link, free_us = self._machine.links.at_level(level), self._link_free_us[level]
-            first = 0.0
-            if one.round == 1 and free_us <= self._now:
+            lead = 0.0
+            if one.round == 1:
+                if all(other.round == 0 for other in self._active_transfers if other is not one):
+                    self._lead_bytes[level] = 0.0
                 if collective.apart_us >= 1e6 * link.latency_s:
-                    first = collective.one_way_bytes
+                    lead = collective.one_way_bytes
                 if level == "across":
-                    first += min(collective.blocking_bytes, link.queue_bytes)
-            took = 1e6 * link.seconds(nbytes / collective.rounds + first)
+                    lead += min(collective.blocking_bytes, link.queue_bytes)
+                lead = max(0.0, lead - self._lead_bytes[level])
+                self._lead_bytes[level] += lead
+            took = 1e6 * link.seconds(nbytes / collective.rounds + lead)
             if took:
                 self._link_free_us[level] = max(self._now, free_us) + took
                 end = max(end, self._link_free_us[level])
         one.wire_until_us = end
         for level, count in collective.latency_counts.items():
-            end += 1e6 * self._machine.links.at_level(level).latency_s * count / collective.rounds
+            link = self._machine.links.at_level(level)
+            latency_us = 1e6 * link.latency_s * count / collective.rounds
+            if collective.double_buffered:
+                sent = collective.bytes_by_level.get(level, 0.0) / collective.rounds
+                latency_us -= min(1e6 * link.seconds(sent), latency_us / 4)
+            end += latency_us
         one.arrives_us = end
         # Threads need part of that time once the message is here, and part of it for whatever else cores do.
         one.resumes_us = max(end + collective.wake_us / 2, self._now + collective.wake_us)
