@@ -99,7 +99,7 @@ class Stack:
             uncounted.patch_process_groups()
 
     def named_hooks(self) -> Iterator[tuple[str, Hook]]:
-        """Every hook that has a name, those inside other hooks included."""
+        """Name and hook of all hooks that were given, those inside other hooks included. Names may repeat."""
         for name, hook in zip(self.names, self.hooks, strict=False):
             yield name, hook
             for stack in _inner_stacks(hook).values():

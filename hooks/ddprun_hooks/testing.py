@@ -57,7 +57,7 @@ NUMEL = sum(param.numel for param in PARAMS)
 
 
 def contribution(rank: int, step: int, ranks: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A rank's share of a step's mean, unlike any other rank's and step's: shape (NUMEL,)."""
+    """A rank's share of a mean: random, fixed by rank and step, and divided by `ranks`; shape (NUMEL,)."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     values = torch.randn(NUMEL, generator=generator, dtype=torch.float64)
     return (values / ranks).to(dtype)

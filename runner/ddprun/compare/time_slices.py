@@ -27,7 +27,7 @@ class _ScheduledRun:
     waiting_connections: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def waits_for_turn(self) -> bool:
-        """Whether all its ranks wait for their turn."""
+        """Whether all its ranks have connected, and wait for their turn."""
         return self.ranks is not None and len(self.waiting_connections) == len(self.connections) == self.ranks
 
 
