@@ -9,7 +9,7 @@ import torch
 
 from ddprun.report import trace
 from ddprun.report.digest import digest_run
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from tests.engine.running import lines, run_pipeline, summary, weights
 from tests.report.test_trace import check_nesting, names, read, tracks
 

@@ -23,7 +23,7 @@ from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import NothingToMeasureError, short_run_stages
 from ddprun.predict.model import CostModel, Lateness, StepPrediction
 from ddprun.predict.timeline import StepSimulator, round_count
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
 

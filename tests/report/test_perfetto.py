@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddprun.report import trace
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.ranks import free_port
 from tests.report.made_up import LAPS, make

@@ -17,7 +17,7 @@ from ddprun.predict.links import rate_text
 from ddprun.report.digest import digest_run
 from ddprun.report.predicted import Prediction, PredictionError, StageComparison, compare_stages
 from ddprun.report.replay import RunTopology, read_measured_stages, replay_stage
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make, over_a_link
 from tests.report.test_report import words

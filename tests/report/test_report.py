@@ -14,7 +14,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.report import html
 from ddprun.report.digest import RunDigest, digest_run, sentences, step_time_difference
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddprun.report import trace
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from tests.engine.running import lines, run_pipeline
 from tests.report.made_up import LAPS, STEP_US, make
 

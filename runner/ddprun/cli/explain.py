@@ -144,7 +144,7 @@ def _forecast(
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import RecordsError
     from ddprun.predict.measure import NothingToMeasureError, fit_cost_model, run_measurement
-    from ddprun.report.runs import NoRunError
+    from ddprun.telemetry.reader import NoRunError
 
     run_dir = measured
     try:

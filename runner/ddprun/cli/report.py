@@ -41,7 +41,7 @@ def report(
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
     from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionError, compare_stages
-    from ddprun.report.runs import NoRunError, Run
+    from ddprun.telemetry.reader import NoRunError, Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"

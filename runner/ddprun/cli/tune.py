@@ -168,7 +168,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
     from ddprun.predict import ShortRunError
     from ddprun.predict.costs import RecordsError
     from ddprun.predict.measure import NothingToMeasureError
-    from ddprun.report.runs import NoRunError
+    from ddprun.telemetry.reader import NoRunError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.hosts import HostsError
     from ddprun.tune.search import Search, TuneError

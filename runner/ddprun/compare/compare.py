@@ -36,7 +36,7 @@ from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
 from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import RunDigest, digest_run, merge_digests
-from ddprun.report.runs import NoRunError, Run
+from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.units import format_bytes, format_count
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddprun.report.digest import RunDigest
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from ddprun.units import format_count
 
 _LOSS_WINDOW_SHARE = 0.1  # of the samples: the training loss is the mean over these

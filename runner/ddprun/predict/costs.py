@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 
 OWN_WORK_PARTS = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""

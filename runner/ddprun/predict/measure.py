@@ -17,8 +17,8 @@ from ddprun.predict.costs import RecordsError, read_costs
 from ddprun.predict.hooks import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
-from ddprun.report.runs import Run
 from ddprun.run_files import read_json_object
+from ddprun.telemetry.reader import Run
 
 STEPS_PER_STAGE = 24
 STAGE_REPETITIONS = 2  # since a machine is not always equally fast

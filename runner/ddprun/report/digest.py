@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from ddprun.report.runs import Run
+from ddprun.telemetry.reader import Run
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bytes, format_count

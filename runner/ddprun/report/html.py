@@ -31,7 +31,7 @@ from ddprun.report.digest import (
 )
 from ddprun.report.predicted import StageComparison
 from ddprun.report.replay import StepPart
-from ddprun.report.runs import event_name
+from ddprun.telemetry.reader import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.telemetry.writer import nonfinite_to_none

@@ -31,7 +31,7 @@ from ddprun.predict.timeline import (
     round_count,
 )
 from ddprun.report.digest import RunDigest
-from ddprun.report.runs import between
+from ddprun.telemetry.reader import between
 
 WARM_UP = 3
 """First steps of a stage that do not count."""

@@ -12,8 +12,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ddprun.report.runs import Run, between, event_name
 from ddprun.run_files import replace_atomically
+from ddprun.telemetry.reader import Run, between, event_name
 from ddprun.telemetry.writer import nonfinite_to_none
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once

@@ -29,7 +29,7 @@ from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
 from ddprun.predict.measure import fit_cost_model, run_measurement
 from ddprun.predict.model import CostModel
-from ddprun.report.runs import NoRunError, Run
+from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import candidates as space
 from ddprun.tune.candidates import BUCKET_CAP_KEY, Candidate, TunedStage
 from ddprun.tune.choose import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.report.runs import Clocks, NoRunError, Run
+from ddprun.telemetry.reader import Clocks, NoRunError, Run
 from tests.report.made_up import make
 
 
