@@ -47,7 +47,7 @@ LOCAL = 2  # ranks on a host
 ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
 RANKS = (2, 4, 8, 16)
 CYCLE = 8  # steps of a policy from one exchange to the next
-CONTROL = (12, None, "independent")
+CONTROL = (12, None, "independent")  # the stage between all others: steps, hooks, sync
 WARM_UP = 4  # steps of a stage that do not count, or one cycle
 MEDIAN_ERROR, WORST_ERROR, CLOSE = 0.07, 0.15, 0.05
 
@@ -85,7 +85,7 @@ POLICIES = [
     f"{{diloco: {{every: {CYCLE}, outer_lr: 0.7, outer_momentum: 0.5}}}}",
 ]
 
-Measured = list[tuple[float, list[float]]]
+Measured = list[tuple[float, list[float]]]  # a case, each time it was run: the control, and seconds of a step
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def test_a_worse_link_is_never_better(fixed_model: CostModel, cases: Explanation
     # A link that is always busy is what a step takes, but for what computing hides, and for what goes one way
     # at first: most where hosts have drifted apart before they send codes to each other.
     busy_us = rates[-1].links_busy_us["across"]
-    assert busy_us <= rates[-1].step_us <= (1.4 if name == "diloco" else 1.2) * busy_us
+    assert busy_us <= rates[-1].step_us <= (1.25 if name == "diloco" else 1.2) * busy_us
     late = [predicted(model, cases, name, Links(across=Link(1e8, s))) for s in (0.0, 1e-3, 1e-2, 1e-1)]
     assert all(one.step_us <= other.step_us * 1.001 for one, other in pairwise(late))
     assert late[-1].limit == "latency"
@@ -197,7 +197,7 @@ def test_an_all_to_all_between_two_hosts_is_one_way_at_first(
     ]
     largest = max(leg.sent.sizes()["between_hosts"] / 2 for leg in legs if leg.op == "all_to_all")
     extra_us = stage.cycle * (found.step_us - found.links_busy_us["across"])
-    assert extra_us / 1e6 * 1e4 == pytest.approx(share * largest, abs=0.15 * largest)
+    assert extra_us / 1e6 * 1e4 == pytest.approx(share * largest, abs=0.1 * largest)
 
 
 @pytest.mark.parametrize(("hosts", "ranks_per_host", "blocked"), [(2, 2, True), (4, 1, False), (1, 4, False)])

@@ -160,10 +160,8 @@ class StepSimulator:
         self._machine = machine
         self._now = 0.0
         self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
-        self._lead_bytes: dict[LinkLevel, float] = {
-            "within": 0.0,
-            "across": 0.0,
-        }  # since nothing was under way
+        # What has counted of `one_way_bytes` and `blocking_bytes` since nothing was under way.
+        self._lead_bytes: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}
         self._active_transfers: list[_ActiveTransfer] = []
         self._threads = Counter[str]()  # that work on collectives, by queue
         self._waiting: dict[str, deque[_ActiveTransfer]] = defaultdict(deque)  # for a thread of their queue
