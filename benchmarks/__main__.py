@@ -134,7 +134,7 @@ PARTS = [
         "predicted and measured steps",
         "prediction",
         "--models cnn --links unlimited",
-        3600,
+        5400,
         "predict.md",
         pieces=True,
     ),
