@@ -114,6 +114,7 @@ DATA: Any = st.one_of(
     st.builds(lambda choice: {"train": choice}, DOTTED),
     DOTTED,
 )
+BUCKET_CAP = st.floats(1e-3, 1e6) | st.integers(1, 99)
 PIPELINE = st.fixed_dictionaries(
     {
         "model": st.one_of(
@@ -139,7 +140,7 @@ PIPELINE = st.fixed_dictionaries(
         "ddp": st.fixed_dictionaries(
             {},
             optional={
-                "bucket_cap_mb": st.floats(1, 1e6) | st.integers(1, 99),
+                "bucket_cap_mb": BUCKET_CAP | st.lists(BUCKET_CAP, min_size=1),
                 "static_graph": st.just(False),
             },
         ),

@@ -133,10 +133,12 @@ def test_bytes_of_evaluations_inside_stages_and_of_the_average(more: str, tmp_pa
     check(tmp_path, f"{CNN}{more}stages:{EVALUATED}".replace("batch_size: 8", "batch_size: 128", 1), 2)
 
 
-def test_a_run_finds_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("caps", ["1", "[0.1, 1]"])
+def test_a_run_finds_the_same(caps: str, tmp_path: Path) -> None:
     """The buckets and the verdict on buffers are those of a run's first event."""
-    text = f"{CNN}stages: [{{train: {{steps: 1}}}}]\n".replace(
-        "channels: [8, 16]", "channels: [64, 128, 256]"
+    text = f"{CNN}stages: [{{train: {{steps: 1}}}}]\n"
+    text = text.replace("channels: [8, 16]", "channels: [64, 128, 256]").replace(
+        "cap_mb: 1", f"cap_mb: {caps}"
     )
     found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
     probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
@@ -279,6 +281,7 @@ def test_ranks_that_send_alike_are_simulated_once(
     "model",
     [
         "mlp: {inputs: 64, hidden: [700, 700, 700], outputs: 10}",
+        "mlp: {inputs: 64, hidden: [400, 400, 400, 400, 400, 400, 400, 400], outputs: 10}",
         "cnn: {inputs: [1, 8, 8], channels: [64, 128, 256], outputs: 10}",
         "transformer: {layers: 3, width: 160, heads: 4, context: 16}",
     ],
@@ -298,12 +301,12 @@ def test_buckets_without_values_are_those_of_ddp(
     assert len(by_order.layouts) > 1
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
     assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets == by_order
-    for cap_mb in (by_order.cap_mb, 1.0):
-        loaded = load(file, [f"ddp={{bucket_cap_mb: {cap_mb}, static_graph: true}}"])
+    for caps in ("25", "2", "0.5", "[0.7, 2]", "[3, 1, 0.1]"):
+        loaded = load(file, [f"ddp={{bucket_cap_mb: {caps}, static_graph: true}}"])
         by_ddp = explain(loaded, hosts=1, ranks_per_host=2).probe.gradient_buckets
         assert by_ddp is not None
-        assert by_ddp.layouts == by_order.layouts_for(cap_mb)
-        assert by_ddp.layouts_for(2.0) is None
+        assert by_ddp.layouts == by_order.layouts_for(loaded.pipeline.ddp.bucket_caps_bytes)
+        assert by_ddp.layouts_for([7 << 20]) is None
 
 
 def test_a_probe_serves_other_settings_of_the_same_model(

@@ -26,11 +26,6 @@ from ddprun_hooks.config.messages import (
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_BOUND_REASONS: dict[KeyPath, str] = {
-    ("ddp", "bucket_cap_mb"): "DDP's first bucket is 1 MiB and must not be larger than the others",
-}
-"""Why a key has its lower or upper bound, for messages."""
-
 _MAPPING_HINTS: dict[str | int, str] = {
     "evaluate": "write {every: …, metrics: […]}",
     "keep_best": "write {metric: …}",
@@ -169,7 +164,7 @@ def _sentence(
     if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
         form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
         allowed = form or _hint(wanted, node, value) or allowed
-    return text, _BOUND_REASONS.get(path[-2:]) if kind in BOUND_ERROR_TYPES else allowed, near
+    return text, allowed, near
 
 
 def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:

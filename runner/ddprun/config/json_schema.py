@@ -25,6 +25,7 @@ from ddprun.plugins import CLUSTERS
 Schema = dict[str, Any]
 
 HOST_RANGE_PATTERN = r"^0*[1-9][0-9]*:0*[1-9][0-9]*$"
+_SIZE_SCHEMA: Schema = {"type": "number", "exclusiveMinimum": 0}
 _KEY_SCHEMA: Schema = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "integer"}]}
 _PATTERNS_SCHEMA: Schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 _KEY_MAPPING_SCHEMA: Schema = {"type": "object", "additionalProperties": _KEY_SCHEMA}
@@ -48,6 +49,7 @@ def json_schema() -> Schema:
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
         "key": _KEY_SCHEMA,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
+        "bucket_cap": {"anyOf": [_SIZE_SCHEMA, {"type": "array", "items": _SIZE_SCHEMA, "minItems": 1}]},
         "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS_SCHEMA]},
         "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {

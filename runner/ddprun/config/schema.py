@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    TypeAdapter,
     ValidationError,
     create_model,
     model_validator,
@@ -298,12 +299,24 @@ def _parse_compile(value: Any) -> Compile | None:
     return validate(Compile, value)
 
 
+_BucketCap = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+_ONE_BUCKET_CAP = TypeAdapter(_BucketCap)
+_BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)])
+
+
+def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
+    adapter = _BUCKET_CAPS if isinstance(value, list | tuple) else _ONE_BUCKET_CAP
+    return adapter.validate_python(value)
+
+
 class Ddp(Options):
     """What DistributedDataParallel is built with."""
 
-    bucket_cap_mb: Annotated[float, Field(ge=1)] = 25.0
-    """Largest size of a bucket in MiB, of gradients and of parameters, at least 1: DDP's first bucket is
-    1 MiB and must not be the largest."""
+    bucket_cap_mb: Annotated[float | tuple[float, ...], CustomValidator(_parse_bucket_cap, "bucket_cap")] = (
+        25.0
+    )
+    """Largest size of a bucket in MiB. A list has one size for each bucket, in the order in which backward
+    fills them; the last counts for all that follow."""
 
     gradient_as_bucket_view: bool = True
     """Gradients are views into the buckets, which saves a copy of all gradients."""
@@ -313,6 +326,17 @@ class Ddp(Options):
 
     find_unused_parameters: bool = False
     """Look in each step for parameters that take no part; needed where some take none, slower otherwise."""
+
+    @property
+    def bucket_caps_bytes(self) -> list[int]:
+        """The largest size of each gradient bucket; the last counts for all that follow."""
+        caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, tuple) else (self.bucket_cap_mb,)
+        return [int(cap * 2**20) for cap in caps]
+
+    @property
+    def largest_cap_bytes(self) -> int:
+        """The largest size of any bucket, for what has no order of gradients: parameters and buffers."""
+        return max(self.bucket_caps_bytes)
 
 
 def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:

@@ -242,7 +242,7 @@ def compile_model(
         torch._inductor.config.compile_threads = max(1, min(32, cores // ranks_here))
     for name in ("graph_break", "unimplemented"):
         counters[name].clear()
-    cut = int(loaded.pipeline.ddp.bucket_cap_mb * 2**20) if settings.blocks is None else None
+    cut = loaded.pipeline.ddp.largest_cap_bytes if settings.blocks is None else None
     compiler = GraphCompiler(model, _backend(settings, backend), cut)
     call = torch.compile(_call, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph)
     for block in blocks.values():

@@ -114,7 +114,7 @@ def open_session(
         clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
     )
     reporter = Reporter(screen, events, recorder)
-    exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.bucket_cap_mb * 2**20)
+    exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.largest_cap_bytes)
     buffer_settings = [
         pipeline.buffers,
         *(stage.effective_settings(pipeline).buffers for stage in pipeline.step_stages()),

@@ -316,7 +316,7 @@ class _Planner:
 
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
         self._pipeline, self._probe, self._simulator = loaded.pipeline, probe, simulator
-        self._cap_bytes = loaded.pipeline.ddp.bucket_cap_mb * 2**20
+        self._cap_bytes = loaded.pipeline.ddp.largest_cap_bytes
         self._model = probe.model
         self._trained = trainable_parameters(probe.model) if probe.model is not None else None
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
@@ -527,8 +527,8 @@ class _Planner:
         if plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, plan.hosts)
         known = self._probe.gradient_buckets
-        cap_mb = self._pipeline.ddp.bucket_cap_mb
-        return _sends("backward", route, None if known is None else known.layouts_for(cap_mb))
+        caps = self._pipeline.ddp.bucket_caps_bytes
+        return _sends("backward", route, None if known is None else known.layouts_for(caps))
 
     def _transfer_sends(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[PlannedSend, ...]:
         """The buckets of a transfer that starts."""

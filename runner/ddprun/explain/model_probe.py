@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,18 +77,18 @@ class GradientBuckets:
     """The buckets of gradients, as backward fills them."""
 
     layouts: tuple[BucketLayout, ...]
-    cap_mb: float  # `ddp.bucket_cap_mb`
+    caps_bytes: Sequence[int]  # `ddp.bucket_cap_mb`
     params_in_ready_order: Mapping[str, Tensor] | None = field(compare=False)
     """Parameters by name, in the order in which backward completes their gradients; None: DDP itself was
     asked for its buckets."""
 
-    def layouts_for(self, cap_mb: float) -> tuple[BucketLayout, ...] | None:
-        """The buckets for another largest size; None: only DDP itself knows."""
-        if cap_mb == self.cap_mb:
+    def layouts_for(self, caps_bytes: Sequence[int]) -> tuple[BucketLayout, ...] | None:
+        """The buckets for other largest sizes; None: only DDP itself knows."""
+        if caps_bytes == self.caps_bytes:
             return self.layouts
         if self.params_in_ready_order is None:
             return None
-        return predict_bucket_layout(self.params_in_ready_order, cap_mb)
+        return predict_bucket_layout(self.params_in_ready_order, caps_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class ModelProbe:
         differs in its hooks, its policies or the size of its buckets.
         """
         if _any_gradients(loaded) and not self.unknown_reasons.batch:
-            known, cap_mb = self.gradient_buckets, loaded.pipeline.ddp.bucket_cap_mb
-            if known is None or known.layouts_for(cap_mb) is None:
+            known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
+            if known is None or known.layouts_for(caps) is None:
                 return False
         return (
             self.optimizer is None
@@ -235,7 +235,7 @@ def _buckets(
     if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
         # It has other rules for the first two, and a compiled graph has an order of its own.
         layouts = _bucket_layouts_from_ddp(loaded, model, objective, precision, feed)
-        return GradientBuckets(layouts, ddp.bucket_cap_mb, None)
+        return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
     with seeding.preserve_rng_state(precision.device):
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
@@ -246,7 +246,8 @@ def _buckets(
             ready = _params_in_ready_order(model, objective, precision, content, lambda value: value)
     if missing := [name for name in trainable_parameters(model) if name not in ready]:
         raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
-    return GradientBuckets(predict_bucket_layout(ready, ddp.bucket_cap_mb), ddp.bucket_cap_mb, ready)
+    caps = ddp.bucket_caps_bytes
+    return GradientBuckets(predict_bucket_layout(ready, caps), caps, ready)
 
 
 def _params_in_ready_order(

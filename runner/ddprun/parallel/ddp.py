@@ -34,6 +34,8 @@ class DdpReplica:
         # `buffers` in the file says when buffers are sent, never DDP. torch 2.13 has renamed the option.
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {buffers: False, **settings.model_dump()}
+        if isinstance(caps := options["bucket_cap_mb"], tuple):
+            options |= {"bucket_cap_mb": None, "bucket_cap_mb_list": list(caps)}
         self.ddp = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
         )
@@ -110,20 +112,19 @@ class DdpReplica:
 
 
 def predict_bucket_layout(
-    params_by_completion: Mapping[str, Tensor], bucket_cap_mb: float
+    params_by_completion: Mapping[str, Tensor], caps_bytes: Sequence[int]
 ) -> tuple[BucketLayout, ...]:
     """The gradient buckets that DDP will rebuild, computed without DDP: the same as `DdpReplica.layout` once
     that is fixed.
 
     Args:
         params_by_completion: parameters by name, in the order in which backward completes their gradients.
-        bucket_cap_mb: largest size of a bucket, MiB; the first is `torch.distributed`'s own first size.
+        caps_bytes: largest size of each bucket; the last counts for all that follow.
     """
     names = list(params_by_completion)
     tensors = [view_complex_as_real(param) for param in params_by_completion.values()]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]
     buckets, _ = dist._compute_bucket_assignment_by_size(
-        tensors, limits, [False] * len(tensors), list(range(len(tensors)))
+        tensors, list(caps_bytes), [False] * len(tensors), list(range(len(tensors)))
     )
     layouts = []
     for index, bucket in enumerate(buckets):

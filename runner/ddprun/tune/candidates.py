@@ -19,7 +19,7 @@ travel through hooks that lose something; or ranks meet in some steps only."""
 
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
-_CAPS_MB = (1, 5, 25, 100)
+_CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
 _CODECS: tuple[Sequence[Any], ...] = (
     *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"]),
     ["topk"],
