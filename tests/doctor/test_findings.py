@@ -96,7 +96,9 @@ def test_lengths_have_three_digits() -> None:
     ]
 
 
-MEASURED = LinkMeasurement("gloo", 1e-4, 9400.0, 9300.0, 9000.0, 1 << 20)
+MEASURED = LinkMeasurement(
+    "gloo", 1e-4, 9400.0, 9300.0, 9000.0, 1 << 20, [(65536, 9900.0), (1 << 20, 9000.0)]
+)
 
 
 @pytest.mark.parametrize(

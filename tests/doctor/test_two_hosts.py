@@ -43,6 +43,10 @@ def test_a_link_of_100_mbit_is_measured_within_a_tenth(tmp_path: Path) -> None:
         assert measured == pytest.approx(100, rel=0.1)
     # Acknowledgements go the same way as the other direction's data, and two cores have both hosts' work.
     assert 60 < bandwidth["value"]["all_reduce_mbit_per_s"] < 110
+    by_bytes = bandwidth["value"]["all_reduce_mbit_per_s_by_bytes"]
+    assert [size for size, _ in by_bytes][-3:] == [1 << 18, 1 << 20, 1 << 22], by_bytes
+    for _, measured in by_bytes[-3:]:
+        assert 50 < measured < 120
     assert bandwidth["level"] == "warning"
     assert "sync: diloco" in bandwidth["do"]
     (latency,) = findings(one, "latency")

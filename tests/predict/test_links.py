@@ -2,9 +2,12 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddprun.doctor import Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
@@ -70,15 +73,38 @@ def test_what_is_neither_a_rate_nor_a_time(rate: str | None, latency: str | None
 
 def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
     """The slowest of all pairs, with the longest latency: measured, so nothing is taken off for headers."""
-    two = LinkMeasurement("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20)
-    three = LinkMeasurement("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20)
+    two = LinkMeasurement("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20, [(65536, 94.0), (1 << 20, 80.0)])
+    three = LinkMeasurement("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20, [])
     findings = [*link_findings("a", "b", two, [None]), *link_findings("a", "c", three, [None])]
     file = tmp_path / "link.json"
     file.write_text(json.dumps(Report([], findings).as_dict()))
     found = parse_links(str(file)).across
     assert found.bytes_per_s == pytest.approx(11e6)
     assert found.latency_s == pytest.approx(0.002)
+    assert [size for size, _ in found.rate_by_bytes] == [1 << 15, 1 << 19]
+    assert [rate for _, rate in found.rate_by_bytes] == pytest.approx([11.75e6, 10e6])
     assert parse_links(str(file), "5ms").across.latency_s == 0.005
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(0.1, 1e6)), max_size=6),
+    st.lists(st.floats(0, 1e10), min_size=2, max_size=9),
+)
+def test_a_longer_message_never_takes_less(measured: list[tuple[int, float]], sizes: list[float]) -> None:
+    """Whatever the rates of two sizes are; and a measured size takes what was measured."""
+    link = Link.from_measurement(100.0, 0.0, sorted(measured))
+    times = [link.seconds(size) for size in sorted(sizes)]
+    for one, other in pairwise(times):
+        assert one <= other * (1 + 1e-9)
+    for size, rate in link.rate_by_bytes:
+        assert link.seconds(size) == pytest.approx(size / rate)
+    assert (link.seconds(1e6) == 1e6 / link.bytes_per_s) or link.rate_by_bytes
+
+
+def test_between_two_sizes() -> None:
+    """The time is in between; beyond them the nearest one's rate counts."""
+    link = Link(1.0, 0.0, ((100, 10.0), (200, 5.0)))
+    assert [link.seconds(size) for size in (0, 50, 100, 150, 200, 400)] == [0, 5, 10, 25, 40, 80]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,11 @@ _TOKEN_BYTES = 16
 _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
 _MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
+_LONG_CALL_S = 0.25
+"""Of longer messages than one that takes so long, the bandwidth is not measured."""
+
 _WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
+_MAX_CPU_SHARE = 0.25
 
 MAX_MEASURING_S = 60.0
 """What measuring a link takes at most, but for a collective that fails."""
@@ -269,6 +273,11 @@ class LinkMeasurement:
     nbytes: int
     """Largest message."""
 
+    both_by_bytes: Sequence[tuple[int, float]]
+    """Bytes of an all-reduce, and Mbit/s each way without the latency, by increasing size: a link may carry
+    long messages at another rate than short ones. Without sizes that say more of the hosts than of the link:
+    most of their time is latency, or the work of a CPU."""
+
 
 def measure(
     store: dist.Store, rank: int, backend: str, device: torch.device, timeout_s: float
@@ -294,7 +303,8 @@ def measure(
         latency_s = statistics.median(link.time_calls(count))
         both = link.bandwidth(dist.all_reduce)
         there, back = (link.bandwidth(partial(dist.broadcast, src=source)) for source in (0, 1))
-        return LinkMeasurement(backend, latency_s, there, back, both, link.largest_bytes)
+        by_bytes = link.bandwidth_by_bytes(dist.all_reduce, latency_s)
+        return LinkMeasurement(backend, latency_s, there, back, both, link.largest_bytes, by_bytes)
     finally:
         dist.destroy_process_group()
 
@@ -312,15 +322,20 @@ class _LinkBenchmark:
         self.largest_bytes = 0
         """Size of the largest message."""
 
-    def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[float]:
-        """Times of `count` calls of `send`, each followed by a small all-reduce, in seconds."""
+    def time_calls(
+        self,
+        count: int,
+        send: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> list[float]:
+        """Times of `count` calls of `send`, each followed by a small all-reduce, in seconds of the clock."""
         times = []
         self._barrier()
         for _ in range(count):
-            began = time.perf_counter()
+            began = clock()
             send()
             self._barrier()
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
         found = torch.tensor(times, dtype=torch.float64, device=self._device)
         dist.broadcast(found, 0)
         return list(found.tolist())
@@ -328,23 +343,48 @@ class _LinkBenchmark:
     def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
         """Median bandwidth in Mbit/s, in the direction that carries more."""
         nbytes = _FIRST_BYTES
-
-        def send(nbytes: int) -> float:
-            message = self._memory[: -(-nbytes // self._memory.element_size())]
-            (took,) = self.time_calls(1, lambda: collective(message))
-            return took
-
-        took = send(nbytes)
+        took = self._time(collective, nbytes)
         while took < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
             nbytes = min(4 * nbytes, _MAX_MESSAGE_BYTES)
-            took = send(nbytes)
+            took = self._time(collective, nbytes)
         if took < _TARGET_TIMED_S:
             nbytes = min(int(nbytes * _TARGET_TIMED_S / took), _MAX_MESSAGE_BYTES)
-        times = [send(nbytes)]
-        while len(times) < _REPEATS and sum(times) < _REPEATS_S:
-            times.append(send(nbytes))
         self.largest_bytes = max(self.largest_bytes, nbytes)
-        return 8e-6 * nbytes / statistics.median(times)
+        return 8e-6 * nbytes / self._median_time(collective, nbytes)
+
+    def bandwidth_by_bytes(
+        self, collective: Callable[[torch.Tensor], object], latency_s: float
+    ) -> list[tuple[int, float]]:
+        """Sizes in bytes, and the median bandwidth in Mbit/s without the latency: the collective's own, and
+        that of the small all-reduce after it.
+        """
+        found, nbytes, took_s = list[tuple[int, float]](), _FIRST_BYTES, 0.0
+        while nbytes <= _MAX_MESSAGE_BYTES and took_s < _LONG_CALL_S:
+            took_s, cpu_s = self._median_time(collective, nbytes), 0.0
+            if self._device.type == "cpu":
+                cpu_s = self._time(collective, nbytes, time.process_time)
+            if cpu_s > _MAX_CPU_SHARE * took_s:
+                found.clear()  # nor do shorter ones say anything of the link
+            elif took_s > 3 * latency_s:
+                found.append((nbytes, 8e-6 * nbytes / (took_s - 2 * latency_s)))
+            nbytes *= 4
+        return found
+
+    def _median_time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> float:
+        times = [self._time(collective, nbytes)]
+        while len(times) < _REPEATS and sum(times) < _REPEATS_S:
+            times.append(self._time(collective, nbytes))
+        return statistics.median(times)
+
+    def _time(
+        self,
+        collective: Callable[[torch.Tensor], object],
+        nbytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> float:
+        message = self._memory[: -(-nbytes // self._memory.element_size())]
+        (took_s,) = self.time_calls(1, lambda: collective(message), clock)
+        return took_s
 
     def _barrier(self) -> None:
         dist.all_reduce(self._small)
@@ -380,6 +420,7 @@ def link_findings(
         "backend": found.backend,
         "mbit_per_s": {f"{one} to {other}": found.there_mbit, f"{other} to {one}": found.back_mbit},
         "all_reduce_mbit_per_s": found.both_mbit,
+        "all_reduce_mbit_per_s_by_bytes": [list(one) for one in found.both_by_bytes],
         "bytes": found.nbytes,
     }
     level: Level = "warning" if do else "ok"

@@ -3,12 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, PositiveFloat, ValidationError
+from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
 
 LinkLevel = Literal["within", "across"]
 """Between the ranks of a host, or between hosts."""
@@ -33,10 +34,36 @@ class Link:
 
     bytes_per_s: float = math.inf  # of payload
     latency_s: float = 0.0  # from a message's leaving to its arrival
+    rate_by_bytes: tuple[tuple[float, float], ...] = ()
+    """Where it depends on the size of a message: sizes in bytes, and bytes a second of payload, by increasing
+    size. Larger ones never keep the link busy for a shorter time."""
+
+    @classmethod
+    def from_measurement(
+        cls, mbit_per_s: float, latency_s: float, mbit_by_bytes: Sequence[tuple[int, float]]
+    ) -> "Link":
+        """A link as `ddprun doctor` measures it: by an all-reduce between two hosts, whose bytes go each way
+        in two messages.
+        """
+        found: list[tuple[float, float]] = []
+        for nbytes, mbit in mbit_by_bytes:
+            size, rate = nbytes / 2, 1e6 * mbit / 8
+            if not found or size / rate > found[-1][0] / found[-1][1]:
+                found.append((size, rate))
+        return cls(1e6 * mbit_per_s / 8, latency_s, tuple(found))
 
     def seconds(self, nbytes: float) -> float:
-        """How long so many bytes keep the link busy."""
-        return nbytes / self.bytes_per_s
+        """How long a message of so many bytes keeps the link busy: between two measured sizes interpolated,
+        below and above them at the nearest one's rate.
+        """
+        if not self.rate_by_bytes:
+            return nbytes / self.bytes_per_s
+        at = bisect_left(self.rate_by_bytes, (nbytes,))
+        if at in (0, len(self.rate_by_bytes)):
+            return nbytes / self.rate_by_bytes[max(0, at - 1)][1]
+        (low, low_rate), (high, high_rate) = self.rate_by_bytes[at - 1 : at + 1]
+        low_s, high_s = low / low_rate, high / high_rate
+        return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
 
     @property
     def queue_bytes(self) -> float:
@@ -91,6 +118,7 @@ class _LinkMeasurement(BaseModel):
     backend: Literal["gloo", "nccl"]
     all_reduce_us: PositiveFloat | None = None
     all_reduce_mbit_per_s: PositiveFloat | None = None
+    all_reduce_mbit_per_s_by_bytes: tuple[tuple[PositiveInt, PositiveFloat], ...] = ()
 
 
 class _Finding(BaseModel):
@@ -118,13 +146,18 @@ def read_measured_link(file: Path) -> Link:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (ValidationError, ValueError, RecursionError):
         raise ValueError(f"{file} is not what `ddprun doctor --format json` prints") from None
-    rates = [one.all_reduce_mbit_per_s * 1e6 / 8 for one in found if one.all_reduce_mbit_per_s]
+    rates = [
+        (one.all_reduce_mbit_per_s, sorted(one.all_reduce_mbit_per_s_by_bytes))
+        for one in found
+        if one.all_reduce_mbit_per_s
+    ]
     latencies = [
         one.all_reduce_us / 1e6 / _ALL_REDUCE_LATENCIES[one.backend] for one in found if one.all_reduce_us
     ]
     if not rates or not latencies:
         raise ValueError(f"{file} has no link between hosts: run ddprun doctor on two hosts at least")
-    return Link(min(rates), max(latencies))
+    mbit_per_s, by_bytes = min(rates)
+    return Link.from_measurement(mbit_per_s, max(latencies), by_bytes)
 
 
 def _by_level(text: str | None) -> Mapping[str, str]:

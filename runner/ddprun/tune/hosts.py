@@ -94,7 +94,7 @@ class SearchHosts:
         except (RuntimeError, ValueError) as error:
             raise HostsError(f"the link between hosts cannot be measured: {error}") from None
         latency_s = max(0.0, asdict(found)["latency_s"] - _SOFTWARE_S) / _LATENCIES_PER_ALL_REDUCE
-        return Links(across=Link(1e6 * found.both_mbit / 8, latency_s))
+        return Links(across=Link.from_measurement(found.both_mbit, latency_s, found.both_by_bytes))
 
     def send_to_others(self, message: RoundMessage) -> None:
         """Send a message to all other hosts."""
