@@ -244,16 +244,15 @@ def test_perplexity_does_not_depend_on_the_batch_size(folder: Path) -> None:
 @pytest.mark.parametrize(("sync", "exchanged"), [("{local_sgd: {every: 2}}", False), ("every_step", True)])
 def test_ranks_that_train_apart_exchange_no_counts(folder: Path, sync: str, exchanged: bool) -> None:
     """Each weighs its own micro-batches: the step's loss is the mean over its own tokens."""
-    text = LANGUAGE.format(size=3, weight=BY_TOKENS, accumulate=2) + f"sync: {sync}\n"
-    gathers = as_processes(2, counted_gathers, folder, text, cwd=folder)
+    file = folder / f"gathers-{exchanged}.yaml"
+    file.write_text(LANGUAGE.format(size=3, weight=BY_TOKENS, accumulate=2) + f"sync: {sync}\n")
+    gathers = as_processes(2, counted_gathers, file, cwd=folder)
     assert [bool(count) for count in gathers] == [exchanged] * 2
 
 
-def counted_gathers(folder: Path, text: str) -> int:
+def counted_gathers(file: Path) -> int:
     from ddprun_hooks.comm.control import ControlChannel
 
-    file = folder / f"gathers-{text.count('local')}.yaml"
-    file.write_text(text)
     count, gather = 0, ControlChannel.all_gather
 
     def all_gather(self: ControlChannel, numbers: Any, what: str = "") -> torch.Tensor:
@@ -262,7 +261,7 @@ def counted_gathers(folder: Path, text: str) -> int:
         return gather(self, numbers, what)
 
     ControlChannel.all_gather = all_gather  # type: ignore[method-assign]
-    assert run_worker(load(file), folder / file.stem) == 0
+    assert run_worker(load(file), file.with_suffix("")) == 0
     return count
 
 
@@ -388,14 +387,14 @@ def test_a_sampler_of_other_indices_on_each_rank_is_refused(folder: Path) -> Non
         ("mine.too_far", "the index 90 of a data set with 90 samples"),
         ("torch.utils.data.DistributedSampler", "divides the samples among ranks"),
     ):
-        for said in as_processes(2, refused, folder, SAMPLED.format(sampler=sampler), cwd=folder):
+        (folder / "p.yaml").write_text(SAMPLED.format(sampler=sampler))
+        for said in as_processes(2, refused, folder, cwd=folder):
             assert expected in said
 
 
-def refused(folder: Path, text: str) -> str:
+def refused(folder: Path) -> str:
     from tests.engine.test_session import open_here
 
-    (folder / "p.yaml").write_text(text)
     try:
         open_here(folder, "refused")
     except PipelineError as error:
