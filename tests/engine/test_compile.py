@@ -151,6 +151,12 @@ def test_a_graph_is_cut_where_gradients_fill_a_bucket(pipeline: Any) -> None:
         model(x)
     assert compiler.graphs[1:] == [CompiledGraph((tuple(names),), training=False)]
 
+    # The first size, then the largest.
+    for caps, parts in (("0.01", 3), ("[2, 0.01]", 1), ("[0.01, 2]", 2)):
+        model = MODELS["mlp"](inputs=64, hidden=[600, 600], outputs=10, activation="relu")
+        compiler = graphs(pipeline("true", f"ddp: {{bucket_cap_mb: {caps}}}\n"), model, 4)
+        assert [len(graph.parts) for graph in compiler.graphs] == [parts], caps
+
     net = Net()
     compiler = graphs(pipeline("{blocks: [layers.*]}", "ddp: {bucket_cap_mb: 1}\n"), net, 4)
     assert [len(graph.parts) for graph in compiler.graphs] == [1]

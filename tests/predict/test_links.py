@@ -105,6 +105,7 @@ def test_between_two_sizes() -> None:
     """The time is in between; beyond them the nearest one's rate counts."""
     link = Link(1.0, 0.0, ((100, 10.0), (200, 5.0)))
     assert [link.seconds(size) for size in (0, 50, 100, 150, 200, 400)] == [0, 5, 10, 25, 40, 80]
+    assert link.at_rate(2.0) == Link(2.0, 0.0, ((100, 20.0), (200, 10.0)))
 
 
 @pytest.mark.parametrize(

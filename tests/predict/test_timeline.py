@@ -80,6 +80,17 @@ def test_what_is_one_way_at_first_counts_once() -> None:
         assert play(machine, Send(two_ranks), Await()).step_us == pytest.approx(took_us)
 
 
+@pytest.mark.parametrize(("rounds", "messages"), [(1, 1), (2, 2), (2, 8), (8, 8)])
+def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -> None:
+    """However many rounds are simulated as one; and so long the link is busy. What goes ahead is another."""
+    link = Link(1e6, 0.0, ((100.0, 0.5e6), (1000.0, 1e6)))
+    ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, apart_us=5)
+    played = play(Machine(math.inf, 1, Links(across=link)), Send(ring), Await())
+    busy_us = 1e6 * messages * link.seconds(800 / messages)
+    assert played.links_busy_us == pytest.approx({"within": 0, "across": busy_us})
+    assert played.step_us == pytest.approx(busy_us + 100)
+
+
 @pytest.mark.parametrize(("sent", "latency_us"), [(0.0, 40), (3.0, 37), (60.0, 30)])
 def test_a_message_that_is_sent_hides_latency_of_another(sent: float, latency_us: float) -> None:
     """Up to a quarter, where two are on their way."""

@@ -315,8 +315,8 @@ class Ddp(Options):
     bucket_cap_mb: Annotated[float | tuple[float, ...], CustomValidator(_parse_bucket_cap, "bucket_cap")] = (
         25.0
     )
-    """Largest size of a bucket in MiB. A list has one size for each bucket, in the order in which backward
-    fills them; the last counts for all that follow."""
+    """Size in MiB at which a bucket is full. A list has one size for each bucket, in the order in which
+    backward fills them; the last counts for all that follow."""
 
     gradient_as_bucket_view: bool = True
     """Gradients are views into the buckets, which saves a copy of all gradients."""
@@ -329,13 +329,13 @@ class Ddp(Options):
 
     @property
     def bucket_caps_bytes(self) -> list[int]:
-        """The largest size of each gradient bucket; the last counts for all that follow."""
+        """The size at which each gradient bucket is full; the last counts for all that follow."""
         caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, tuple) else (self.bucket_cap_mb,)
         return [int(cap * 2**20) for cap in caps]
 
     @property
     def largest_cap_bytes(self) -> int:
-        """The largest size of any bucket, for what has no order of gradients: parameters and buffers."""
+        """The largest of these sizes, for what has no order of gradients: parameters and buffers."""
         return max(self.bucket_caps_bytes)
 
 

@@ -58,10 +58,10 @@ class GraphCompiler:
     Args:
         model: whose parameters are named.
         backend: compiles one graph.
-        cut_bytes: the size of a bucket, if graphs are cut at that; None: they are not.
+        cut_bytes: the sizes of the first part and of the others, at which graphs are cut; None: they are not.
     """
 
-    def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: int | None) -> None:
+    def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: tuple[int, int] | None) -> None:
         self.graphs: list[CompiledGraph] = []
         self.seconds = 0.0  # that the backend has taken
         self.reported_graphs = 0  # how many have been reported
@@ -79,7 +79,8 @@ class GraphCompiler:
         if training and self._cut_bytes is not None:
             from torch._dynamo.backends.distributed import DDPOptimizer
 
-            cutter = DDPOptimizer(self._cut_bytes, self._backend)
+            first, others = self._cut_bytes
+            cutter = DDPOptimizer(others, self._backend, first_bucket_cap=first)
             made = cutter.compile_fn(graph, list(inputs))
             parts = [[named.get(name, name) for name in bucket.params] for bucket in cutter.buckets]
         else:
@@ -242,7 +243,8 @@ def compile_model(
         torch._inductor.config.compile_threads = max(1, min(32, cores // ranks_here))
     for name in ("graph_break", "unimplemented"):
         counters[name].clear()
-    cut = loaded.pipeline.ddp.largest_cap_bytes if settings.blocks is None else None
+    ddp = loaded.pipeline.ddp
+    cut = (ddp.bucket_caps_bytes[0], ddp.largest_cap_bytes) if settings.blocks is None else None
     compiler = GraphCompiler(model, _backend(settings, backend), cut)
     call = torch.compile(_call, backend=compiler, dynamic=settings.dynamic, fullgraph=settings.fullgraph)
     for block in blocks.values():

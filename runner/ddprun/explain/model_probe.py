@@ -83,7 +83,7 @@ class GradientBuckets:
     asked for its buckets."""
 
     def layouts_for(self, caps_bytes: Sequence[int]) -> tuple[BucketLayout, ...] | None:
-        """The buckets for other largest sizes; None: only DDP itself knows."""
+        """The buckets for other sizes; None: only DDP itself knows."""
         if caps_bytes == self.caps_bytes:
             return self.layouts
         if self.params_in_ready_order is None:

@@ -119,7 +119,7 @@ def predict_bucket_layout(
 
     Args:
         params_by_completion: parameters by name, in the order in which backward completes their gradients.
-        caps_bytes: largest size of each bucket; the last counts for all that follow.
+        caps_bytes: the size at which each bucket is full; the last counts for all that follow.
     """
     names = list(params_by_completion)
     tensors = [view_complex_as_real(param) for param in params_by_completion.values()]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddprun.predict.links import Link, Links
+from ddprun.predict.links import Links
 from ddprun.predict.model import StepPrediction
 
 HookSpecs = Sequence[Any]
@@ -78,7 +78,7 @@ def break_even_rate(
     """
 
     def gains(rate: float) -> bool:
-        at = replace(links, across=Link(rate, links.across.latency_s))
+        at = replace(links, across=links.across.at_rate(rate))
         return with_hook(at).step_us < (1 - _NEGLIGIBLE_SHARE) * without(at).step_us
 
     if not gains(_SLOWEST):

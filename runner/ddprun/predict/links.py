@@ -52,6 +52,13 @@ class Link:
                 found.append((size, rate))
         return cls(1e6 * mbit_per_s / 8, latency_s, tuple(found))
 
+    def at_rate(self, bytes_per_s: float) -> "Link":
+        """The same link at another rate; that of each size changes by the same factor, if it has one."""
+        factor = bytes_per_s / self.bytes_per_s
+        return Link(
+            bytes_per_s, self.latency_s, tuple((size, factor * rate) for size, rate in self.rate_by_bytes)
+        )
+
     def seconds(self, nbytes: float) -> float:
         """How long a message of so many bytes keeps the link busy: between two measured sizes interpolated,
         below and above them at the nearest one's rate.

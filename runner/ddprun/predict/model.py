@@ -291,7 +291,7 @@ class CostModel:
                 waits[cause] = waits.get(cause, 0.0) + us / len(cycle)
         sent = _step_bytes(stage, world.hosts)
         busy_us: dict[LinkLevel, float] = {
-            level: 1e6 * machine.links.at_level(level).seconds(sent[level]) for level in LINK_LEVELS
+            level: sum(step.links_busy_us[level] for step in cycle) / len(cycle) for level in LINK_LEVELS
         }
         step_us = sum(step.step_us for step in cycle) / len(cycle)
         return StepPrediction(
@@ -423,10 +423,12 @@ class CostModel:
         work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us)
         level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
         nbytes = _leg_bytes(leg, hosts)
+        messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
         if not sent or not self._on_cpu:
             return Collective(
                 work_us if self._on_cpu else 0.0,
                 nbytes,
+                messages=messages,
                 latency_counts={level: rounds if sent else 0},
                 wake_us=stack.wake_us,
                 queue=queue,
@@ -444,6 +446,7 @@ class CostModel:
             work_us,
             nbytes,
             rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
+            messages=messages,
             # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
             # has two on their way, and the receiver is ready for the second when the first has come.
             latency_counts={level: 2.0 * rounds},

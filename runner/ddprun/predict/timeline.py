@@ -62,6 +62,7 @@ class Collective:
     """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds.
     Of collectives that follow each other without a pause, the largest counts."""
 
+    messages: int = 1  # into which the bytes of each level are divided: a link may carry long ones faster
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
     queue: str = ""  # collectives of one queue share the threads of a process group
 
@@ -111,6 +112,7 @@ class SimulatedStep:
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
     waits_us: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))  # of that thread
     transfers: list[TransferTimes] = field(default_factory=list)
+    links_busy_us: dict[LinkLevel, float] = field(default_factory=dict)  # how long they carried anything
 
     @property
     def exposed_us(self) -> float:
@@ -162,6 +164,7 @@ class StepSimulator:
         self._link_free_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}  # from when on it is free
         # What has counted of `one_way_bytes` and `blocking_bytes` since nothing was under way.
         self._lead_bytes: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}
+        self._busy_us: dict[LinkLevel, float] = {"within": 0.0, "across": 0.0}
         self._active_transfers: list[_ActiveTransfer] = []
         self._threads = Counter[str]()  # that work on collectives, by queue
         self._waiting: dict[str, deque[_ActiveTransfer]] = defaultdict(deque)  # for a thread of their queue
@@ -175,7 +178,7 @@ class StepSimulator:
     def simulate_step(self, instructions: Iterable[Instruction]) -> SimulatedStep:
         """Simulate one step."""
         self._step += 1
-        start, step = self._now, SimulatedStep()
+        start, busy_before, step = self._now, dict(self._busy_us), SimulatedStep()
         for instruction in instructions:
             match instruction:
                 case Work():
@@ -197,6 +200,7 @@ class StepSimulator:
                         while one.transfer.queue == queue and one.step <= last and not one.done:
                             self._advance_time(math.inf, None, step, one)
         step.step_us = self._now - start
+        step.links_busy_us = {level: us - busy_before[level] for level, us in self._busy_us.items()}
         return step
 
     def _compute(self, work: Work, step: SimulatedStep) -> None:
@@ -278,7 +282,10 @@ class StepSimulator:
                     lead += min(collective.blocking_bytes, link.queue_bytes)
                 lead = max(0.0, lead - self._lead_bytes[level])
                 self._lead_bytes[level] += lead
-            took = 1e6 * link.seconds(nbytes / collective.rounds + lead)
+            rounds_per_message = collective.rounds / collective.messages
+            busy = 1e6 * link.seconds(nbytes / collective.messages) / rounds_per_message
+            self._busy_us[level] += busy
+            took = busy + 1e6 * link.seconds(lead)
             if took:
                 self._link_free_us[level] = max(self._now, free_us) + took
                 end = max(end, self._link_free_us[level])
