@@ -442,8 +442,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, more: str, expecte
 )
 def test_a_part_that_no_batch_has_is_named(folder: Path, batch: str, expected: str) -> None:
     """With those that there are."""
-    text = PARTS.format(form="mapping", batch=batch, loader="")
-    (said,) = as_processes(1, refused, folder, text, cwd=folder)
+    (folder / "p.yaml").write_text(PARTS.format(form="mapping", batch=batch, loader=""))
+    (said,) = as_processes(1, refused, folder, cwd=folder)
     assert expected in said.replace("', allowed='", "; ")
 
 
