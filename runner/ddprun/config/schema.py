@@ -305,8 +305,11 @@ _BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)
 
 
 def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
-    adapter = _BUCKET_CAPS if isinstance(value, list | tuple) else _ONE_BUCKET_CAP
-    return adapter.validate_python(value)
+    if isinstance(value, list | tuple):
+        return _BUCKET_CAPS.validate_python(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise expected("a number or a list of numbers")
+    return _ONE_BUCKET_CAP.validate_python(value)
 
 
 class Ddp(Options):
