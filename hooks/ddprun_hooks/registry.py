@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
-from ddprun_hooks.config.import_path import import_dotted, import_entry_point, installed_entry_points
+from ddprun_hooks.config.import_path import import_entry_point, import_trusted, installed_entry_points
 from ddprun_hooks.config.messages import describe_value, option_faults
 from ddprun_hooks.config.options import (
     BUILT_IN,
@@ -58,7 +58,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         assert isinstance(made, Hook)
         return made
     try:
-        target = import_dotted(name, _EXPECTED_HOOK) if "." in name else _import_installed_hook(name)
+        target = import_trusted(name, _EXPECTED_HOOK) if "." in name else _import_installed_hook(name)
     except UntrustedError as error:
         raise HookSetupError(f"{error}; {error.allowed}") from None
     except (DottedNameError, TrustSettingError) as error:

@@ -326,12 +326,12 @@ def _free_groups() -> None:
     they are waited for once, since collecting garbage takes long in a process that holds much.
     """
     deadline = time.monotonic() + 0.5
-    while _still_referenced(_groups_to_free):
+    while _groups_still_held(_groups_to_free):
         gc.collect()
         if time.monotonic() > deadline:
             break
         time.sleep(1e-3)
-    _groups_still_referenced.extend(_still_referenced(_groups_to_free))
+    _groups_still_referenced.extend(_groups_still_held(_groups_to_free))
     # Gloo's threads end within 10 ms each, so all at the same time.
     freed = [[_groups_to_free.pop()] for _ in range(len(_groups_to_free))]
     threads = [threading.Thread(target=group.clear) for group in freed]
@@ -339,9 +339,9 @@ def _free_groups() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    _groups_still_referenced[:] = _still_referenced(_groups_still_referenced)
+    _groups_still_referenced[:] = _groups_still_held(_groups_still_referenced)
 
 
-def _still_referenced(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+def _groups_still_held(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     """Those that more than this list refers to."""
     return [groups[i] for i in range(len(groups)) if sys.getrefcount(groups[i]) > _UNREFERENCED_COUNT]

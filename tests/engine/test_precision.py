@@ -29,7 +29,7 @@ def test_a_step_with_loss_scaling_reads_one_number_of_the_device(kind: str, valu
     assert precision.scaler is not None
     precision.loss_scale()
     param.grad = torch.full((3,), value)
-    precision.check_gradients(optimizer)
+    precision.note_nonfinite_gradients(optimizer)
     read: list[int] = []
     item = Tensor.item
 

@@ -281,7 +281,7 @@ def scaled_steps(kind: str) -> tuple[list[int], list[bool]]:
     for step in range(5):
         precision.loss_scale()
         param.grad = torch.full_like(param, float("inf") if step == 3 else 1.0)
-        precision.check_gradients(optimizer)
+        precision.note_nonfinite_gradients(optimizer)
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

@@ -15,7 +15,7 @@ from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import build
 from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.config import import_path as installing
-from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.import_path import import_trusted
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, UntrustedError, read_trust_policy
 from ddprun_hooks.registry import make_hook, make_stack
 from tests.security import lab
@@ -103,7 +103,7 @@ def test_what_runs_or_loads_code_is_never_a_model(
     """The object's own module and its kind decide, although every package in question is listed."""
     trusted(f"{LAB}, os, posix, builtins, logging, subprocess, importlib, pickle, operator, torch")
     with pytest.raises(UntrustedError, match=reason):
-        import_dotted(name, build._REQUIREMENTS_BY_KIND["model"])
+        import_trusted(name, build._REQUIREMENTS_BY_KIND["model"])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_runs_or_loads_code_is_never_a_model(
 def test_what_a_trusted_package_offers_is_had(trusted: Callable[[str], None], name: str) -> None:
     """Classes, functions, partials, decorated and cached functions and class methods of the package's own."""
     trusted(LAB)
-    assert isinstance(import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])(), nn.Module)
+    assert isinstance(import_trusted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])(), nn.Module)
 
 
 def test_methods_are_had_where_their_object_is_an_option(trusted: Callable[[str], None]) -> None:
@@ -122,20 +122,20 @@ def test_methods_are_had_where_their_object_is_an_option(trusted: Callable[[str]
     """
     trusted(f"{LAB}, torch")
     for wanted in (None, build._REQUIREMENTS_BY_KIND["data"]):
-        assert import_dotted(f"{LAB}.Derived.save", wanted).__name__ == "save"
+        assert import_trusted(f"{LAB}.Derived.save", wanted).__name__ == "save"
         with pytest.raises(UntrustedError, match=r"Module.compile: "):
-            import_dotted(f"{LAB}.Derived.compile", wanted)
+            import_trusted(f"{LAB}.Derived.compile", wanted)
     for kind in build._REQUIREMENTS_BY_KIND.keys() - {"model", "data"}:
         with pytest.raises(UntrustedError, match="is a method, which is called on an object"):
-            import_dotted(f"{LAB}.Derived.save", build._REQUIREMENTS_BY_KIND[kind])
+            import_trusted(f"{LAB}.Derived.save", build._REQUIREMENTS_BY_KIND[kind])
 
 
 def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:
     """A prefix goes down to one class; what stands beside it is refused."""
     trusted(f"{LAB}.Net")
-    assert import_dotted(f"{LAB}.Net").__name__ == "Net"
+    assert import_trusted(f"{LAB}.Net").__name__ == "Net"
     with pytest.raises(UntrustedError, match="may not be imported: it is not trusted"):
-        import_dotted(f"{LAB}.make_net")
+        import_trusted(f"{LAB}.make_net")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_a_single_object_may_be_listed(trusted: Callable[[str], None]) -> None:
 def test_each_kind_takes_its_own(trusted: Callable[[str], None], kind: str, good: str, bad: str) -> None:
     """What is no dataset, optimizer, … is refused before it is called."""
     trusted(f"torch, {LAB}")
-    import_dotted(good, build._REQUIREMENTS_BY_KIND[kind])
+    import_trusted(good, build._REQUIREMENTS_BY_KIND[kind])
     with pytest.raises(UntrustedError):
-        import_dotted(bad, build._REQUIREMENTS_BY_KIND[kind])
+        import_trusted(bad, build._REQUIREMENTS_BY_KIND[kind])
 
 
 OF_TORCH = [
@@ -223,7 +223,7 @@ def test_of_torch_kinds_may_be_named_and_no_prefix(
     """What compiles, loads, writes or wraps is refused, by `check` as by a run: it is at no open place."""
     trusted(packages)
     with pytest.raises(UntrustedError):
-        import_dotted(name, registry._EXPECTED_HOOK if kind == "hook" else build._REQUIREMENTS_BY_KIND[kind])
+        import_trusted(name, registry._EXPECTED_HOOK if kind == "hook" else build._REQUIREMENTS_BY_KIND[kind])
     with pytest.raises(PipelineError, match="may not be imported") as caught:
         pipeline(OVERRIDES.get(kind, f"{kind}=NAME").replace("NAME", name))
     assert [fault.file for fault in caught.value.faults] == ["--set 1"]
@@ -270,7 +270,7 @@ def test_the_open_places_of_torch_hold_what_they_are_said_to(trusted: Callable[[
             of_kind = isinstance(found, type) and base is not None and issubclass(found, base)
             if read_trust_policy().refusal(f"{place}.{name}", wanted.kind) is None:
                 assert of_kind if base else callable(found), f"{place}.{name}"
-                assert import_dotted(f"{place}.{name}", wanted) is found
+                assert import_trusted(f"{place}.{name}", wanted) is found
             elif (name[0] != "_" and of_kind) or (base is None and name.endswith(("_loss", "entropy"))):
                 kept_out.setdefault(place, set()).add(name)
     assert kept_out == {
@@ -295,7 +295,7 @@ def test_check_reads_where_a_name_leads(
     """Aliases, imports, bases and methods stand in the package's source, which it reads and does not run."""
     trusted(f"{LAB}, {LAB}_parts, torch")
     with pytest.raises(UntrustedError):
-        import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["mutate"])
+        import_trusted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["mutate"])
     with pytest.raises(PipelineError) as caught:
         pipeline(f"stages=[{{train: {{steps: 1, mutate: {LAB}.{name}}}}}]")
     (fault,) = caught.value.faults
@@ -315,7 +315,7 @@ def test_check_refuses_nothing_that_a_run_takes(
     taken = 0
     for name in names:
         try:
-            import_dotted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])
+            import_trusted(f"{LAB}.{name}", build._REQUIREMENTS_BY_KIND["model"])
         except UntrustedError:
             continue
         taken += 1
@@ -355,7 +355,7 @@ def test_check_imports_nothing(tmp_path: Path) -> None:
 def test_without_the_variable_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline is then as trusted as a script."""
     monkeypatch.delenv(TRUST_VARIABLE, raising=False)
-    assert import_dotted(f"{LAB}.shell", build._REQUIREMENTS_BY_KIND["model"]).__module__ == "posix"
+    assert import_trusted(f"{LAB}.shell", build._REQUIREMENTS_BY_KIND["model"]).__module__ == "posix"
 
 
 @pytest.mark.parametrize("packages", ["", " , "])
@@ -363,7 +363,7 @@ def test_an_empty_list_trusts_nothing(trusted: Callable[[str], None], packages: 
     """Set but empty: only what is built in, and torch's own by their short names."""
     trusted(packages)
     with pytest.raises(UntrustedError) as caught:
-        import_dotted(f"{LAB}.Net")
+        import_trusted(f"{LAB}.Net")
     assert caught.value.allowed == "DDPRUN_TRUSTED is empty, so only what is built in may be named"
     assert make_stack(["fp16", {"hierarchical": {"across": ["int8"]}}]).names == ("fp16", "hierarchical")
 
@@ -496,7 +496,7 @@ def test_a_setting_that_cannot_be_read_is_a_fault(
     with pytest.raises(TrustSettingError):
         read_trust_policy()
     with pytest.raises(TrustSettingError):
-        import_dotted(f"{LAB}.Net")
+        import_trusted(f"{LAB}.Net")
     with pytest.raises(PipelineError, match=r"^DDPRUN_TRUSTED: .* is not a package; write packages"):
         pipeline()
 

@@ -146,7 +146,7 @@ class Exchange:
         """Sum `tensor` over the ranks, in place, past every hook; gives it, and the bytes sent."""
         return tensor, self._run_exact(Communicator(self.exact_group).all_reduce(tensor), "the exact mean")
 
-    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+    def exact_max(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values at each place of `tensor`, in place, past every hook."""
         self._run_exact(
             Communicator(self.exact_group).all_reduce_max(tensor), "the largest value, for the audit"

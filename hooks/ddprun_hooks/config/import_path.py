@@ -19,7 +19,7 @@ from ddprun_hooks.config.trust import (
 from ddprun_hooks.errors import DottedNameError
 
 
-def import_dotted(name: str, expected: ExpectedObject | None = None) -> Any:
+def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
     """Import `package.module.attribute` (the attribute may itself be dotted).
 
     Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is `expected`.
@@ -100,7 +100,7 @@ def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
             f'the {expected.kind} name "{name}" is claimed twice, by {sources}; uninstall one of them'
         )
     try:
-        return import_dotted(target, expected)
+        return import_trusted(target, expected)
     except (UntrustedError, TrustSettingError):
         raise
     except Exception as error:  # a stranger's module may raise anything

@@ -143,7 +143,7 @@ def _forecast(
     """Measure, or read what was measured, and predict."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import NothingToMeasureError, fit_cost_model, run_measurement
+    from ddprun.predict.measure import NothingToMeasureError, cost_model_of_run, run_measurement
     from ddprun.telemetry.reader import NoRunError
 
     run_dir = measured
@@ -154,7 +154,7 @@ def _forecast(
             click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
             run_measurement(explained.loaded, pipeline, overrides, stacks, run_dir)
             click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
-        model = fit_cost_model(run_dir, measured_links, cores=cores)
+        model = cost_model_of_run(run_dir, measured_links, cores=cores)
     except (NothingToMeasureError, RecordsError, NoRunError) as error:
         raise click.ClickException(str(error)) from None
     return forecasting.forecast(explained, model, links, overrides, sweep)

@@ -80,7 +80,7 @@ def submit(
     if foreign := sorted(given.keys() - cluster.flags.keys()):
         raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
     modules = _collect_modules(loaded, to, cluster, with_modules=with_modules)
-    job = cluster(_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
+    job = cluster(_backend_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
     if missing := job.missing_variables(loaded.referenced_variables()):
@@ -161,7 +161,7 @@ def _variables_hint(joint: str, cluster: type["Cluster"]) -> str:
     return f"{joint} have it set by {cluster.variables_source}" if cluster.variables_source else ""
 
 
-def _options(loaded: "LoadedPipeline", to: str, cluster: type["Cluster"]) -> Any:
+def _backend_options(loaded: "LoadedPipeline", to: str, cluster: type["Cluster"]) -> Any:
     """What the pipeline says under the backend's key; the defaults if it has no such key."""
     from pydantic import ValidationError
 

@@ -92,7 +92,7 @@ def _quote_with_caret(line: str, column: int) -> str:
     before = shown[: column - 1 - start]
     head = "… " if start else ""
     tail = " …" if start + _MAX_QUOTED_COLUMNS < len(line) else ""
-    pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
+    pad = "".join("\t" if char == "\t" else " " * _terminal_width(char) for char in before)
     return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
 
 
@@ -101,7 +101,7 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
-def _cells(char: str) -> int:
+def _terminal_width(char: str) -> int:
     """Terminal cells that a character takes."""
     if unicodedata.combining(char):
         return 0

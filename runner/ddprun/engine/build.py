@@ -36,7 +36,7 @@ from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.zoo.data import DATASETS, DataError, Split
 from ddprun.zoo.models import MODELS
-from ddprun_hooks.config.import_path import import_dotted
+from ddprun_hooks.config.import_path import import_trusted
 from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.errors import DottedNameError, HookSetupError
@@ -170,7 +170,7 @@ class _ChoiceBuilder:
     def import_target(self) -> Any:
         """What a dotted name leads to."""
         try:
-            return import_dotted(self.name, _REQUIREMENTS_BY_KIND.get(self.kind))
+            return import_trusted(self.name, _REQUIREMENTS_BY_KIND.get(self.kind))
         except UntrustedError as error:
             raise self.error(str(error), error.allowed) from None
         except TrustSettingError as error:

@@ -35,7 +35,7 @@ class SignalRequests:
                 set_signal_handler(number, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
 
-    def take_checkpoint_request(self) -> bool:
+    def pop_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
         requested, self._checkpoint_requested = self._checkpoint_requested, False
         return requested

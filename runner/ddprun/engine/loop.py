@@ -11,14 +11,15 @@ for each step:
                             fidelity, if this step measures it          sync_us
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
-    synchronize           sync policy, buffers, mutate, audit           sync_us, exposed_*_us
-    exchange_control      post this step's message (loss, stop?,
+    synchronize           sync policy, buffers, audit, mutate           sync_us, exposed_*_us
+    exchange_control      this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
     between_steps         act on what all ranks know by them:
-                          progress, stop, checkpoint, clocks            sync_us of the next step
+                          progress; fail or stop                        sync_us of the next step
                           evaluate_in_stage, if the stage asks for it   no step's time
-agree_on_stage_end        read all messages that are left; how did the steps end?
-end_stage                 make ranks equal; evaluate_in_stage once more
+                          checkpoint, clocks                            sync_us of the next step
+agree_on_stage_end        unless the steps failed or stopped: read the messages that are left
+end_stage                 if the stage is complete: make ranks equal, evaluate_in_stage once more
 ```
 """
 
@@ -43,9 +44,10 @@ from ddprun.parallel.ddp import DdpReplica
 from ddprun.telemetry.recorder import AgreedSteps
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
-"""A step's own work, up to the optimizer's step: a function of the stage, of batches and of `stage_step`.
+"""A step's own work, the optimizer's step included: a function of the stage, of batches and of `stage_step`.
 
 Here and below `stage_step` counts from 1 in the stage, and `step`, as in records, from 1 in the run.
+`state.step` is the number of steps that are done; `state.current_step` is the one under way.
 """
 
 UpdateFunction = Callable[[nn.Module, Callable[[], Tensor]], Any]
@@ -61,9 +63,9 @@ StageEnd = Literal["complete", "stopped", "failed"]
 def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     """Run a train stage, or a forward stage with its `update`; gives its entry in the summary.
 
-    If any rank was asked to stop, all stop after the same step; ranks that never synchronise stop each for
-    itself. Where weights are not finite any more all stop, too, and the run has failed. Either way the
-    entry's `interrupted` is true.
+    If any rank was asked to stop, all stop after the same step; ranks that exchange nothing stop each by
+    itself. With `on_nan: stop`, weights that are not finite stop all ranks, and the run has failed. Either
+    way the entry's `interrupted` is true.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     step_function: StepFunction = train_step
@@ -87,8 +89,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
             with excluded_from_timing(run, b"evaluate"):
                 evaluate_in_stage(run, at_end=True)
     else:
-        if end == "stopped":
-            take_checkpoint(session, at_end=True)
+        if end == "stopped":  # a failed run takes none: its weights are broken
+            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `finish`
         run.synchronizer.finish(reconcile=False)  # nothing may be in flight when the process groups go
     runtime.recorder.write_between_steps(stage.index, state.step)
     state.synchronizer = None
@@ -108,10 +110,10 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
     """Take the stage's steps."""
     state, reporter = run.session.state, run.session.reporter
     recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
-    batches_of_steps = run.batches()
+    steps_left = run.batches()
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
-            evaluate_in_stage(run)  # a resumed run was interrupted before it
+            evaluate_in_stage(run)  # after a resume: it was due when the checkpoint was taken
     while not run.stopped_early:
         pause_before_step(run)
         step, stage_step = state.current_step, run.steps_done + 1
@@ -119,15 +121,15 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         watchdog.set_step(step)
         watchdog.set_phase(b"data")
         recorder.begin_step(step, run.stage.index)
-        run.session.runtime.set_mark_detail(detailed=recorder.records_step)
-        batches = next(batches_of_steps, None)
+        run.session.runtime.set_timing_detail(detailed=recorder.records_step)
+        batches = next(steps_left, None)
         if batches is None:
             recorder.cancel_step()
             break
         step_function(run, batches, stage_step)
         watchdog.set_phase(b"sync")
         exchanged = synchronize(run, stage_step)
-        state.step = step
+        state.step = step  # from here on `current_step` is the next one
         agreed_steps = exchange_control(run, exchanged)
         match between_steps(run, agreed_steps, exchanged):
             case "stopped" | "failed" as end:
@@ -162,7 +164,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
-        with nullcontext() if last or replica is None else replica.ddp.no_sync():
+        with nullcontext() if replica is None or last else replica.ddp.no_sync():
             with precision.autocast():
                 loss = runtime.objective(model, content).loss
             weight = loss_weight(run.session, micro, batches.total_weight)
@@ -202,13 +204,13 @@ def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: b
     elif runtime.gradient_times is not None:
         recorder.current.gradient_marks = runtime.gradient_times.take()
     if last and replica is not None:
-        recorder.end_backward()
+        recorder.end_backward()  # marks, too, until when it waited for buckets
     else:
         recorder.lap("backward_us")
 
 
 def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatches, stage_step: int) -> None:
-    """A batch, forward passes on it, and what the update makes of their losses."""
+    """A forward stage's step: forward passes on one batch, and the stage's `update`, which calls for them."""
     session, runtime = run.session, run.session.runtime
     recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
     (micro,) = batches.micro_batches
@@ -224,15 +226,15 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     losses: list[Tensor] = []
 
     def closure() -> Tensor:
-        """The loss of the weights as they are, on this step's batch; all calls in a step draw alike."""
+        """The loss of the weights as they are, on this step's batch; all calls draw the same numbers."""
         with torch.no_grad(), fixed_rng(), precision.autocast():
             losses.append(runtime.objective(model, content).loss)
-        # Of no target at all the mean is not a number.
+        # The mean over no targets is NaN; it counts as 0.
         return losses[-1] * weight if micro.effective_weight else torch.zeros_like(losses[-1])
 
     if update is None:
         closure()
-    elif micro.effective_weight:  # a rank without samples has nothing to go by
+    elif micro.effective_weight:  # without samples there is no loss to update by
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
@@ -240,6 +242,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     recorder.lap("forward_us")
     if update is None:
         return
+    # An update changes the weights itself, or leaves gradients for the optimizer.
     if any(param.grad is not None for param in model.parameters()):
         optimizer_step(run, stage_step, from_backward=False)
     else:
@@ -250,12 +253,12 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
 def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True) -> bool:
     """Clip, step, and what follows an update; whether the step was taken.
 
-    Only gradients `from_backward` may have been scaled.
+    The loss scaler knows gradients `from_backward` only.
     """
     runtime, settings = run.session.runtime, run.settings
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
-        precision.check_gradients(optimizer)
+        precision.note_nonfinite_gradients(optimizer)
     norm, group_norms = clip_gradients(run)
     warming: AbstractContextManager[None] = nullcontext()
     if settings.warmup_steps:
@@ -264,7 +267,7 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
         runtime.recorder.note_update(optimizer, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
-        else:  # in half precision such a loss overflows sooner than one that is scaled
+        else:  # never scaled: look for what the loss scaler would have found
             gradients = _gradients(model.parameters())
             applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
             if applied:
@@ -312,13 +315,15 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
     """Clip the gradients; gives (total 2-norm, 2-norm of each parameter group) from before, shape () each.
 
     None where not measured. Norms read all gradients once more, so they are measured in every n-th step
-    (`timings.grad_norm_every`). In the others there is only what `clip_norm` computes anyway.
+    (`timings.grad_norm_every`). In the others there is only what `clip_norm` computes anyway, unless
+    `clip_value` has changed the gradients before it.
     """
     settings, runtime = run.settings, run.session.runtime
     model, groups = runtime.model, runtime.optimizer.param_groups
     norm = group_norms = None
     by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
-    if run.measures_norm(run.session.state.current_step) and not (by_norm_alone and len(groups) == 1):
+    clipping_measures_all = by_norm_alone and len(groups) == 1
+    if run.measures_norm(run.session.state.current_step) and not clipping_measures_all:
         group_norms = _norms([_gradients(group["params"]) for group in groups])
         if group_norms is not None:
             norm = torch.linalg.vector_norm(torch.stack(group_norms))
@@ -327,7 +332,7 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
     if settings.clip_norm is not None:
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
         if by_norm_alone:
-            norm, group_norms = total, [total] if len(groups) == 1 else group_norms
+            norm, group_norms = total, [total] if clipping_measures_all else group_norms
     return norm, group_norms
 
 
@@ -346,9 +351,9 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: int) -> Iterator[None]:
-    """Inside, for `warmup_steps` steps, learning rates are (steps_done + 1) / warmup_steps of the schedule's.
+    """Inside, while the warm-up lasts, learning rates are (steps_done + 1) / warmup_steps of the schedule's.
 
-    The schedule runs from its first step on all the same, and never sees the lowered rates.
+    The schedule goes on meanwhile, and never sees the lowered rates.
     """
     if steps_done >= warmup_steps:
         yield
@@ -365,16 +370,16 @@ def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: i
 
 
 def synchronize(run: StageRun, stage_step: int) -> bool:
-    """Exchange what the sync policy, the buffers and the audit want after this step; whether all ranks
-    exchanged anything in it.
+    """Exchange what the sync policy, the buffers and the audit want after this step; returns whether all
+    ranks exchanged anything in it.
     """
     session, step = run.session, run.session.state.current_step
-    run.note_effect(run.synchronizer.after_step(stage_step))
+    run.update_consistency(run.synchronizer.after_step(stage_step))
     by_policy = run.settings.plan.synchronizes(stage_step)
     session.runtime.buffers.after_step(stage_step, synchronized=by_policy)
     if run.audits(stage_step):
         audit_parameters(session, f"after step {step} of {run.stage.path}", step)
-    if by_policy and stage_step != run.steps:  # a mutation is for the steps that follow, and none does
+    if by_policy and stage_step != run.steps:  # after the last step no other would use it
         run.mutate_weights(step)
     session.runtime.recorder.lap("sync_us")
     return run.exchanges(stage_step)
@@ -389,13 +394,14 @@ def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
     session, runtime = run.session, run.session.runtime
     agreed_steps = runtime.recorder.end_step(
         stop=runtime.signals.stop_requested,
-        checkpoint=exchanged and runtime.signals.take_checkpoint_request(),
+        # Without an exchange there is no message, and the request waits.
+        checkpoint=exchanged and runtime.signals.pop_checkpoint_request(),
         compare_clocks=session.clock_offsets_are_stale,
         exchanged=exchanged,
     )
-    pauses = _profiler_toggles(run) or _time_slice_is_over(run)
-    pauses = pauses or session.checkpoint_is_due or run.evaluation_is_due
-    if pauses or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
+    needs_this_step = _profiler_toggles(run) or _time_slice_is_over(run)
+    needs_this_step = needs_this_step or session.checkpoint_is_due or run.evaluation_is_due
+    if needs_this_step or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
         agreed_steps += runtime.recorder.wait_for_messages()
     return agreed_steps
 
@@ -403,11 +409,11 @@ def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
 def between_steps(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
 ) -> Literal["continue", "stopped", "failed", "stop alone"]:
-    """Do what all ranks agree on by what they have just learned, at the same moment: the one place for it.
+    """The one place where all ranks act together on what their messages said.
 
     Returns:
-        `stopped` and `failed`: all ranks stop here (see `StageEnd`). `stop alone`: ranks never exchange
-        anything, and this one stops by itself.
+        `stopped` and `failed`: all ranks stop here (see `StageEnd`). `stop alone`: ranks exchange nothing,
+        and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     requested = any(one.checkpoint for one in agreed_steps)
@@ -416,10 +422,10 @@ def between_steps(
         if runtime.finite_check.check_after_steps(agreed_steps, run.settings.on_nan, step):
             return "failed"
         if any(one.stop for one in agreed_steps):
-            # The checkpoint at the end holds what has been added up to here.
+            # All of it: the checkpoint at the end holds the totals of all steps.
             session.record_agreed(runtime.recorder.wait_for_messages())
             return "stopped"
-    elif not exchanged:
+    elif not exchanged:  # otherwise progress comes with the message
         session.reporter.progress_without_exchange(run.steps_done, step)
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
@@ -431,7 +437,7 @@ def between_steps(
         session.reporter.report_recompiles(runtime.compiler, step)
     if any(one.compare_clocks for one in agreed_steps):
         session.measure_clocks()
-    if run.never_synchronizes and run.stops_alone():
+    if run.exchanges_nothing and run.must_stop_alone():
         return "stop alone"
     return "continue"
 
@@ -439,8 +445,8 @@ def between_steps(
 def agree_on_stage_end(run: StageRun) -> StageEnd:
     """Read all messages that are left, and have all ranks agree on how the steps ended.
 
-    Ranks that never synchronise come here each after a step of its own, and wait for each other. Only here
-    do all of them learn whether one was asked to stop, or has weights that are not finite.
+    Ranks that exchange nothing come here each after its own number of steps, and wait for each other. Only
+    here do all of them learn whether one was asked to stop, or has weights that are not finite.
     """
     session, runtime, on_nan = run.session, run.session.runtime, run.settings.on_nan
     agreed_steps = runtime.recorder.end_stage()
@@ -449,8 +455,8 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
     mine = [float(runtime.signals.stop_requested), float(runtime.finite_check.first_nonfinite_number())]
-    stops, numbers = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
-    if runtime.finite_check.check_at_stage_end([int(one) for one in numbers], on_nan, session.state.step):
+    stops, nonfinite = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
+    if runtime.finite_check.check_at_stage_end([int(one) for one in nonfinite], on_nan, session.state.step):
         return "failed"
     return "stopped" if any(stops) else "complete"
 
@@ -460,7 +466,9 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
 
 @contextmanager
 def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
-    """Around what counts neither as a step's time nor as the stage's; all that is under way ends first."""
+    """Around what counts neither as a step's time nor as the stage's. Messages and the device's work end
+    first.
+    """
     started = time.monotonic()
     _drain_before(run, phase)
     yield
@@ -468,11 +476,11 @@ def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
 
 
 def pause_before_step(run: StageRun) -> None:
-    """Let the other runs of a comparison work, and turn torch's profiler on or off, if it is time."""
+    """Let the other runs of a comparison have their time slices, and turn torch's profiler on or off."""
     runtime, state = run.session.runtime, run.session.state
     if _time_slice_is_over(run):
         assert runtime.time_slices is not None
-        _drain_before(run, b"waiting for its turn")
+        _drain_before(run, b"waiting for its time slice")
         run.exclude_time(runtime.time_slices.wait(state.step))
     stage_is_over = run.steps_done == run.steps
     if _profiler_toggles(run) and not stage_is_over:

@@ -111,8 +111,8 @@ class Precision:
                 if param.grad is not None:
                     param.grad.div_(scale)
 
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        """Look for non-finite gradients before anything (clipping) would hide them."""
+    def note_nonfinite_gradients(self, optimizer: Optimizer) -> None:
+        """Have the loss scaler note gradients that are not finite, before clipping would hide them."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -406,7 +406,7 @@ def _type_and_shape(value: Any) -> str:
     return name
 
 
-def freeze_layout(
+def settle_bucket_layout(
     replica: DdpReplica, objective: Objective, precision: Precision, feed: Feed, barrier: Callable[[], None]
 ) -> None:
     """Have DDP fix its buckets, by passes on this rank's first batch; raises a PipelineError if parameters
@@ -422,4 +422,4 @@ def freeze_layout(
         def make_unused_error(names: Sequence[str]) -> PipelineError:
             return objective.unused_parameters_error(names, "the loss of a rank's first batch")
 
-        replica.freeze_layout(loss, make_unused_error=make_unused_error, barrier=barrier)
+        replica.settle_bucket_layout(loss, make_unused_error=make_unused_error, barrier=barrier)

@@ -46,7 +46,9 @@ _CLOCKS_EVERY_S = 60.0
 
 @dataclass(slots=True)
 class Runtime:
-    """What `engine/setup.py` builds once. The same objects serve every stage of the run."""
+    """What `engine/setup.py` builds once. The same objects serve every stage of the run; what they learn
+    meanwhile, their `state_dict` gives to checkpoints.
+    """
 
     loaded: LoadedPipeline
     run_dir: Path
@@ -80,7 +82,7 @@ class Runtime:
     compiler: GraphCompiler | None = None  # None: the model is not compiled
     time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
 
-    def set_mark_detail(self, *, detailed: bool) -> None:
+    def set_timing_detail(self, *, detailed: bool) -> None:
         """A step begins; `detailed`: it gets a record, so GPU marks and gradient times are taken in it."""
         if self.clock.lag_steps:  # a GPU's
             self.exchange.begin_step(recorded=detailed)

@@ -14,7 +14,7 @@ from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout, warmup_pass
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing_samples_message, self_sharding_name
@@ -134,7 +134,7 @@ def open_session(
     if any(stage.effective_settings(pipeline).gradient_averaging for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first)
         barrier = partial(control.barrier, "freezing the bucket layout")
-        freeze_layout(replica, objective, precision, feed, barrier)
+        settle_bucket_layout(replica, objective, precision, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
     _check_shared_memory(loaded, feed, ranks, place.backend)

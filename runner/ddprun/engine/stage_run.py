@@ -123,22 +123,22 @@ class StageRun:
         return stop is not None and self.session.state.evaluations.since >= stop.patience
 
     @property
-    def never_synchronizes(self) -> bool:
+    def exchanges_nothing(self) -> bool:
         """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
         pipeline, buffers = self.session.runtime.loaded.pipeline, self.session.runtime.buffers.plan
         exchanges = pipeline.audit.every > 0 or buffers.has_own_schedule
         return self.settings.plan.never_exchanges and not exchanges
 
-    def stops_alone(self) -> bool:
-        """Whether this rank is to stop, or another one that exchanges nothing with it is known to."""
+    def must_stop_alone(self) -> bool:
+        """Whether this rank is to stop: by itself, or because the store says that another one does."""
         runtime = self.session.runtime
         suspect = self.settings.on_nan == "stop" and runtime.recorder.first_nonfinite_loss is not None
         return runtime.signals.stop_requested_by_any(
             runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_number() > 0
         )
 
-    def note_effect(self, effect: Effect) -> None:
-        """Note which ranks hold the same after a step, or at the stage's end."""
+    def update_consistency(self, effect: Effect) -> None:
+        """Note what a step, or the stage's end, has done to which ranks hold the same."""
         self.session.state.replicas.apply_effect(effect, self.settings.plan, noop=self.has_noop_hook)
 
     def mutate_weights(self, step: int) -> None:
@@ -260,7 +260,7 @@ def end_stage(run: StageRun) -> None:
     reconcile = session.runtime.loaded.pipeline.averages_after(stage)
     effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
     if effect != "nothing":
-        run.note_effect(effect)
+        run.update_consistency(effect)
     if run.mutate is not None and replicas.mutated_at == state.step:
         replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
     if reconcile and replicas.parameters != "common":

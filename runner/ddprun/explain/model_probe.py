@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, freeze_layout, warmup_pass
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.host.device import gpu_count
 from ddprun.host.import_path import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
@@ -292,7 +292,7 @@ def _bucket_layouts_from_ddp(
     with _one_rank():
         queue = HostQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
-        freeze_layout(replica, objective, precision, feed, barrier=lambda: None)
+        settle_bucket_layout(replica, objective, precision, feed, barrier=lambda: None)
         layout = replica.layout
         del replica
         gc.collect()  # before the group ends, on which DDP still has a hand

@@ -47,7 +47,7 @@ class DdpReplica:
         """The gradient buckets, in the order in which backward fills them."""
         return self.dispatcher.layout
 
-    def freeze_layout(
+    def settle_bucket_layout(
         self,
         loss: Callable[[], Tensor],
         *,

@@ -95,7 +95,7 @@ def run_measurement(
         raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}")
 
 
-def fit_cost_model(
+def cost_model_of_run(
     run_dir: Path, links: Links, *, cores: float | None = None, probe: ModelProbe | None = None
 ) -> CostModel:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.

@@ -69,7 +69,7 @@ class _PredictedBucket(BaseModel):
     done_us: _Us
 
 
-class _PredictedRanks(BaseModel):
+class _PredictedSweepRow(BaseModel):
     ranks: Annotated[int, Field(strict=True, gt=0, lt=2**31)]
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     exposed_us: _Us
@@ -82,7 +82,7 @@ class _Predicted(BaseModel):
     links_busy_us: dict[LinkLevel, _Us]
     host_sends_bytes: _Us
     buckets: list[_PredictedBucket]
-    sweep: Annotated[list[_PredictedRanks], Field(max_length=100)] = []
+    sweep: Annotated[list[_PredictedSweepRow], Field(max_length=100)] = []
 
     @property
     def step_parts(self) -> dict[StepPart, float]:

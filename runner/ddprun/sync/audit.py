@@ -81,6 +81,6 @@ def _largest_difference(param: Tensor, exchange: Exchange) -> float:
     """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
     real = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
-    highest = exchange.max_over_ranks(values.clone())
-    lowest = exchange.max_over_ranks(values.neg()).neg_()
+    highest = exchange.exact_max(values.clone())
+    lowest = exchange.exact_max(values.neg()).neg_()
     return float((highest - lowest).max()) if values.numel() else 0.0

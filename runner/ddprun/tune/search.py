@@ -27,7 +27,7 @@ from ddprun.explain.model_probe import ModelProbe, WorldShape
 from ddprun.predict.costs import RecordsError
 from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
-from ddprun.predict.measure import fit_cost_model, run_measurement
+from ddprun.predict.measure import cost_model_of_run, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import candidates as space
@@ -245,7 +245,7 @@ class Search:
         """The cost model of the run that `--from` names, or of a short one with all stacks of hooks."""
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
-            return fit_cost_model(request.measured_run, Links())
+            return cost_model_of_run(request.measured_run, Links())
         if self._state.costs is None:
             stacks: list[list[Any]] = []
             for candidate in found:
@@ -258,7 +258,7 @@ class Search:
             overrides = *loaded.overrides, *self._local_overrides
             run_measurement(loaded, loaded.path, overrides, stacks, run_dir, limit_s=limit_s)
             try:
-                model = fit_cost_model(run_dir, Links())
+                model = cost_model_of_run(run_dir, Links())
             except (RecordsError, NoRunError) as error:
                 if time.monotonic() < began_us / 1e6 + limit_s:
                     raise
@@ -267,7 +267,7 @@ class Search:
             started_us = (Run(run_dir).first_event("started") or {}).get("monotonic_us", began_us)
             self._save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
             return model
-        return fit_cost_model(self.folder / self._state.costs, Links())
+        return cost_model_of_run(self.folder / self._state.costs, Links())
 
     def _explain(self, candidate: Candidate) -> Explanation:
         """A candidate, explained for the ranks in question, with what is known of the model."""
