@@ -158,7 +158,8 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], 
         middle = median(run["seconds"] for run in found[best])
         print(
             f"\nThe best, {best}, takes {middle:.1f} s where plain DDP takes {base:.1f} s: it is "
-            f"{median(pairs):.1f} times as fast. Medians of {seeds} seed{'s' if seeds > 1 else ''}."
+            f"{base / middle:.1f} times as fast (seed by seed {min(pairs):.1f} to {max(pairs):.1f}). "
+            f"Medians of {seeds} seed{'s' if seeds > 1 else ''}."
         )
 
 
