@@ -49,7 +49,7 @@ class _Page(ctypes.LittleEndianStructure):
         ("reported", ctypes.c_int64),
         ("stage", ctypes.c_char * 64),
         ("step", ctypes.c_int64),
-        ("phase", ctypes.c_char * 24),
+        ("phase", ctypes.c_char * 32),
         ("phase_since", ctypes.c_int64),
         ("issued", ctypes.c_int64 * MAX_SEQUENCES),
         ("beat", ctypes.c_int64),
