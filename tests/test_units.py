@@ -1,8 +1,8 @@
-"""Sizes and times for a reader."""
+"""Sizes, rates and times for a reader."""
 
 import pytest
 
-from ddprun.units import format_binary_bytes, format_bytes, format_duration
+from ddprun.units import format_binary_bytes, format_bit_rate, format_bytes, format_duration
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,21 @@ def test_bytes_are_rounded_before_their_unit_is_chosen(count: float, text: str) 
 )
 def test_sizes_of_file_systems_have_binary_units(count: float, text: str) -> None:
     assert format_binary_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("bits_per_s", "text"),
+    [
+        (0, "0 bit/s"),
+        (999.4e3, "999 kbit/s"),
+        (999.6e3, "1 Mbit/s"),
+        (2.5e9, "2.5 Gbit/s"),
+        (999.6e9, "1000 Gbit/s"),
+        (1.6e12, "1600 Gbit/s"),
+    ],
+)
+def test_rates_never_have_an_exponent(bits_per_s: float, text: str) -> None:
+    assert format_bit_rate(bits_per_s) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sizes, counts and times for a reader."""
+"""Sizes, rates, counts and times for a reader."""
 
 
 def format_bytes(count: float) -> str:
@@ -19,6 +19,15 @@ def format_binary_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+
+
+def format_bit_rate(bits_per_s: float) -> str:
+    """Bits a second with three significant digits: `10 Gbit/s`."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if bits_per_s < 999.5 or unit == "Gbit/s":
+            break
+        bits_per_s /= 1000
+    return f"{bits_per_s:.3g} {unit}" if bits_per_s < 999.5 else f"{bits_per_s:.0f} {unit}"
 
 
 def format_count(number: int, thing: str) -> str:

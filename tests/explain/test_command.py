@@ -38,7 +38,7 @@ def said(file: Path, capsys: Out, *args: str) -> str:
     return capsys.readouterr().out
 
 
-def as_object(file: Path, capsys: Out, *args: str) -> dict[str, Any]:
+def to_json_data(file: Path, capsys: Out, *args: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(said(file, capsys, *args, "--format", "json"))
     return found
 
@@ -145,14 +145,14 @@ PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
 @pytest.mark.parametrize("file", PIPELINES, ids=lambda file: file.stem)
 def test_every_pipeline_that_is_shipped(file: Path, capsys: Out) -> None:
     """It is explained whole, and sends something."""
-    for stage in as_object(file, capsys)["stages"]:
+    for stage in to_json_data(file, capsys)["stages"]:
         assert stage["whole"] is not None
         assert stage["whole"]["all_ranks"] > 0 or stage["kind"] in ("evaluate", "save")
 
 
 BUFFERS = {
     "auto": "None are sent in this stage. They are sent before evaluate and save.",
-    "every_forward": "They are sent before each forward pass. Training would come out the same without",
+    "every_forward": "They are sent before each forward pass. Training does not read them",
     "{every: 3}": "They are sent after a step, as below.",
     "never": "None are sent in this stage. Nor before evaluate and save: each rank keeps its own.",
 }
@@ -183,7 +183,7 @@ def test_evaluations_inside_a_stage_and_the_moving_average(file: Path, capsys: O
     out = folded(said(file, capsys, *averaged))
     assert "4 of them: the parameters as they are, averaged over all 4 ranks; 1 of them: nothing." in out
     assert "Each rank holds an average of the parameters that are trained, 1.62 MB, and while" in out
-    found = as_object(file, capsys, *averaged)
+    found = to_json_data(file, capsys, *averaged)
     assert found["model"]["ema_bytes"] == 405_610 * 4
     assert [one["times"] for one in found["stages"][0]["evaluations"]] == [4, 1]
     out = folded(said(file, capsys, "--set", stages.replace("STEPS", "6")))
@@ -212,7 +212,7 @@ def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
     (tmp_path / "reads_its_buffers.py").write_text(READS)
     file = tmp_path / "reads.yaml"
     file.write_text("model: reads_its_buffers.Net\ndata: digits\noptimizer: sgd\naccumulate: 3\n")
-    found = as_object(file, capsys, "--nproc-per-node", "2")
+    found = to_json_data(file, capsys, "--nproc-per-node", "2")
     assert found["buffers"]["read_in_training"]
     before, backward = found["stages"][0]["exchanges"]
     assert (before["when"], before["times"], before["kind"]) == ("before_forward", 3, "buffers")
@@ -225,17 +225,17 @@ def test_control_words_where_exchanges_go_on_beside_training(file: Path, capsys:
     """A step in which an exchange is applied, the first time after the first cycle."""
     sync = "{diloco: {every: 8, fragments: 2, overlap_steps: 2}}"
     stages = f"stages=[{{train: {{steps: 40, sync: {sync}}}}}]"
-    (stage,) = as_object(file, capsys, "--set", stages)["stages"]
+    (stage,) = to_json_data(file, capsys, "--set", stages)["stages"]
     assert (stage["cycle"], stage["control_words"]) == (8, [6, 10])
     assert folded(said(file, capsys, "--set", stages)).count("For steps 6, 10, 14, 18 … each rank") == 1
-    (stage,) = as_object(file, capsys, "--set", stages.replace("40", "9"))["stages"]
+    (stage,) = to_json_data(file, capsys, "--set", stages.replace("40", "9"))["stages"]
     assert stage["control_words"] == [6]
 
 
 def test_the_object(file: Path, capsys: Out) -> None:
     """All names are in it, and numbers are bytes."""
     stages = "stages=[{train: {steps: 20, sync: {local_sgd: {every: 8}}}}]"
-    found = as_object(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
+    found = to_json_data(file, capsys, "--set", stages, "--nnodes", "2", "--nproc-per-node", "2")
     size = 405_610 * 4
     held = {"parameters": 6, "numel": 405_610, "bytes": size, "trained": 6, "trained_bytes": size}
     assert found["model"] == {"name": "mlp", "ema_bytes": None, **held}
@@ -287,7 +287,7 @@ def test_nothing_is_imported(key: str, poisoned: Path, capsys: Out) -> None:
         "[{train: {steps: 4}}, {train: {steps: 9, sync: {local_sgd: {every: 2, optimizer_state: average}}}}]"
     )
     file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()) + f"stages: {stages}\n")
-    found = as_object(file, capsys, "--no-import")
+    found = to_json_data(file, capsys, "--no-import")
     gradients, deltas = found["stages"]
     assert [pattern["steps"] for pattern in deltas["patterns"]] == [[1], [2]]
     assert (found["model"]["bytes"] is None) == (key == "model")

@@ -274,7 +274,7 @@ def test_ranks_that_send_alike_are_simulated_once(
     assert len(few.stages[0].ranks_represented) < few.stages[0].ranks == 24
     every = {rank: (1, rank) for rank in range(24)}
     monkeypatch.setattr("ddprun.explain.traffic._representative_ranks", lambda *_: every)
-    assert few.as_object() == explain(load(file), hosts=12, ranks_per_host=2).as_object()
+    assert few.to_json_data() == explain(load(file), hosts=12, ranks_per_host=2).to_json_data()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_probe_serves_other_settings_of_the_same_model(
         looked.clear()
         found = explain(loaded, hosts=1, ranks_per_host=2, probe=probe)
         assert bool(looked) == looks, overrides
-        assert found.as_object() == explain(loaded, hosts=1, ranks_per_host=2).as_object()
+        assert found.to_json_data() == explain(loaded, hosts=1, ranks_per_host=2).to_json_data()
         probe = found.probe
 
 

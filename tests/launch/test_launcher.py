@@ -136,6 +136,7 @@ def test_srun_gives_each_task_its_place() -> None:
         (TASK_FOR_EACH_RANK | {"SLURM_STEP_NUM_NODES": "2"}, {}, "SLURM_NODEID=2 of SLURM_STEP_NUM_NODES=2"),
         (KUBEFLOW | {"PET_NODE_RANK": "2"}, {}, "PET_NODE_RANK is 2 of PET_NNODES 2"),
         (KUBEFLOW | {"PET_NNODES": "many"}, {}, "PET_NNODES is 'many'; it must be a number or MIN:MAX"),
+        (KUBEFLOW | {"PET_NNODES": "²"}, {}, "PET_NNODES is '²'; it must be a number or MIN:MAX"),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
             {},

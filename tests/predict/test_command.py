@@ -97,13 +97,15 @@ def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--link=fast"], "is not a rate; write 100Mbit"),
+        (["--link=fast"], '--link or --latency: "fast" is not a rate; write 100Mbit'),
+        (["--from=.", "--from-link=abc"], '--from-link or --from-latency: "abc" is not a rate'),
         (["--latency=8"], "is not a time; write 5us"),
         (["--link=within=1Gbit,within=2Gbit"], 'must name "within" and "across"'),
         (["--link=1Gbit", "--sweep=ranks=1..4"], "is no range of hosts; write nnodes=1..64"),
         (["--link=1Gbit", "--sweep=nnodes=8..4"], "is no range of hosts"),
         (["--link=1Gbit", "--no-import"], "a prediction needs the model"),
         (["--from-link=1Gbit"], "name it"),
+        (["--cores=4"], "--cores is for a prediction"),
         (["--link=1Gbit", "--from=nowhere"], "nowhere"),
         (["--link=1Gbit", "--from=."], "is not the folder of a run"),
     ],

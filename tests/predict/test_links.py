@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.doctor import Report
+from ddprun.doctor import Finding, Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
 from ddprun.predict.links import TCP_SHARE, Link, Links, link_text, parse_links, rate_text
 
@@ -76,6 +76,7 @@ def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
     two = LinkMeasurement("gloo", 0.004, 95.0, 96.0, 88.0, 1 << 20, [(65536, 94.0), (1 << 20, 80.0)])
     three = LinkMeasurement("gloo", 0.008, 950.0, 960.0, 880.0, 1 << 20, [])
     findings = [*link_findings("a", "b", two, [None]), *link_findings("a", "c", three, [None])]
+    findings.append(Finding("a, c", "bandwidth", "note", "up to 4 pairs at the same time", "measure two"))
     file = tmp_path / "link.json"
     file.write_text(json.dumps(Report([], findings).as_dict()))
     found = parse_links(str(file)).across
@@ -92,7 +93,7 @@ def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
 )
 def test_a_longer_message_never_takes_less(measured: list[tuple[int, float]], sizes: list[float]) -> None:
     """Whatever the rates of two sizes are; and a measured size takes what was measured."""
-    link = Link.from_measurement(100.0, 0.0, sorted(measured))
+    link = Link.from_measurement("gloo", 0.0, 100.0, sorted(measured))
     times = [link.seconds(size) for size in sorted(sizes)]
     for one, other in pairwise(times):
         assert one <= other * (1 + 1e-9)

@@ -10,17 +10,18 @@ import pytest
 from ddprun.config import load
 from ddprun.explain.explain import Explanation, explain
 from ddprun.predict.costs import (
-    OWN_WORK_PARTS,
+    PARTS_WITHOUT_EXCHANGE,
     BucketCosts,
     Costs,
+    CostsUnknownError,
     LinearCost,
-    RecordsError,
     StageCosts,
     read_costs,
 )
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
+from ddprun.predict.hook_verdicts import leave_one_out
 from ddprun.predict.links import Link, Links, parse_links
-from ddprun.predict.measure import NothingToMeasureError, short_run_stages
+from ddprun.predict.measure import short_run_stages
 from ddprun.predict.model import CostModel, Lateness, StepPrediction
 from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.telemetry.reader import Run
@@ -79,7 +80,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
     file.write_text(PIPELINE.format(stages=stages))
     explained = explain(load(file), hosts=1, ranks_per_host=RANKS)
     times_us = (250.0, 2400.0, 2500.0, 1100.0, 300.0, 700.0)
-    parts, own_us = dict(zip(OWN_WORK_PARTS, times_us, strict=True)), sum(times_us)
+    parts, own_us = dict(zip(PARTS_WITHOUT_EXCHANGE, times_us, strict=True)), sum(times_us)
     # Of a step, and of the processor; of hooks before, between and after collectives.
     costs = {"[]": (10_500.0, 9_000.0, (40.0, 30.0)), "[int8]": (14_000.0, 11_500.0, (400.0, 450.0, 350.0))}
     found = []
@@ -88,11 +89,11 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
         key = "[" + ", ".join(hook.name for hook in stage.settings.hooks) + "]" if stage.settings else ""
         if key in costs and stage.patterns and stage.patterns[0].exchanges:
             one.step_us, one.cpu_us, hook_times_us = costs[key]
-            one.buckets = {
-                bucket.bucket: BucketCosts(bucket.bytes, hook_times_us, 2000.0, 6000.0)
+            one.buckets = [
+                BucketCosts(bucket.bytes, hook_times_us)
                 for exchange in stage.patterns[0].exchanges
                 for bucket in exchange.buckets or ()
-            }
+            ]
         found.append(one)
     return CostModel(explained, Costs("cpu", 2.0, found), Links())
 
@@ -134,7 +135,7 @@ def test_what_was_measured_is_predicted(measured: tuple[Explanation, Costs], mod
 def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explanation, name: str) -> None:
     """Its parts and what it waits for are its time; what nobody sends costs nothing."""
     one = predicted(model, cases, name, parse_links("100Mbit", "1ms"))
-    assert sum(one.parts.values()) + one.exposed_us == pytest.approx(one.step_us)
+    assert sum(one.parts_us.values()) + one.exposed_us == pytest.approx(one.step_us)
     assert 0 < one.efficiency <= 1 + 1e-9
     if name in ("independent", "noop"):
         assert one.efficiency == pytest.approx(1)
@@ -148,7 +149,7 @@ def test_times_of_buckets_are_those_of_a_step_that_sends(
     model: CostModel, cases: Explanation, name: str, rate: str
 ) -> None:
     """Since that step began; also if an exchange overlaps with the steps after it."""
-    found = predicted(model, cases, name, parse_links(rate, "1ms")).as_object()
+    found = predicted(model, cases, name, parse_links(rate, "1ms")).to_json_data()
     cycle_us = cases.stages[list(STAGES).index(name)].cycle * found["step_us"]
     assert bool(found["buckets"]) == (name != "independent")
     for bucket in found["buckets"]:
@@ -238,7 +239,7 @@ def test_accumulating_repeats_all_but_the_exchange(fixed_model: CostModel, cases
     once, thrice = (predicted(fixed_model, cases, name, links) for name in ("every_step", "accumulate"))
     assert thrice.host_sends_bytes == once.host_sends_bytes
     for part in ("data_us", "forward_us", "backward_us"):
-        assert thrice.parts[part] == pytest.approx(3 * once.parts[part], rel=0.01)
+        assert thrice.parts_us[part] == pytest.approx(3 * once.parts_us[part], rel=0.01)
 
 
 def test_thousands_of_ranks_take_no_longer_to_predict(
@@ -261,7 +262,7 @@ def test_thousands_of_ranks_take_no_longer_to_predict(
 def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explanation) -> None:
     """At half the rate a stage is faster with the hook, and at twice the rate it is not, beyond 2 %."""
     index = list(STAGES).index("int8")
-    found = forecast(cases, fixed_model, parse_links("10Mbit"), (), hosts=[1, 4])
+    found = forecast(cases, fixed_model, parse_links("10Mbit"), hosts=[1, 4])
     (verdict,) = found.hook_verdicts[index]
     assert verdict.hook == "int8"
     assert verdict.pays is True
@@ -287,8 +288,18 @@ def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     only_forward = PIPELINE.format(stages="[{forward: {steps: 4}}]")
     file = cases.loaded.path.with_name("forward.yaml")
     file.write_text(only_forward)
-    with pytest.raises(NothingToMeasureError, match="no stage trains"):
+    with pytest.raises(CostsUnknownError, match="no stage trains"):
         short_run_stages(load(file), [[]])
+
+
+def test_only_hierarchical_has_legs() -> None:
+    """A user's hook may have options of the same names."""
+    stack = [{"my.Hook": {"across": 8}}, {"hierarchical": {"within": ["fp16"], "hosts": None}}]
+    assert list(leave_one_out(stack)) == [
+        ("my.Hook", stack[1:]),
+        ("hierarchical", stack[:1]),
+        ("fp16 inside a host", [stack[0], {"hierarchical": {"within": []}}]),
+    ]
 
 
 def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> None:
@@ -296,7 +307,7 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
     assert optimizer_bytes(cases.probe.optimizer) == weights
-    memory = forecast(cases, model, Links(), ()).memory
+    memory = forecast(cases, model, Links()).memory
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert dataclasses.astuple(plain) == (weights, weights, weights, 0, 0)
     assert int8.hooks == weights
@@ -304,7 +315,7 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
 
 def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:
     """Ten steps, half of whose own time is forward and half backward, and what processes computed in them."""
-    parts = dict.fromkeys(OWN_WORK_PARTS, 0.0) | {"forward_us": own_us / 2, "backward_us": own_us / 2}
+    parts = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0) | {"forward_us": own_us / 2, "backward_us": own_us / 2}
     spread = [[own_us] * 10] * RANKS
     return StageCosts(
         10, step_us, cpu_us, parts, own_us_by_rank=spread, cpu_us_by_rank=[[cpu_us] * 10] * RANKS
@@ -372,7 +383,7 @@ def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
     found, none = costs.stages
     assert (found.steps, found.step_us, found.cpu_us, none.steps) == (16, 71_000, 800, 0)
     assert found.parts["forward_us"] == 1_000
-    with pytest.raises(RecordsError, match="no stage with records of more than 3 steps"):
+    with pytest.raises(CostsUnknownError, match="no stage with records of more than 3 steps"):
         read_costs(Run(tmp_path), 0)
 
 

@@ -39,14 +39,14 @@ def play(machine: Machine, *instructions: Instruction) -> SimulatedStep:
 
 def whole(played: SimulatedStep) -> float:
     """All that the training thread did."""
-    return sum(played.parts.values()) + played.exposed_us
+    return sum(played.parts_us.values()) + sum(played.waits_us.values())
 
 
 def test_a_step_is_its_work_if_nothing_is_sent() -> None:
     """And its parts are those it was told."""
     played = play(ALONE, Work(300, "forward_us"), Work(700, "backward_us"), Await())
     assert played.step_us == pytest.approx(1000)
-    assert played.parts == {"forward_us": 300, "backward_us": 700}
+    assert played.parts_us == {"forward_us": 300, "backward_us": 700}
     assert not played.waits_us
 
 
@@ -55,7 +55,7 @@ def test_what_overlaps_with_work_costs_nothing(backward_us: float) -> None:
     """A message of 100 µs that is sent while there is work."""
     played = play(ALONE, Send(transfer(100)), Work(backward_us, "backward_us"), Await())
     assert played.step_us == pytest.approx(max(100, backward_us))
-    assert played.exposed_us == pytest.approx(max(0.0, 100 - backward_us))
+    assert sum(played.waits_us.values()) == pytest.approx(max(0.0, 100 - backward_us))
     assert whole(played) == pytest.approx(played.step_us)
 
 
@@ -208,7 +208,7 @@ def test_a_gpu_computes_slower_while_it_sends() -> None:
     """By a factor, and only then."""
     machine = Machine(math.inf, 8, SLOW, workers=1, overlap_slowdown=1.25)
     played = play(machine, Work(100, "forward_us"), Send(transfer(100)), Work(100, "backward_us"), Await())
-    assert played.parts == {"forward_us": pytest.approx(100), "backward_us": pytest.approx(120)}
+    assert played.parts_us == {"forward_us": pytest.approx(100), "backward_us": pytest.approx(120)}
 
 
 @pytest.mark.parametrize("what", ["bytes", "latency", "work"])

@@ -57,7 +57,7 @@ def fuzz(folder: Path, examples: int) -> None:
             assert fault.line or fault.problem.startswith(WHOLE_FILE), fault.headline
             assert fault.file == str(path) or fault.file.startswith("--set "), fault.file
             assert len(fault.headline.splitlines()) == 1
-            json.dumps(printing.as_object(fault), ensure_ascii=False).encode()
+            json.dumps(printing.to_json_data(fault), ensure_ascii=False).encode()
             str(fault).encode()
             printing.github_annotation(fault).encode()
         spent = time.process_time() - start

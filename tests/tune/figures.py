@@ -26,10 +26,10 @@ class Figures:
         file = folder / "figures.yaml"
         file.write_text(TEXT)
         self.loaded = load(file)
-        self.target: TunedStage = find_tuned_stage(self.loaded, {0: 500})
+        self.tuned: TunedStage = find_tuned_stage(self.loaded, {0: 500})
 
     def candidate(self, **changes: Any) -> Candidate:
-        found = with_changes(self.loaded, self.target, changes)
+        found = with_changes(self.loaded, self.tuned, changes)
         assert found is not None
         return found
 
@@ -71,8 +71,8 @@ def predicted(step_us: float) -> StepPrediction:
     """A prediction of which only the time counts."""
     return StepPrediction(
         step_us=step_us,
-        parts={},
-        waits={},
+        parts_us={},
+        waits_us={},
         links_busy_us={"within": 0.0, "across": 0.0},
         host_sends_bytes=0.0,
         without_exchange_us=step_us,

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
+from ddprun.doctor import Report
+from ddprun.doctor.links import LinkMeasurement, link_findings
+from ddprun.predict.links import parse_links
 from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Running
@@ -23,8 +27,23 @@ def waiting(said: Any) -> SearchHosts:
 
 
 def test_what_is_told_is_heard() -> None:
-    told = RoundMessage(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn=20, steps=200)
+    told = RoundMessage(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn_steps=20, steps=200)
     assert waiting(told.model_dump(mode="json")).receive() == told
+
+
+@pytest.mark.parametrize(("device", "latency_s"), [("cpu", 0.002), ("cuda", 0.004)])
+def test_a_measured_link_is_that_of_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, latency_s: float
+) -> None:
+    """Which reads it from what doctor has written."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    found = LinkMeasurement(backend, 0.008, 95.0, 96.0, 88.0, 1 << 20, [(65536, 94.0), (1 << 20, 80.0)])
+    monkeypatch.setattr("ddprun.doctor.links.measure", lambda *_: found)
+    file = tmp_path / "link.json"
+    file.write_text(json.dumps(Report([], link_findings("a", "b", found, [None])).as_dict()))
+    measured = waiting({}).measure_link(torch.device(device))
+    assert measured == parse_links(str(file))
+    assert measured.across.latency_s == pytest.approx(latency_s)
 
 
 @pytest.mark.parametrize(

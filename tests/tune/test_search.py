@@ -13,7 +13,7 @@ from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage, with_changes
 from ddprun.tune.choose import Floors
 from ddprun.tune.search import Search, SearchOutcome, short_run_overrides, turn_and_run_steps, why_not_run
-from ddprun.tune.text import as_object, render_text
+from ddprun.tune.text import render_text, to_json_data
 from tests.report.made_up import STEP_US, make
 from tests.tune.figures import Figures
 
@@ -105,7 +105,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
     The candidates take two or more times as many samples in a step as the file.
     """
     figures = Figures(folder)
-    key = figures.target.paths_by_key["accumulate"]
+    key = figures.tuned.paths_by_key["accumulate"]
     entries = [figures.entry(1000, **{key: accumulate}) for accumulate in range(2, trials + 2)]
     sides = []
     for number in range(trials + 2):
@@ -113,7 +113,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
         compare.read_run(run, 20)
         sides.append(VariantRuns(Variant(f"{number}", folder, twin=number == 1), [run]))
     outcome = SearchOutcome(
-        target=figures.target,
+        tuned=figures.tuned,
         world=WorldShape(1, 2),
         links=Links(),
         floors=Floors(),
@@ -134,7 +134,7 @@ def test_a_step_is_measured_as_it_is_and_compared_per_sample(tmp_path: Path) -> 
     assert trial.speed_ratio is not None
     assert trial.speed_ratio.mean == pytest.approx(2)
     assert trial.step_s == outcome.baseline_step_s == pytest.approx(STEP_US / 1e6)
-    assert as_object(outcome, None)["candidates"][0]["measured"]["step_us"] == STEP_US
+    assert to_json_data(outcome, None)["candidates"][0]["measured"]["step_us"] == STEP_US
 
 
 @pytest.mark.parametrize(

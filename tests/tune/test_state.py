@@ -13,7 +13,7 @@ ROUND = {
     "folder": "round-0",
     "candidates": [{"hooks": ["int8"]}],
     "codes": [0, 0, 0],
-    "turn": 20,
+    "turn_steps": 20,
     "steps": 200,
 }
 
@@ -53,7 +53,7 @@ def test_the_same_inputs_go_on(tmp_path: Path) -> None:
         json.dumps({"inputs": INPUTS}).encode().replace(b"}", b', "spent_s": NaN}'),
         json.dumps({"inputs": INPUTS, "costs": "../costs-0"}).encode(),
         json.dumps({"inputs": INPUTS, "rounds": [{**ROUND, "folder": "/tmp"}]}).encode(),
-        json.dumps({"inputs": INPUTS, "rounds": [{**ROUND, "turn": 0}]}).encode(),
+        json.dumps({"inputs": INPUTS, "rounds": [{**ROUND, "turn_steps": 0}]}).encode(),
     ],
 )
 def test_a_damaged_state_is_named_and_not_used(tmp_path: Path, damage: bytes) -> None:

@@ -47,7 +47,9 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
         if good:
             click.echo(loaded.resolved_yaml() if resolved else f"{path}: ok", nl=not resolved)
     if form == "json":
-        click.echo(json.dumps([printing.as_object(fault) for fault in faults], indent=2, ensure_ascii=False))
+        click.echo(
+            json.dumps([printing.to_json_data(fault) for fault in faults], indent=2, ensure_ascii=False)
+        )
     elif form == "github":
         for fault in faults:
             click.echo(printing.github_annotation(fault))

@@ -37,6 +37,15 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
     return [*hosts, last]
 
 
+def _parse_links(rate: str | None, latency: str | None, flags: str) -> "Links":
+    from ddprun.predict.links import parse_links
+
+    try:
+        return parse_links(rate, latency)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=flags) from None
+
+
 @click.command()
 @click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option("Override a value, as in `ddprun run`.")
@@ -79,17 +88,16 @@ def explain(
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
     from ddprun.predict import ShortRunError
-    from ddprun.predict.links import parse_links
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):
         raise click.UsageError("--from-link and --from-latency say what link the run of --from had: name it")
     if no_import and predicts:
         raise click.UsageError("--no-import: a prediction needs the model, and so your code")
-    try:
-        links, measured_links = parse_links(link, latency), parse_links(from_link, from_latency)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--link or --latency") from None
+    if cores is not None and not predicts:
+        raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
+    links = _parse_links(link, latency, "--link or --latency")
+    measured_links = _parse_links(from_link, from_latency, "--from-link or --from-latency")
     secrets = Secrets.collect()
     try:
         loaded = load(pipeline, overrides)
@@ -105,9 +113,7 @@ def explain(
         )
         predicted = None
         if predicts:
-            predicted = _forecast(
-                explained, pipeline, overrides, links, measured_links, measured, cores, sweep or ()
-            )
+            predicted = _forecast(explained, links, measured_links, measured, cores, sweep or ())
     except (PipelineError, click.ClickException):
         raise
     except ShortRunError as error:
@@ -118,10 +124,10 @@ def explain(
         click.echo(secrets.redact(message), err=True)
         return 1
     if form == "json":
-        found = explained.as_object()
+        found = explained.to_json_data()
         if predicted is not None:
             for stage in found["stages"]:
-                stage["predicted"] = predicted.as_object(stage["stage"])
+                stage["predicted"] = predicted.to_json_data(stage["stage"])
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
     else:
         from ddprun.explain.text import render_text
@@ -132,8 +138,6 @@ def explain(
 
 def _forecast(
     explained: "Explanation",
-    pipeline: Path,
-    overrides: tuple[str, ...],
     links: "Links",
     measured_links: "Links",
     measured: Path | None,
@@ -142,8 +146,8 @@ def _forecast(
 ) -> "Forecast":
     """Measure, or read what was measured, and predict."""
     from ddprun.predict import forecast as forecasting
-    from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import NothingToMeasureError, cost_model_of_run, run_measurement
+    from ddprun.predict.costs import CostsUnknownError
+    from ddprun.predict.measure import cost_model_of_run, run_measurement
     from ddprun.telemetry.reader import NoRunError
 
     run_dir = measured
@@ -152,9 +156,9 @@ def _forecast(
             stacks = forecasting.stacks_to_measure(explained)
             run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
             click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
-            run_measurement(explained.loaded, pipeline, overrides, stacks, run_dir)
+            run_measurement(explained.loaded, stacks, run_dir)
             click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
         model = cost_model_of_run(run_dir, measured_links, cores=cores)
-    except (NothingToMeasureError, RecordsError, NoRunError) as error:
+    except (CostsUnknownError, NoRunError) as error:
         raise click.ClickException(str(error)) from None
-    return forecasting.forecast(explained, model, links, overrides, sweep)
+    return forecasting.forecast(explained, model, links, sweep)

@@ -44,8 +44,8 @@ _FAULT_KEYS = (
 )
 
 
-def as_object(fault: Fault) -> dict[str, Any]:
-    """A fault as an object for `--format json`."""
+def to_json_data(fault: Fault) -> dict[str, Any]:
+    """A fault for `--format json`."""
     return {key: getattr(fault, key) for key in _FAULT_KEYS}
 
 

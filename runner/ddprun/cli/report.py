@@ -78,6 +78,6 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, colon, high = text.partition(":")
-    if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
+    if not (colon and low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
         raise click.BadParameter(f'"{text}" is not a range of steps such as 100:200', param_hint="--steps")
     return int(low), int(high)

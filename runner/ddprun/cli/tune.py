@@ -166,8 +166,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
     from ddprun.cli import printing
     from ddprun.config import PipelineError
     from ddprun.predict import ShortRunError
-    from ddprun.predict.costs import RecordsError
-    from ddprun.predict.measure import NothingToMeasureError
+    from ddprun.predict.costs import CostsUnknownError
     from ddprun.telemetry.reader import NoRunError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.hosts import HostsError
@@ -176,31 +175,30 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
     loaded, secrets = request.loaded, request.loaded.secrets
     progress, search = printing.ProgressLine("ddprun tune"), None
     try:
-        search = Search(request, progress.say, progress, hosts)
-        if hosts is not None and not hosts.is_first:
-            return search.follow()
-        outcome = search.run()
-        written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
-        search.mark_finished()
+        try:
+            search = Search(request, progress.say, progress, hosts)
+            if hosts is not None and not hosts.is_first:
+                return search.follow()
+            outcome = search.run()
+            written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
+            search.mark_finished()
+        finally:
+            progress.close()
     except KeyboardInterrupt:
-        progress.close()
         kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)
         return 130
     except (PipelineError, HostsError):
         raise
-    except (TuneError, NothingToMeasureError, ShortRunError, RecordsError, NoRunError, OSError) as error:
-        progress.close()
+    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, OSError) as error:
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
         return 1
     except Exception as error:  # of the user's own code, such as a model's forward
-        progress.close()
         message = f"ddprun tune: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)
         return 1
-    progress.close()
     if form == "json":
-        found = outcome_text.as_object(outcome, written)
+        found = outcome_text.to_json_data(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         click.echo(secrets.redact(outcome_text.render_text(outcome, written)))

@@ -118,7 +118,7 @@ class Submission:
         least, most = launch.host_range
         count = f"{least}:{hosts}" if least < min(most, hosts) else str(hosts)
         if count != str(launch.nnodes):
-            found += ["--set", f"launch.nnodes={count if count.isdigit() else json.dumps(count)}"]
+            found += ["--set", f"launch.nnodes={count if count.isdecimal() else json.dumps(count)}"]
         if hosts > 1:  # also as a flag, which goes before what a cluster's variables say
             found += ["--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
             found += ["--rdzv-id", job]

@@ -33,7 +33,7 @@ from rich.text import Text
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
 from ddprun.compare.time_slices import TimeSliceScheduler
-from ddprun.config import load
+from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import RunDigest, digest_run, merge_digests
 from ddprun.telemetry.reader import NoRunError, Run
@@ -111,19 +111,18 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
         if len(stages) != 1:
             text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
             raise loaded.error("stages", text, "leave --steps out, or name one stage")
-        more.append(_steps_override(stages[0], loaded.root.data().get("stages"), steps))
+        more.append(_steps_override(loaded, stages[0], steps))
     if noop:
         own = [stage for stage in stages if "hooks" in stage.model_fields_set]
         more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
     return replace(variant, overrides=(*variant.overrides, *more))
 
 
-def _steps_override(stage: Any, written: Any, steps: int) -> str:
-    """The override that gives a stage so many steps; `written`: `stages` as the file has it."""
-    if written is None:
+def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str:
+    """The override that gives a stage so many steps."""
+    if loaded.root.data().get("stages") is None:
         return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
-    item = written[stage.index]
-    options = dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
+    options = loaded.written_options(stage)
     options.pop("epochs", None)
     value = {stage.name: {**options, "steps": steps}}
     return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
@@ -364,14 +363,15 @@ def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> SpeedRatio:
     draw = random.Random(0)
     found = sorted(_ratio_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
     tail = (1 - _CONFIDENCE) / 2
-    return SpeedRatio(_ratio_of_sums(pairs), _quantile(found, tail), _quantile(found, 1 - tail), len(pairs))
+    return SpeedRatio(_ratio_of_sums(pairs), quantile(found, tail), quantile(found, 1 - tail), len(pairs))
 
 
 def _ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(one for one, _ in pairs) / sum(other for _, other in pairs)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which such a share of sorted `values` lies."""
     return values[min(len(values) - 1, round(share * (len(values) - 1)))]
 
 
@@ -440,7 +440,7 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     steps = sum(summary.get("steps", 0) for summary in summaries)
     return {
         "steps_per_s": found.steps_per_s,
-        "spread": (_quantile(rates, 0.75) - _quantile(rates, 0.25)) / 2 if rates else None,
+        "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
         "exposed_share": found.times.exposed_share,
         "wire_bytes_per_step": sum(one.get("wire_bytes", 0) for one in summaries) / steps if steps else None,
         "cosine": found.cosine,

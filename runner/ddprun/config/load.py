@@ -19,7 +19,7 @@ from ddprun.config.cross_checks import find_conflicts
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
 from ddprun.config.reader import read_file
-from ddprun.config.schema import Pipeline, pipeline_class
+from ddprun.config.schema import Pipeline, Stage, pipeline_class
 from ddprun.config.secrets import (
     Secrets,
     fill_references,
@@ -87,6 +87,12 @@ class LoadedPipeline:
         """Whether the file or an override has the key."""
         found = find_nearest(self.root, _segments(key_path))
         return found.node is not self.root and not found.missing_path
+
+    def written_options(self, stage: Stage) -> dict[str, Any]:
+        """The options of a stage that the file or an override has."""
+        stages = self.root.data().get("stages")
+        item = stages[stage.index] if stages is not None else None
+        return dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
 
     def fill_placeholders(self, key_path: str, value: Any) -> Any:
         """A choice, string or other plain data at a key path, with its placeholders replaced.

@@ -544,6 +544,16 @@ class StepStageSettings:
         return self.has_backward or self.update is not None
 
     @property
+    def hook_specs(self) -> list[Any]:
+        """The hooks as a file would have them."""
+        return [hook.to_plain_data() for hook in self.hooks]
+
+    @property
+    def uses_noop(self) -> bool:
+        """The `noop` hook gives each rank its own back, so ranks drift apart."""
+        return any(hook.name == "noop" for hook in self.hooks)
+
+    @property
     def gradient_averaging(self) -> GradientScope:
         """Among which ranks backward averages gradients."""
         return self.plan.gradients

@@ -58,6 +58,11 @@ class Report:
         return {"fit": self.fit, "counts": {level: self.count(level) for level in LEVELS}, **asdict(self)}
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its name if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def pair_label(one: str, other: str) -> str:
     """How two hosts are called in a finding."""
     return f"{one} - {other}"

@@ -31,7 +31,7 @@ from ddprun.host.shared_memory import (
     shm_space,
     startup_bytes,
 )
-from ddprun.units import format_binary_bytes
+from ddprun.units import format_binary_bytes, format_bit_rate
 
 _LOADERS = 4
 """Loading processes of a rank for which there should be room."""
@@ -128,18 +128,11 @@ def wrong_interface_finding(where: str, variable: str, found: str) -> Finding:
     return Finding(where, "interfaces", "problem", found, do)
 
 
-def format_rate(mbit_per_s: float) -> str:
-    """For a reader: `10 Gbit/s`."""
-    if mbit_per_s >= 999.5:
-        return f"{mbit_per_s / 1000:.3g} Gbit/s"
-    return f"{mbit_per_s:.3g} Mbit/s"
-
-
 def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if there:
         listed = [
             f"{entry['name']} {' '.join(entry['addresses'])}"
-            + (f", {format_rate(entry['mbit_per_s'])}" if entry["mbit_per_s"] else "")
+            + (f", {format_bit_rate(1e6 * entry['mbit_per_s'])}" if entry["mbit_per_s"] else "")
             for entry in there
         ]
         yield Finding(name, "interfaces", "ok", "; ".join(listed))
@@ -185,7 +178,7 @@ def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -
         level = "warning"
         found += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
         found += f", for which {format_binary_bytes(enough)} are usually enough"
-    do = "" if level == "ok" else f"{REMEDY}; loader.workers: 0 needs none, nor does the hook shared_memory"
+    do = "" if level == "ok" else f"{REMEDY}; `loader.workers: 0` and the hook shared_memory need none of it"
     value = {"total_bytes": space.total, "free_bytes": space.free}
     return Finding(name, "/dev/shm", level, found, do, value)
 
@@ -263,18 +256,18 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
     return Finding(name, "GPUs", "ok", found, value=value)
 
 
-def core_findings(name: str, cores: float, ranks: int, threads: str) -> Iterator[Finding]:
+def core_findings(name: str, count: float, ranks: int, threads: str) -> Iterator[Finding]:
     """Whether a host's ranks have cores, and their threads (`OMP_NUM_THREADS`; empty: not set)."""
-    found = f"{cores:g} for {ranks} rank{'s' if ranks > 1 else ''}"
-    if cores < ranks:
+    found = f"{count:g} for {ranks} rank{'s' if ranks > 1 else ''}"
+    if count < ranks:
         found += ": ranks share cores, and all wait for the slowest"
         do = "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)"
         yield Finding(name, "cores", "warning", found, do)
     else:
         yield Finding(name, "cores", "ok", found)
-    if threads.isdigit() and int(threads) * ranks > max(cores, ranks):
-        found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {cores:g} cores"
-        do = f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}; unset, ddprun and torchrun take 1"
+    if threads.isdecimal() and int(threads) * ranks > max(count, ranks):
+        found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {count:g} cores"
+        do = f"set OMP_NUM_THREADS={max(1, int(count // ranks))}; unset, ddprun and torchrun take 1"
         yield Finding(name, "cores", "warning", found, do)
 
 

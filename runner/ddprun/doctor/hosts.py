@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddprun import EXIT_FAILURE
-from ddprun.doctor import Finding, Level, Report, links, pair_label
+from ddprun.doctor import Finding, Level, Report, first_line, links, pair_label
 from ddprun.doctor.host import bad_interface_variables, loopback_variables, wrong_interface_finding
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
@@ -102,7 +102,7 @@ def _wait_for_keys(store: dist.Store, keys: list[str], within_s: float = math.in
 
 
 def examine_hosts(
-    own_report: Report, timeout_s: float, base_store: Any = None, extra: Sequence[Finding] = ()
+    own_report: Report, timeout_s: float, base_store: Any, extra: Sequence[Finding]
 ) -> tuple[Report | None, bool]:
     """Examine all hosts; each rank of the launch has to call it.
 
@@ -237,7 +237,7 @@ def _measure_pair(
         with exit_on_timeout(links.MAX_MEASURING_S + 2 * timeout_s):
             return asdict(links.measure(store, pair.index(group.index), backend, device, timeout_s))
     except (RuntimeError, ValueError) as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
 
 
 def _speed(host: Mapping[str, Any], interface: str) -> float | None:

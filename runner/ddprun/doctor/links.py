@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddprun.doctor import Finding, Level, pair_label
-from ddprun.doctor.host import format_rate
 from ddprun.host.network import INTERFACE_VARIABLES
-from ddprun.units import format_duration
+from ddprun.units import format_bit_rate, format_duration
 
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
@@ -404,12 +403,14 @@ def link_findings(
     if found.latency_s > _HIGH_LATENCY_S:
         latency = replace(latency, level="note", do=advice)
     slow, fast = sorted((found.there_mbit, found.back_mbit))
-    there, back, both = map(format_rate, (found.there_mbit, found.back_mbit, found.both_mbit))
+    there, back, both = (
+        format_bit_rate(1e6 * mbit) for mbit in (found.there_mbit, found.back_mbit, found.both_mbit)
+    )
     text = f"{one} to {other} {there}, back {back}, both at once {both} each way over {found.backend}"
     do = []
     named = min((speed for speed in speeds_mbit if speed), default=0.0)
     if slow < _MIN_FRACTION_OF_SPEED * min(named, _ONE_STREAM_MBIT):
-        text += f"; the interfaces say {format_rate(named)}"
+        text += f"; the interfaces say {format_bit_rate(1e6 * named)}"
         do.append("look for a slower link on the way, other traffic, or a limit (`tc qdisc`, the provider's)")
     if fast > _MAX_ASYMMETRY * slow:
         do.append("one direction is slower than the other: look at cables, duplex and limits on that side")

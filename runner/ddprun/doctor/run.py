@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddprun.doctor import Finding, Report
+from ddprun.doctor import Finding, Report, first_line
 from ddprun.doctor.host import examine_host
 from ddprun.host.network import (
     NetworkError,
@@ -70,7 +70,7 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
         launcher = None
         nodes = flag_or_variable(flags, "nnodes") or "1"
         most = nodes.rpartition(":")[2]
-        if not most.isdigit() or int(most) < 1:
+        if not most.isdecimal() or int(most) < 1:
             raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
         multiple_hosts = int(most) > 1
         if multiple_hosts and not _endpoint(flags):
@@ -85,7 +85,7 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
         set_signal_handler(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    own_report = examine_host(int(ranks) if ranks.isdigit() and int(ranks) else None)
+    own_report = examine_host(int(ranks) if ranks.isdecimal() and int(ranks) else None)
     if multiple_hosts:
         return _run_on_all_hosts(own_report, launcher, flags, timeout_s)
     return DoctorResult(EXIT_FIT if own_report.fit else EXIT_UNFIT, own_report)
@@ -124,7 +124,7 @@ def _run_on_all_hosts(
     except NetworkError as error:
         return _report_without_others(own_report, endpoint, str(error), "see `ip addr` and `ip route` there")
     except (HostLostError, OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
-        found = str(error).strip().partition("\n")[0] or type(error).__name__
+        found = first_line(error)
         if found.startswith("wait timeout"):
             found = f"not all of them answered within {timeout_s:g} s"
         found = f"lost contact between the hosts: {found}"
@@ -200,8 +200,7 @@ def join_rendezvous(
         handler = make_handler(parameters)
         return handler, handler.next_rendezvous()
     except (DistError, RendezvousError) as error:
-        why = str(error.__cause__ or error).strip().partition("\n")[0]
-        why = f"{type(error).__name__}: {why}" if why else type(error).__name__
+        why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise UnreachableError(
             f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "

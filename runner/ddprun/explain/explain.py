@@ -54,7 +54,7 @@ class PlannedExchange:
     unknown_reason: str  # why something of it is not known; empty if all is
     sent: SentBytes | None  # what ranks send for it in a step; None: not known
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
         return {
             "exchange": self.number,
@@ -139,7 +139,7 @@ class StageExplanation:
         sent_parts = [None if sent is None else sent * steps for sent, steps in counted if steps]
         return total(sent_parts, self.ranks_represented)
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
         settings, cycle = self.settings, self.sent_per_cycle
         found: dict[str, Any] = {"stage": self.index, "kind": self.stage.name}
@@ -147,7 +147,7 @@ class StageExplanation:
             found |= {
                 "steps": self.steps,
                 "sync": settings.sync.to_plain_data(),
-                "hooks": [hook.to_plain_data() for hook in settings.hooks],
+                "hooks": settings.hook_specs,
                 "buffers": settings.buffers.to_plain_data(),
                 "accumulate": settings.accumulate,
                 "mutate": settings.mutate and settings.mutate.to_plain_data(),
@@ -171,7 +171,7 @@ class StageExplanation:
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
             }
         return found | {
-            "exchanges": [exchange.as_object() for exchange in self.exchanges],
+            "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
             "begin": _numbers(self.begin),
             "end": None if self.end is None else _numbers(self.end),
             "left_apart": self.left_apart,
@@ -207,7 +207,7 @@ class Explanation:
             return None
         return sum(map(nbytes, initial_averages(model).values()))
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
         unknown, use, held = self.probe.unknown_reasons, self.probe.buffer_use, self.parameters
         model: dict[str, Any] = {"name": self.loaded.pipeline.model.name}
@@ -239,7 +239,7 @@ class Explanation:
             "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
             "start": json_value(self.sent_at_start),
-            "stages": [stage.as_object() for stage in self.stages],
+            "stages": [stage.to_json_data() for stage in self.stages],
         }
 
     def _compile(self) -> dict[str, Any] | None:
@@ -356,7 +356,6 @@ class _Planner:
         names = tuple(name for name in self._named_buffers if name not in self._buffer_use.counters)
         buffers = BufferPlan(settings.buffers, self._buffer_use, names, plan.gradients == "all")
         steps, cycle = self._step_count(stage, settings), plan.cycle(settings.buffers.every)
-        noop = any(hook.name == "noop" for hook in settings.hooks)
         progress, replicas = PlanProgress(plan), self._replicas
         begin: tuple[PlannedExchange, ...] = ()
         if replicas.needs_state_averaging(plan):
@@ -377,7 +376,7 @@ class _Planner:
             _, starting, effect = progress.after_step(step)
             for index in starting:
                 sends += self._transfer_sends("after_step", plan.transfers[index], plan)
-            replicas.apply_effect(effect, plan, noop=noop)
+            replicas.apply_effect(effect, plan, noop=settings.uses_noop)
             synchronized = plan.synchronizes(step)
             sends += self._buffer_sends("after_step", buffers.after_step(step, synchronized=synchronized))
             if settings.mutate is not None and synchronized and step != planned_steps:
@@ -385,7 +384,7 @@ class _Planner:
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
             evaluation_sends.append(self._evaluation_sends())
-        last = self._sends_at_end(stage, plan, progress, noop=noop)
+        last = self._sends_at_end(stage, plan, progress, noop=settings.uses_noop)
         evaluations = self._stage_evaluations(stage, steps, evaluation_sends[:cycle])
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():

@@ -6,7 +6,7 @@ from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
-from ddprun.config.scalars import format_scalar
+from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
 from ddprun.units import format_bytes, format_count
@@ -151,7 +151,7 @@ def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> st
             "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
             "last. DDP does not undo that: it sends gradients, no parameters."
         )
-    elif _uses_noop(settings):
+    elif settings.uses_noop:
         why = "noop gives each rank its own back, so ranks drift apart."
     elif settings.gradient_averaging == "all":
         why = (
@@ -169,7 +169,7 @@ def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> st
 
 def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
     use, held = explained.probe.buffer_use, explained.buffers
-    chosen = f"{_yaml_text(setting.to_plain_data())}: "
+    chosen = f"{flow_yaml(setting.to_plain_data())}: "
     if held == {}:
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
     if use is None or held is None:
@@ -179,7 +179,7 @@ def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: E
     if "before_forward" in moments:
         when = "They are sent before each forward pass."
         if not use.read_in_training:
-            when += " Training would come out the same without: before_evaluate would do."
+            when += " Training does not read them: `buffers: before_evaluate` would be enough."
     elif "after_step" in moments:
         when = "They are sent after a step, as below."
     elif not use.changing:
@@ -198,18 +198,13 @@ def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: E
     return f"{chosen}of {format_count(len(held), 'buffer')} {change} {when} {ddp}"
 
 
-def _uses_noop(settings: StepStageSettings) -> bool:
-    """Whether the `noop` hook is used: it gives each rank its own back, so ranks drift apart."""
-    return any(hook.name == "noop" for hook in settings.hooks)
-
-
 def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     exchanges = _exchanges_at(stage, "backward")
     if not exchanges:
         return "No gradients are sent."
     exchange = exchanges[0]
     what = f"Gradients are averaged over {_ranks_phrase(exchange)}, in every step"
-    if _uses_noop(settings):
+    if settings.uses_noop:
         what = "Gradients go through the hooks in every step, but to no other rank"
     if settings.accumulate > 1:
         what += f", in the last of its {settings.accumulate} micro-steps"
@@ -287,16 +282,16 @@ def _control_text(stage: StageExplanation) -> str:
         listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
-        f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, for all steps "
-        "of half a second at once, not counted below."
+        f"For {when} each rank sends the others its loss, and whether to stop: a few numbers, sent twice a "
+        "second for all steps since; not counted below."
     )
 
 
 def _loss_text(settings: StepStageSettings) -> str:
     own = "Each rank's is that of its own samples"
-    if settings.gradient_averaging == "all" and not _uses_noop(settings):
+    if settings.gradient_averaging == "all" and not settings.uses_noop:
         what = f"DDP does not average it. {own}; gradients are averaged: the step is the mean loss's."
-    elif settings.gradient_averaging == "host" and not _uses_noop(settings):
+    elif settings.gradient_averaging == "host" and not settings.uses_noop:
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
         what = f"It is not averaged. {own}; no gradients are averaged."
@@ -371,16 +366,7 @@ def _choice_text(choice: Choice) -> str:
     options = dict(choice.options)
     if choice.settings is not None:
         options = choice.settings.model_dump(mode="json", exclude_defaults=True)
-    return _yaml_text({choice.name: options} if options else choice.name)
-
-
-def _yaml_text(value: Any) -> str:
-    """A value as a pipeline file would have it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml_text, value)) + "]"
-    return format_scalar(value)
+    return flow_yaml({choice.name: options} if options else choice.name)
 
 
 # Exchanges.

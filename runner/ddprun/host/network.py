@@ -99,7 +99,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
         ValueError: it is none of these.
     """
     port = endpoint.rpartition(":")[2] if endpoint.count(":") == 1 or "]:" in endpoint else ""
-    if not (port or "0").isdigit():
+    if not (port or "0").isdecimal():
         raise ValueError(f"{endpoint!r} is not HOST:PORT")
     return host_of(endpoint), int(port or _RENDEZVOUS_PORT)
 

@@ -111,7 +111,7 @@ def _kubeflow_launcher(environment: Mapping[str, str]) -> Launcher:
     """A host's process whose flags for torchrun are variables; torchrun's own code reads them."""
     nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
     max_nodes = nodes.rpartition(":")[2]
-    if not max_nodes.isdigit():
+    if not max_nodes.isdecimal():
         raise LauncherError(f"PET_NNODES is {nodes!r}; it must be a number or MIN:MAX")
     if node >= int(max_nodes):
         raise LauncherError(f"PET_NODE_RANK is {node} of PET_NNODES {nodes}; hosts count from 0")

@@ -224,7 +224,7 @@ def launch(
         PipelineError: more ranks than GPUs with NCCL, CUDA without a GPU.
     """
     flags = {**_flags_from_file(loaded, flags), **flags}
-    if (ranks := str(flags.get("nproc_per_node", ""))).isdigit():
+    if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
         check_launch(loaded, int(ranks))
     _prepare_environment()
     if resuming == "yes":

@@ -10,15 +10,17 @@ import numpy as np
 
 from ddprun.telemetry.reader import Run
 
-OWN_WORK_PARTS = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
+PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""
 
-_WARM_UP = 3  # first steps of a stage that do not count
+WARM_UP = 3
+"""First steps of a stage that do not count."""
+
 _OUTLIER = 4.0  # times the median of its stage: something else happened in that step
 
 
-class RecordsError(Exception):
-    """A run's records do not tell what a step costs."""
+class CostsUnknownError(Exception):
+    """What a step costs is not known: a run's records do not tell, or no stage of the pipeline trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,6 @@ class BucketCosts:
 
     nbytes: int
     hook_times_us: tuple[float, ...]  # hooks before the first collective, between two, and after the last
-    ready_us: float  # since the backward pass began
-    done_us: float
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class StageCosts:
     step_us: float = 0.0
     cpu_us: float = 0.0  # processor time of a rank's process
     parts: Mapping[str, float] = field(default_factory=dict)  # of the training thread
-    buckets: Mapping[int, BucketCosts] = field(default_factory=dict)  # of gradients
+    buckets: Sequence[BucketCosts] = ()  # of gradients
     gradient_ready_shares: Mapping[str, float] = field(default_factory=dict)
     """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
 
@@ -88,7 +88,7 @@ def read_costs(run: Run, stage_count: int) -> Costs:
     """Read a run whose pipeline has so many stages.
 
     Raises:
-        RecordsError: nothing to predict from.
+        CostsUnknownError: nothing to predict from.
         NoRunError: a file of the run cannot be read.
     """
     started = run.first_event("started") or {}
@@ -104,7 +104,7 @@ def read_costs(run: Run, stage_count: int) -> Costs:
             stage, began, length = backward_by_step[line["step"]]
             stages[stage].add_bucket(line, began, length)
     if not any(one.steps for one in stages):
-        raise RecordsError(f"{run.folder} has no stage with records of more than {_WARM_UP} steps")
+        raise CostsUnknownError(f"{run.folder} has no stage with records of more than {WARM_UP} steps")
     cores = started.get("cores")
     return Costs(
         device=str(started.get("device", "cpu")),
@@ -129,10 +129,10 @@ def _without_warm_up_and_outliers(lines: Sequence[dict[str, Any]]) -> list[dict[
     """The step records of a stage that count. Outliers are judged by a step's own work: steps that wait may
     rightly take many times as long as others.
     """
-    counted = [line for line in lines[_WARM_UP:] if line["step_us"] > 0]
+    counted = [line for line in lines[WARM_UP:] if line["step_us"] > 0]
     if not counted:
         return []
-    own = [sum(line[part] for part in OWN_WORK_PARTS) for line in counted]
+    own = [sum(line[part] for part in PARTS_WITHOUT_EXCHANGE) for line in counted]
     most = _OUTLIER * statistics.median(own)
     return [line for line, us in zip(counted, own, strict=True) if us <= most]
 
@@ -148,6 +148,13 @@ def _last_backward(line: Mapping[str, Any]) -> tuple[float, float]:
     return began, line["backward_us"] / max(1, passes)
 
 
+def hook_times_us(bucket: Mapping[str, Any]) -> list[float]:
+    """What a bucket's record says of its hooks: before the first collective, between two, after the last."""
+    legs = [leg[name] for leg in bucket["legs"] for name in ("start_us", "done_us")]
+    moments = [bucket["ready_us"], *legs, bucket["done_us"]]
+    return [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
+
+
 class _StageRecords:
     """What the records of one stage say, step by step."""
 
@@ -157,15 +164,15 @@ class _StageRecords:
         self._own_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._cpu_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._gradient_ready_shares: dict[str, list[float]] = defaultdict(list)
-        self._buckets: dict[int, list[tuple[int, list[float], float, float]]] = defaultdict(list)
+        self._buckets: dict[int, list[tuple[int, list[float]]]] = defaultdict(list)
 
     def add_step(self, rank: int, line: Mapping[str, Any]) -> None:
         self.steps += 1
         cpu_us = line.get("cpu_us") or 0
-        for name in (*OWN_WORK_PARTS, "step_us"):
+        for name in (*PARTS_WITHOUT_EXCHANGE, "step_us"):
             self._sums[name] += line[name]
         self._sums["cpu_us"] += cpu_us
-        self._own_us_by_rank[rank].append(sum(line[part] for part in OWN_WORK_PARTS))
+        self._own_us_by_rank[rank].append(sum(line[part] for part in PARTS_WITHOUT_EXCHANGE))
         self._cpu_us_by_rank[rank].append(cpu_us)
 
     def add_bucket(self, line: Mapping[str, Any], began: float, backward_us: float) -> None:
@@ -174,28 +181,18 @@ class _StageRecords:
             for name, at in zip(line["params"], known, strict=False):
                 if at is not None:
                     self._gradient_ready_shares[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
-        moments = [line["ready_us"]]
-        for leg in line["legs"]:
-            moments += [leg["start_us"], leg["done_us"]]
-        moments.append(line["done_us"])
-        hook_times = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
-        row = line["bytes"], hook_times, line["ready_us"] - began, line["done_us"] - began
-        self._buckets[line["bucket"]].append(row)
+        self._buckets[line["bucket"]].append((line["bytes"], hook_times_us(line)))
 
     def costs(self) -> StageCosts:
         if not self.steps:
             return StageCosts()
         means = {name: total / self.steps for name, total in self._sums.items()}
-        buckets = {}
-        for number, rows in self._buckets.items():
-            most = max(len(hook_times) for _, hook_times, _, _ in rows)
-            sizes, hook_times, ready, done = zip(*(row for row in rows if len(row[1]) == most), strict=True)
-            buckets[number] = BucketCosts(
-                nbytes=round(statistics.fmean(sizes)),
-                hook_times_us=tuple(map(statistics.fmean, zip(*hook_times, strict=True))),
-                ready_us=statistics.fmean(ready),
-                done_us=statistics.fmean(done),
-            )
+        buckets = []
+        for rows in self._buckets.values():
+            most = max(len(hook_times) for _, hook_times in rows)
+            sizes, hook_times = zip(*(row for row in rows if len(row[1]) == most), strict=True)
+            means_us = tuple(map(statistics.fmean, zip(*hook_times, strict=True)))
+            buckets.append(BucketCosts(round(statistics.fmean(sizes)), means_us))
         return StageCosts(
             steps=self.steps,
             step_us=means.pop("step_us"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.text import labelled, paragraph, table
-from ddprun.predict.hooks import HookVerdict, break_even_rate, leave_one_out
+from ddprun.predict.hook_verdicts import HookSpecs, HookVerdict, break_even_rate, leave_one_out
 from ddprun.predict.links import Links, rate_text
+from ddprun.predict.measure import distinct_stacks
 from ddprun.predict.model import Bottleneck, CostModel, StepPrediction
 from ddprun.units import format_bytes, format_duration
 from ddprun_hooks.payload import nbytes
@@ -66,9 +67,9 @@ class SweepRow:
     ranks: int
     predicted: StepPrediction
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
-        return {"nnodes": self.hosts, "ranks": self.ranks} | self.predicted.as_object()
+        return {"nnodes": self.hosts, "ranks": self.ranks} | self.predicted.to_json_data()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,16 @@ class Forecast:
     stages: Mapping[int, StepPrediction]
     hook_verdicts: Mapping[int, Sequence[HookVerdict]]
     memory: Mapping[int, Memory]
-    sweep: Sequence[SweepRow] = field(default=())
+    sweep: Sequence[SweepRow] = ()
 
-    def as_object(self, stage: int) -> dict[str, Any] | None:
+    def to_json_data(self, stage: int) -> dict[str, Any] | None:
         """What `--format json` has of a stage; None if it takes no steps."""
         if stage not in self.stages:
             return None
-        found = self.stages[stage].as_object()
+        found = self.stages[stage].to_json_data()
         found["memory_bytes"] = asdict(self.memory[stage])
-        found["hooks"] = [one.as_object() for one in self.hook_verdicts.get(stage, ())]
-        if rows := [row.as_object() for row in self.sweep if row.stage == stage]:
+        found["hooks"] = [one.to_json_data() for one in self.hook_verdicts.get(stage, ())]
+        if rows := [row.to_json_data() for row in self.sweep if row.stage == stage]:
             found["sweep"] = rows
         return found
 
@@ -124,39 +125,25 @@ class Forecast:
             yield from labelled("Sweep", table([head, *cells], ">>>>><"))
 
 
-def stacks_to_measure(explained: Explanation) -> list[list[Any]]:
+def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
     """The stacks of hooks whose costs a forecast wants: those of all stages, and each without one hook."""
-    wanted: list[list[Any]] = [[]]
+    wanted: list[HookSpecs] = [[]]
     for stage in explained.stages:
-        if stage.settings is None:
-            continue
-        stack = [hook.to_plain_data() for hook in stage.settings.hooks]
-        wanted += [stack, *(left for _, left in leave_one_out(stack))]
-    found: list[list[Any]] = []
-    for stack in wanted:
-        if stack not in found and "noop" not in stack:
-            found.append(stack)
-    return found
+        if stage.settings is not None:
+            stack = stage.settings.hook_specs
+            wanted += [stack, *(left for _, left in leave_one_out(stack))]
+    return distinct_stacks(wanted)
 
 
-def forecast(
-    explained: Explanation,
-    model: CostModel,
-    links: Links,
-    overrides: Sequence[str],
-    hosts: Sequence[int] = (),
-) -> Forecast:
-    """Predict each stage that takes steps: for the ranks it was explained for, and for other `hosts`.
-
-    `overrides` are those with which the pipeline was loaded.
-    """
+def forecast(explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()) -> Forecast:
+    """Predict each stage that takes steps: for the ranks it was explained for, and for other `hosts`."""
     world, stages, verdicts = explained.world, dict[int, StepPrediction](), dict[int, list[HookVerdict]]()
     memory, state_bytes = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
     for stage in explained.stages:
         if not is_predictable(stage):
             continue
         stages[stage.index] = model.predict(stage, world, links)
-        verdicts[stage.index] = list(_verdicts(explained, stage, model, links, overrides))
+        verdicts[stage.index] = list(_verdicts(explained, stage, model, links))
         memory[stage.index] = _memory(explained, stage, state_bytes)
     sweep = []
     for number in hosts:
@@ -190,16 +177,15 @@ def _again(explained: Explanation, loaded: LoadedPipeline, hosts: int | None = N
 
 
 def _verdicts(
-    explained: Explanation, stage: StageExplanation, model: CostModel, links: Links, overrides: Sequence[str]
+    explained: Explanation, stage: StageExplanation, model: CostModel, links: Links
 ) -> Iterator[HookVerdict]:
     assert stage.settings is not None
     assert isinstance(stage.stage, StepStage)
-    stack = [hook.to_plain_data() for hook in stage.settings.hooks]
-    if "noop" in stack or not stage.settings.plan.uses_hooks:
+    if stage.settings.uses_noop or not stage.settings.plan.uses_hooks:
         return
-    key = stage.stage.key_path("hooks")
-    for hook, left in leave_one_out(stack):
-        loaded = load(explained.loaded.path, (*overrides, f"{key}={flow_yaml(left)}"))
+    key, before = stage.stage.key_path("hooks"), explained.loaded
+    for hook, left in leave_one_out(stage.settings.hook_specs):
+        loaded = load(before.path, (*before.overrides, f"{key}={flow_yaml(left)}"), before.folder)
         other = _again(explained, loaded).stages[stage.index]
         if not (model.has_measured_hooks(stage) and model.has_measured_hooks(other)):
             continue
@@ -262,7 +248,7 @@ def _memory_text(one: Memory) -> str:
 
 
 def _summary(one: StepPrediction, links: Links) -> str:
-    waits = sorted(one.waits.items(), key=lambda item: -item[1])
+    waits = sorted(one.waits_us.items(), key=lambda item: -item[1])
     said = [
         f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in waits if us >= 0.01 * one.step_us
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddprun.predict.links import Links
 from ddprun.predict.model import StepPrediction
+from ddprun_hooks.config.options import parse_spec
 
 HookSpecs = Sequence[Any]
 """Hooks as a pipeline file has them."""
@@ -25,8 +26,8 @@ class HookVerdict:
     with_us: float
     without_us: float
     break_even_bytes_per_s: float | None
-    """Payload a second of the link between hosts, in bytes, below which it pays; 0: it never does; infinite:
-    it always does. None: there is one host."""
+    """The rate of the link between hosts, in payload bytes a second, below which the hook pays. 0: never;
+    infinite: always; None: there is one host."""
 
     @property
     def pays(self) -> bool | None:
@@ -35,7 +36,7 @@ class HookVerdict:
             return None
         return self.with_us < self.without_us
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
         limit = self.break_even_bytes_per_s
         return {
@@ -51,22 +52,15 @@ class HookVerdict:
 def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
     """Each hook of a stack, those on the legs of `hierarchical` included, and the stack without it."""
     for index, hook in enumerate(stack):
-        name, options = _name_and_options(hook)
+        name, options = parse_spec(hook)
         yield name, [*stack[:index], *stack[index + 1 :]]
-        for leg in ("within", "across"):
+        options = {key: value for key, value in options.items() if value is not None}
+        for leg in ("within", "across") if name == "hierarchical" else ():
             inner = list(options.get(leg) or ())
             for place, one in enumerate(inner):
                 left = {name: {**options, leg: [*inner[:place], *inner[place + 1 :]]}}
                 where = "between hosts" if leg == "across" else "inside a host"
-                yield f"{_name_and_options(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
-
-
-def _name_and_options(hook: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options of a hook as a file has it."""
-    if isinstance(hook, dict):
-        name, options = next(iter(hook.items()))
-        return str(name), {key: value for key, value in (options or {}).items() if value is not None}
-    return str(hook), {}
+                yield f"{parse_spec(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
 
 
 def break_even_rate(

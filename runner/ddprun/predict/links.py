@@ -1,6 +1,5 @@
 """The links between ranks: how much goes through, and how long a message is under way. Imports no torch."""
 
-import json
 import math
 import re
 from bisect import bisect_left
@@ -9,7 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, PositiveFloat, PositiveInt
+
+from ddprun.run_files import parse_json
+from ddprun.units import format_bit_rate
 
 LinkLevel = Literal["within", "across"]
 """Between the ranks of a host, or between hosts."""
@@ -25,7 +27,9 @@ _PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 UNLIMITED = "unlimited"
 _MAX_REPORT_BYTES = 64 << 20
-_ALL_REDUCE_LATENCIES = {"gloo": 4, "nccl": 2}  # of a small one between two hosts
+_ALL_REDUCE_LATENCIES = {"gloo": 4, "nccl": 2}
+"""One-way latencies that a small all-reduce between two hosts takes: each of its two messages takes one, and
+over Gloo another one before it, in which the receiver says that it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,21 @@ class Link:
 
     @classmethod
     def from_measurement(
-        cls, mbit_per_s: float, latency_s: float, mbit_by_bytes: Sequence[tuple[int, float]]
+        cls,
+        backend: str,
+        all_reduce_s: float,
+        mbit_per_s: float = math.inf,
+        mbit_by_bytes: Sequence[tuple[int, float]] = (),
     ) -> "Link":
-        """A link as `ddprun doctor` measures it: by an all-reduce between two hosts, whose bytes go each way
-        in two messages.
+        """A link as `ddprun doctor` measures it between two hosts: by how long a small all-reduce takes, all
+        of which counts as latency, and by the rate of larger ones, whose bytes go each way in two messages.
         """
         found: list[tuple[float, float]] = []
         for nbytes, mbit in mbit_by_bytes:
             size, rate = nbytes / 2, 1e6 * mbit / 8
             if not found or size / rate > found[-1][0] / found[-1][1]:
                 found.append((size, rate))
-        return cls(1e6 * mbit_per_s / 8, latency_s, tuple(found))
+        return cls(1e6 * mbit_per_s / 8, all_reduce_s / _ALL_REDUCE_LATENCIES[backend], tuple(found))
 
     def at_rate(self, bytes_per_s: float) -> "Link":
         """The same link at another rate; that of each size changes by the same factor, if it has one."""
@@ -145,26 +153,27 @@ def read_measured_link(file: Path) -> Link:
     """
     try:
         with file.open("rb") as opened:
-            text = opened.read(_MAX_REPORT_BYTES)
-        report = _Report.model_validate(json.loads(text))
+            report = _Report.model_validate(parse_json(opened.read(_MAX_REPORT_BYTES)))
         values = [one.value for one in report.findings if one.check in ("bandwidth", "latency")]
-        found = [_LinkMeasurement.model_validate(value) for value in values]
+        found = [_LinkMeasurement.model_validate(value) for value in values if value]
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValidationError, ValueError, RecursionError):
+    except ValueError:
         raise ValueError(f"{file} is not what `ddprun doctor --format json` prints") from None
-    rates = [
-        (one.all_reduce_mbit_per_s, sorted(one.all_reduce_mbit_per_s_by_bytes))
+    links = [
+        Link.from_measurement(
+            one.backend,
+            (one.all_reduce_us or 0.0) / 1e6,
+            one.all_reduce_mbit_per_s or math.inf,
+            sorted(one.all_reduce_mbit_per_s_by_bytes),
+        )
         for one in found
-        if one.all_reduce_mbit_per_s
     ]
-    latencies = [
-        one.all_reduce_us / 1e6 / _ALL_REDUCE_LATENCIES[one.backend] for one in found if one.all_reduce_us
-    ]
-    if not rates or not latencies:
+    slowest = min(links, key=lambda link: link.bytes_per_s, default=Link())
+    latency_s = max((link.latency_s for link in links), default=0.0)
+    if not (math.isfinite(slowest.bytes_per_s) and latency_s):
         raise ValueError(f"{file} has no link between hosts: run ddprun doctor on two hosts at least")
-    mbit_per_s, by_bytes = min(rates)
-    return Link.from_measurement(mbit_per_s, max(latencies), by_bytes)
+    return replace(slowest, latency_s=latency_s)
 
 
 def _by_level(text: str | None) -> Mapping[str, str]:
@@ -206,8 +215,4 @@ def link_text(link: Link) -> str:
 
 def rate_text(bytes_per_s: float) -> str:
     """Format a rate of payload, in bytes a second, as the nominal rate of a link."""
-    bits = 8 * bytes_per_s / TCP_SHARE
-    for unit, prefix in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= 0.9995 * prefix:
-            return f"{bits / prefix:.3g} {unit}" if bits < 999.5 * prefix else f"{bits / prefix:.0f} {unit}"
-    return f"{bits:.3g} bit/s"
+    return format_bit_rate(8 * bytes_per_s / TCP_SHARE)

@@ -14,7 +14,7 @@ from ddprun.config import StepStageSettings
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket, Leg
-from ddprun.predict.costs import OWN_WORK_PARTS, Costs, LinearCost, StageCosts
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LinearCost, StageCosts
 from ddprun.predict.links import LINK_LEVELS, LinkLevel, Links
 from ddprun.predict.timeline import (
     MAX_SIMULATED_ROUNDS,
@@ -62,8 +62,8 @@ class StepPrediction:
     """A predicted step of a stage: means over a cycle of its policy, in microseconds."""
 
     step_us: float
-    parts: Mapping[str, float]  # of the training thread, without waiting
-    waits: Mapping[WaitCause, float]  # of the training thread, by what it waits for
+    parts_us: Mapping[str, float]  # of the training thread, without waiting
+    waits_us: Mapping[WaitCause, float]  # of the training thread, by what it waits for
     links_busy_us: Mapping[LinkLevel, float]  # how long links carry anything
     host_sends_bytes: float  # what a host sends to others
     without_exchange_us: float  # a step without any exchange, on the same cores
@@ -74,14 +74,14 @@ class StepPrediction:
     @property
     def exposed_us(self) -> float:
         """How long the training thread waits."""
-        return sum(self.waits.values())
+        return sum(self.waits_us.values())
 
     @property
     def efficiency(self) -> float:
         """The share of a step's time that it would take without exchange."""
         return self.without_exchange_us / self.step_us if self.step_us else 1.0
 
-    def as_object(self) -> dict[str, Any]:
+    def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
         return {
             "step_us": round(self.step_us),
@@ -89,8 +89,8 @@ class StepPrediction:
             "limit": self.limit,
             "efficiency": round(self.efficiency, 4),
             "alone_us": round(self.without_exchange_us),
-            "parts_us": {name: round(us) for name, us in self.parts.items()},
-            "waits_us": {name: round(us) for name, us in self.waits.items()},
+            "parts_us": {name: round(us) for name, us in self.parts_us.items()},
+            "waits_us": {name: round(us) for name, us in self.waits_us.items()},
             "links_busy_us": {level: round(us) for level, us in self.links_busy_us.items()},
             "host_sends_bytes": round(self.host_sends_bytes),
             "hooks_measured": self.hooks_measured,
@@ -139,7 +139,7 @@ class CostModel:
             False: self._own_work(without_ddp or with_ddp),
         }
         times = [
-            (found.cpu_us, sum(found.parts[part] for part in OWN_WORK_PARTS))
+            (found.cpu_us, sum(found.parts[part] for part in PARTS_WITHOUT_EXCHANGE))
             for _, found in with_ddp or without_ddp
         ]
         busy_threads = [cpu_us / own_us for cpu_us, own_us in times if own_us > 0]
@@ -173,13 +173,13 @@ class CostModel:
 
     def _own_work(self, pairs: Sequence[tuple[StageExplanation, StageCosts]]) -> dict[str, float]:
         """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
-        work, steps = dict.fromkeys(OWN_WORK_PARTS, 0.0), sum(found.steps for _, found in pairs)
+        work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
         for stage, found in pairs:
-            own_us = sum(found.parts[part] for part in OWN_WORK_PARTS)
+            own_us = sum(found.parts[part] for part in PARTS_WITHOUT_EXCHANGE)
             share = self._machine.core_share() if self._on_cpu else 1.0
             if self._on_cpu and found.cpu_us and own_us > 0 and not sends(stage):
                 share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
-            for part in OWN_WORK_PARTS:
+            for part in PARTS_WITHOUT_EXCHANGE:
                 times = _settings(stage).accumulate if part in _MICRO_STEP_PARTS else 1
                 work[part] += share * found.parts[part] * found.steps / times / steps
         return work
@@ -207,7 +207,7 @@ class CostModel:
         share = self._machine.core_share()
         stack = _StackCosts()
         points: list[list[tuple[float, float]]] = []
-        for bucket in (bucket for one in found for bucket in one.buckets.values()):
+        for bucket in (bucket for one in found for bucket in one.buckets):
             points += [[] for _ in range(len(bucket.hook_times_us) - len(points))]
             for points_of_hook, us in zip(points, bucket.hook_times_us, strict=False):
                 points_of_hook.append((bucket.nbytes, us * share))
@@ -222,7 +222,7 @@ class CostModel:
         if self._on_cpu and all(one.cpu_us for one in found):
             times = {
                 part: _settings(stage).accumulate if part in _MICRO_STEP_PARTS else 1
-                for part in OWN_WORK_PARTS
+                for part in PARTS_WITHOUT_EXCHANGE
             }
             own = sum(us * times[part] for part, us in self._own_work_us[True].items()) * self._threads
             left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
@@ -285,21 +285,20 @@ class CostModel:
         alone = StepSimulator(machine).simulate_step(self._instructions(stage, (), world, stack, 1, 0))
         parts, waits = dict[str, float](), dict[WaitCause, float]()
         for step in cycle:
-            for name, us in step.parts.items():
+            for name, us in step.parts_us.items():
                 parts[name] = parts.get(name, 0.0) + us / len(cycle)
             for cause, us in step.waits_us.items():
                 waits[cause] = waits.get(cause, 0.0) + us / len(cycle)
-        sent = _step_bytes(stage, world.hosts)
         busy_us: dict[LinkLevel, float] = {
             level: sum(step.links_busy_us[level] for step in cycle) / len(cycle) for level in LINK_LEVELS
         }
         step_us = sum(step.step_us for step in cycle) / len(cycle)
         return StepPrediction(
             step_us=step_us,
-            parts=parts,
-            waits=waits,
+            parts_us=parts,
+            waits_us=waits,
             links_busy_us=busy_us,
-            host_sends_bytes=sent["across"],
+            host_sends_bytes=_host_bytes_per_step(stage, world.hosts),
             without_exchange_us=alone.step_us,
             limit=_bottleneck(step_us, parts, waits, busy_us, contended=machine.core_share() < 1),
             last_exchange_step=last_exchange_step or cycle[-1],
@@ -497,7 +496,7 @@ class Lateness:
 
 def hooks_key(stage: StageExplanation) -> str:
     """What tells a stage's stack of hooks from another."""
-    return repr([hook.to_plain_data() for hook in _settings(stage).hooks])
+    return repr(_settings(stage).hook_specs)
 
 
 def sends(stage: StageExplanation) -> bool:
@@ -527,16 +526,15 @@ def _leg_bytes(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
     return {"within": (sizes["all_ranks"] - across) / hosts, "across": across / hosts}
 
 
-def _step_bytes(stage: StageExplanation, hosts: int) -> dict[LinkLevel, float]:
-    """What each host sends in a mean step of the stage, by level of the link, in bytes."""
-    found: dict[LinkLevel, float] = dict.fromkeys(LINK_LEVELS, 0.0)
-    for pattern in stage.patterns:
-        for exchange in pattern.exchanges:
-            times = exchange.times_per_step * len(pattern.steps) / stage.cycle
-            for leg in (leg for bucket in exchange.buckets or () for leg in bucket.legs or ()):
-                for level, nbytes in _leg_bytes(leg, hosts).items():
-                    found[level] += times * nbytes
-    return found
+def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
+    """What each host sends to others in a mean step of the stage, in bytes."""
+    return sum(
+        exchange.times_per_step * len(pattern.steps) / stage.cycle * _leg_bytes(leg, hosts)["across"]
+        for pattern in stage.patterns
+        for exchange in pattern.exchanges
+        for bucket in exchange.buckets or ()
+        for leg in bucket.legs or ()
+    )
 
 
 def _bottleneck(

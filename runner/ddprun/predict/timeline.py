@@ -54,13 +54,13 @@ class Collective:
     """Two messages are on their way: to send one hides some of the latency, at most a quarter."""
 
     one_way_bytes: float = 0.0
-    """While this many go one way, nothing comes back, if ranks begin further apart than the link's latency.
-    Of collectives that follow each other without a pause, the largest counts."""
+    """Bytes that one side sends before the other may answer; counts only if ranks begin further apart than
+    the link's latency. Of back-to-back collectives the largest counts."""
 
     apart_us: float = 0.0  # how far apart ranks begin
     blocking_bytes: float = 0.0
     """Between hosts, the first message waits for this many of other ranks, or for as many as a queue holds.
-    Of collectives that follow each other without a pause, the largest counts."""
+    Of back-to-back collectives the largest counts."""
 
     messages: int = 1  # into which the bytes of each level are divided: a link may carry long ones faster
     wake_us: float = 0.0  # of each round at least: until threads have noticed that it is their turn
@@ -109,15 +109,10 @@ class SimulatedStep:
     """What came out of one simulated step."""
 
     step_us: float = 0.0
-    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
+    parts_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the training thread
     waits_us: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))  # of that thread
     transfers: list[TransferTimes] = field(default_factory=list)
     links_busy_us: dict[LinkLevel, float] = field(default_factory=dict)  # how long they carried anything
-
-    @property
-    def exposed_us(self) -> float:
-        """How long the training thread waited."""
-        return sum(self.waits_us.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +222,7 @@ class StepSimulator:
                     passed = min(passed, moment - self._now)
         assert math.isfinite(passed), "somebody waits for nothing"
         if part is not None:
-            step.parts[part] += passed
+            step.parts_us[part] += passed
             left -= passed * own_share
         elif awaited is not None:
             step.waits_us[self._wait_cause(awaited)] += passed

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from ddprun.config.resolved import flow_yaml
+from ddprun.predict.costs import WARM_UP
 from ddprun.predict.links import LinkLevel, rate_text
 from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
 from ddprun.report.replay import (
-    WARM_UP,
     BucketTimes,
     MeasuredStage,
     Replay,
@@ -36,8 +36,8 @@ _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference 
 _MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
 _NEAR_LARGEST_SHARE = 0.8  # of the largest difference of a bucket: the first that is as far off is named
 _STARVED_CPU_SHARE = 0.8
-"""Processor time to time not spent waiting. With less, the reason is that ranks share too few cores, if no
-record has another."""
+"""If ranks had a core for less than this share of the time in which they did not wait, and no record gives
+another reason, that is the reason."""
 
 
 class PredictionError(Exception):

@@ -15,6 +15,7 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
+from ddprun.predict.costs import WARM_UP, hook_times_us
 from ddprun.predict.links import Link, LinkLevel, Links
 from ddprun.predict.timeline import (
     MAX_SIMULATED_ROUNDS,
@@ -32,9 +33,6 @@ from ddprun.predict.timeline import (
 )
 from ddprun.report.digest import RunDigest
 from ddprun.telemetry.reader import between
-
-WARM_UP = 3
-"""First steps of a stage that do not count."""
 
 StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
@@ -182,7 +180,6 @@ def _bucket_sample(rank: int, bucket: Mapping[str, Any], step: Mapping[str, Any]
     def without_waits(at: float) -> float:
         return float(at - start - sum(min(until, at) - since for since, until in waits if since < at))
 
-    moments = [ready, *(leg[name] for leg in bucket["legs"] for name in ("start_us", "done_us")), done]
     return _BucketSample(
         rank=rank,
         step=step["step"],
@@ -193,9 +190,7 @@ def _bucket_sample(rank: int, bucket: Mapping[str, Any], step: Mapping[str, Any]
         await_without_waits_us=without_waits(
             min((since for since, _ in waits if since >= ready), default=end)
         ),
-        hook_times_us=[
-            max(0.0, after - before) for before, after in zip(moments[::2], moments[1::2], strict=True)
-        ],
+        hook_times_us=hook_times_us(bucket),
         legs=bucket["legs"],
         between_hosts_bytes=bucket["between_hosts_bytes"],
         spans_steps=step["step"] != bucket["step"] or done > end,
@@ -312,9 +307,9 @@ def _median_bucket(
 ) -> _MedianBucket:
     usual = Counter(len(one.legs) for one in seen).most_common(1)[0][0]
     seen = [one for one in seen if len(one.legs) == usual]
-    hook_times_us = [median(times) for times in zip(*(one.hook_times_us for one in seen), strict=True)]
+    hooks_us = [median(times) for times in zip(*(one.hook_times_us for one in seen), strict=True)]
     phases: list[Work | LastRankWait | Collective] = [
-        Work(hook_times_us[0]),
+        Work(hooks_us[0]),
         LastRankWait(median(one.wait_for_last_us or 0.0 for one in seen)),
     ]
     for index in range(usual):
@@ -326,7 +321,7 @@ def _median_bucket(
             for one in seen:
                 us[one.rank].append(one.legs[index]["done_us"] - one.legs[index]["start_us"])
             phases.append(LastRankWait(min(map(median, us.values()))))
-        phases.append(Work(hook_times_us[index + 1]))
+        phases.append(Work(hooks_us[index + 1]))
     ready_us: float = median(one.ready_without_waits_us for one in seen)
     await_us: float = median(one.await_without_waits_us for one in seen)
     done_us: float = median(one.done_us for one in seen)

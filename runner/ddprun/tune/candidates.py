@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from ddprun.config import LoadedPipeline, PipelineError, StepStageSettings, TrainStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.model_probe import WorldShape
+from ddprun_hooks.config.options import parse_spec
 
 BUCKET_CAP_KEY = "ddp.bucket_cap_mb"
 TUNABLE_KEYS = ("sync", "hooks", BUCKET_CAP_KEY, "accumulate")
@@ -62,11 +63,6 @@ class Candidate:
         return tuple(f"{key}={flow_yaml(value)}" for key, value in self.changes.items())
 
     @property
-    def hook_specs(self) -> list[Any]:
-        """Its stack of hooks, as the file would have it."""
-        return _hook_specs(self.settings)
-
-    @property
     def period(self) -> int:
         """Steps from one synchronisation of all ranks to the next."""
         return self.settings.plan.period
@@ -100,8 +96,7 @@ def _hook_lossiness(name: str, options: Mapping[str, Any]) -> int:
     if name not in _LOSSLESS_HOOKS:
         return _LOSSINESS_BY_HOOK.get(name, _MAX_LOSSINESS)
     legs = [spec for leg in ("within", "across") for spec in options.get(leg) or ()]
-    named = [(spec, {}) if isinstance(spec, str) else next(iter(spec.items())) for spec in legs]
-    return max([_hook_lossiness(inner, given or {}) for inner, given in named] or [0])
+    return max([_hook_lossiness(*parse_spec(spec)) for spec in legs] or [0])
 
 
 def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) -> TunedStage:
@@ -159,13 +154,10 @@ def all_combinations(
     left out, and so are duplicates.
     """
     known = set[tuple[Any, ...]]()
-    for chosen in ((), *product(*([None, *tried[key]] for key in keys))):
-        overrides = {
-            tuned.paths_by_key[key]: value
-            for key, value in zip(keys, chosen, strict=False)
-            if value is not None
-        }
-        candidate = with_changes(loaded, tuned, overrides)
+    for chosen in product(*([None, *tried[key]] for key in keys)):
+        values = zip(keys, chosen, strict=True)
+        changes = {tuned.paths_by_key[key]: value for key, value in values if value is not None}
+        candidate = with_changes(loaded, tuned, changes)
         if candidate is not None and (settings_key := _settings_key(candidate)) not in known:
             known.add(settings_key)
             yield candidate
@@ -215,7 +207,7 @@ def make_candidate(
     )
     values = {
         "sync": (before.sync.to_plain_data(), after.sync.to_plain_data()),
-        "hooks": (_hook_specs(before), _hook_specs(after)),
+        "hooks": (before.hook_specs, after.hook_specs),
         BUCKET_CAP_KEY: (loaded.pipeline.ddp.bucket_cap_mb, changed.pipeline.ddp.bucket_cap_mb),
         "accumulate": (before.accumulate, after.accumulate),
     }
@@ -223,11 +215,7 @@ def make_candidate(
     return Candidate({key: value for key, value in changes.items() if key not in same}, changed, after)
 
 
-def _hook_specs(settings: StepStageSettings) -> list[Any]:
-    return [hook.to_plain_data() for hook in settings.hooks]
-
-
 def _settings_key(candidate: Candidate) -> tuple[Any, ...]:
     settings = candidate.settings
     cap_mb = candidate.loaded.pipeline.ddp.bucket_cap_mb
-    return repr(settings.sync.to_plain_data()), repr(candidate.hook_specs), cap_mb, settings.accumulate
+    return repr(settings.sync.to_plain_data()), repr(settings.hook_specs), cap_mb, settings.accumulate

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddprun.compare.compare import SpeedRatio
 from ddprun.predict.model import StepPrediction
@@ -63,6 +64,7 @@ class PredictedCandidate:
 
     candidate: Candidate
     predicted: StepPrediction
+    layouts: tuple[Any, ...] = ()  # of all that is sent: parameters by bucket
 
     @property
     def us_per_sample(self) -> float:
@@ -97,7 +99,8 @@ class Trial:
 
     def training_speedup(self, floors: Floors) -> float:
         """How many times as fast it trains. A candidate that changes training counts by how soon it comes to
-        the target loss, unless there is a floor for the loss.
+        the loss that the file has after `TARGET_LOSS_SHARE` of its samples, and by 0 if it does not come to
+        it, unless there is a floor for the loss.
         """
         if self.entry.candidate.kind == "exact" or floors.loss is not None:
             return self.speedup
@@ -188,9 +191,9 @@ def next_candidates(
     """The candidates to run next, at most `most`; none if no other is predicted to be worth it.
 
     The best of each kind, for they lose different things: two of those that lose nothing, and of rare
-    exchange also one whose ranks synchronise more often. What is not predicted to beat the best is left out,
-    also in view of what came out of those that lose no more than it does. Ranks must synchronise every
-    `max_period` steps or more often.
+    exchange also one whose ranks synchronise more often. Left out is what cannot beat the best, by its
+    prediction or by what less lossy trials reached. Ranks must synchronise every `max_period` steps or more
+    often.
     """
     tried = {one.entry.candidate.name for one in trials}
     best = pick_winner(trials, floors)
@@ -210,8 +213,9 @@ def next_candidates(
 def _best_possible_speedup(
     entry: PredictedCandidate, baseline: PredictedCandidate, trials: Sequence[Trial], floors: Floors
 ) -> float:
-    """The highest speedup to expect: the predicted one, but no more than trials reached that lose no more,
-    except for its own speed. 0 if such a trial was rejected.
+    """The highest speedup it may reach: the predicted one, but at most what a trial that loses no more has
+    reached, scaled by how much faster this one is predicted to be. 0 if such a trial was rejected: this one
+    loses at least as much.
     """
     speedup = baseline.us_per_sample / entry.us_per_sample
     for trial in trials:

@@ -9,26 +9,24 @@ this form, and candidates of their own file.
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed import DistError, PrefixStore, Store
 
+from ddprun.doctor import first_line
 from ddprun.doctor import links as doctor_links
 from ddprun.doctor.run import UnreachableError, join_rendezvous
 from ddprun.predict.links import Link, Links
 from ddprun.run_files import parse_json
 
 TIMEOUT_S = 300.0  # for which hosts wait for each other
-_MEASURING_S = 60.0
+_COLLECTIVE_TIMEOUT_S = 60.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 _TICK_S = 0.2
 _MAX_MESSAGE_BYTES = 1 << 20
-_SOFTWARE_S = 1e-3  # of a small all-reduce: no link's doing
-_LATENCIES_PER_ALL_REDUCE = 4  # with two ranks: two messages, for each of which Gloo's receiver asks
 
 
 class HostsError(Exception):
@@ -45,7 +43,7 @@ class RoundMessage(BaseModel):
     folder: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*/round-[0-9]{1,3}$")] = "-/round-0"
     # The changes of each candidate.
     candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, max_length=64)] = ()
-    turn: Annotated[int, Field(ge=1)] = 1
+    turn_steps: Annotated[int, Field(ge=1)] = 1
     steps: Annotated[int, Field(ge=1)] = 1
 
 
@@ -62,6 +60,8 @@ class SearchHosts:
             self._handler, info = join_rendezvous(self._flags, TIMEOUT_S, "tune")
         except UnreachableError as error:
             raise HostsError(f"{error}\n  -> {error.advice}") from None
+        except ValueError as error:  # torchrun's way to refuse flags
+            raise HostsError(str(error)) from None
         self._store: Store = PrefixStore("tune", info.store)
         self._store.set_timeout(_STORE_TIMEOUT)
         self.index, self.count = info.rank, info.world_size
@@ -89,12 +89,12 @@ class SearchHosts:
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             found = doctor_links.measure(
-                PrefixStore("link", self._store), self.index, backend, device, _MEASURING_S
+                PrefixStore("link", self._store), self.index, backend, device, _COLLECTIVE_TIMEOUT_S
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(f"the link between hosts cannot be measured: {error}") from None
-        latency_s = max(0.0, asdict(found)["latency_s"] - _SOFTWARE_S) / _LATENCIES_PER_ALL_REDUCE
-        return Links(across=Link.from_measurement(found.both_mbit, latency_s, found.both_by_bytes))
+        link = Link.from_measurement(backend, found.latency_s, found.both_mbit, found.both_by_bytes)
+        return Links(across=link)
 
     def send_to_others(self, message: RoundMessage) -> None:
         """Send a message to all other hosts."""
@@ -114,12 +114,12 @@ class SearchHosts:
                 time.sleep(_TICK_S)
             data = self._store.get(key)
         except (DistError, RuntimeError) as error:
-            raise HostsError(f"the first host is gone: {str(error).partition(chr(10))[0]}") from None
+            raise HostsError(f"the first host is gone: {first_line(error)}") from None
         try:
             if len(data) > _MAX_MESSAGE_BYTES:
                 raise ValueError(f"longer than {_MAX_MESSAGE_BYTES:,} bytes")
             return RoundMessage.model_validate(parse_json(data))
-        except (ValueError, ValidationError) as error:
+        except ValueError as error:
             raise HostsError(f"what the first host says makes no sense: {error}") from None
 
     def wait_for_all_to_leave(self, seconds: float = 30.0) -> None:

@@ -24,14 +24,23 @@ from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import ModelProbe, WorldShape
-from ddprun.predict.costs import RecordsError
+from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
-from ddprun.predict.measure import cost_model_of_run, run_measurement
+from ddprun.predict.measure import QUIET, cost_model_of_run, distinct_stacks, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
-from ddprun.tune import candidates as space
-from ddprun.tune.candidates import BUCKET_CAP_KEY, Candidate, TunedStage
+from ddprun.tune.candidates import (
+    BUCKET_CAP_KEY,
+    Candidate,
+    TunedStage,
+    all_combinations,
+    candidate_from_changes,
+    find_tuned_stage,
+    make_candidate,
+    values_to_try,
+    with_changes,
+)
 from ddprun.tune.choose import (
     TARGET_LOSS_SHARE,
     Floors,
@@ -54,7 +63,6 @@ _DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
 _MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
 _MIN_TURN_STEPS = 2
 _CANDIDATES_WITH_OTHER_CAPS = 8  # the best ones: for these, sizes of buckets are tried
-_QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")
 _DROPPED_OPTIONS = ("steps", "epochs", "evaluate", "keep_best", "stop")
 
 Say = Callable[[str], None]
@@ -95,7 +103,7 @@ class SearchRequest:
 class SearchOutcome:
     """What a search has found."""
 
-    target: TunedStage
+    tuned: TunedStage
     world: WorldShape
     links: Links
     floors: Floors
@@ -143,7 +151,7 @@ class Search:
         self._probes = [self._explained.probe]
         self._world = self._explained.world
         steps = {stage.index: stage.steps for stage in self._explained.stages}
-        self._target = space.find_tuned_stage(loaded, steps)
+        self._tuned = find_tuned_stage(loaded, steps)
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
@@ -164,13 +172,13 @@ class Search:
         while (message := self._hosts.receive()).end is None:
             try:
                 chosen = [
-                    space.candidate_from_changes(self._request.loaded, self._target, changes)
+                    candidate_from_changes(self._request.loaded, self._tuned, changes)
                     for changes in message.candidates
                 ]
             except ValueError as error:
                 raise HostsError(f"what the first host says makes no sense: {error}") from None
             folder = self._request.runs_folder / message.folder
-            self._run_all(chosen, folder, message.turn, message.steps)
+            self._run_all(chosen, folder, message.turn_steps, message.steps)
         return message.end
 
     def run(self) -> SearchOutcome:
@@ -178,7 +186,7 @@ class Search:
 
         Raises:
             TuneError: the file as it is cannot be run or predicted.
-            NothingToMeasureError, ShortRunError, RecordsError, NoRunError: the costs are not to be had.
+            CostsUnknownError, ShortRunError, NoRunError: the costs are not to be had.
             OSError: the folder of the search cannot be written.
         """
         self.folder, self._state = open_search(
@@ -215,27 +223,31 @@ class Search:
     # By prediction.
 
     def _predict_candidates(self) -> SearchOutcome:
-        loaded, tuned = self._request.loaded, self._target
+        loaded, tuned = self._request.loaded, self._tuned
         device = self._explained.probe.device
-        tried = space.values_to_try(loaded, tuned, self._world, on_cpu=device.type == "cpu")
+        tried = values_to_try(loaded, tuned, self._world, on_cpu=device.type == "cpu")
         tried |= {key: list(values) for key, values in self._request.vary.items()}
-        found = list(space.all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
+        found = list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
         self._cost_model = self._load_or_measure_costs(found)
         file, *entries = self._predict_each(found)
-        if not file.hooks_measured:
-            hooks = flow_yaml(file.candidate.hook_specs)
+        if not file.predicted.hooks_measured:
+            hooks = flow_yaml(file.candidate.settings.hook_specs)
             raise TuneError(f"the run of --from has no steps with the file's own hooks {hooks}")
-        unmeasured = {flow_yaml(one.candidate.hook_specs) for one in entries if not one.hooks_measured}
-        known = [one for one in entries if one.hooks_measured]
-        best = sorted(known, key=lambda one: one.entry.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
+        known = [one for one in entries if one.predicted.hooks_measured]
+        unmeasured = {
+            flow_yaml(one.candidate.settings.hook_specs)
+            for one in entries
+            if not one.predicted.hooks_measured
+        }
+        best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
         known += self._with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
         return SearchOutcome(
-            target=tuned,
+            tuned=tuned,
             world=self._world,
             links=self._links,
             floors=self._request.floors,
-            baseline=file.entry,
-            entries=sorted((one.entry for one in known), key=lambda one: one.us_per_sample),
+            baseline=file,
+            entries=sorted(known, key=lambda one: one.us_per_sample),
             unmeasured_stacks=sorted(unmeasured),
             not_run_reason="" if self._hosts is not None else why_not_run(self._world.hosts, self._links),
             folder=self.folder,
@@ -247,19 +259,14 @@ class Search:
         if request.measured_run is not None:
             return cost_model_of_run(request.measured_run, Links())
         if self._state.costs is None:
-            stacks: list[list[Any]] = []
-            for candidate in found:
-                stack = candidate.hook_specs
-                if stack not in stacks and "noop" not in stack:
-                    stacks.append(stack)
+            stacks = distinct_stacks(candidate.settings.hook_specs for candidate in found)
             run_dir = next_numbered_folder(self.folder, "costs")
             self._progress(f"a short run measures what steps cost here, in {run_dir}")
             began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
-            overrides = *loaded.overrides, *self._local_overrides
-            run_measurement(loaded, loaded.path, overrides, stacks, run_dir, limit_s=limit_s)
+            run_measurement(loaded, stacks, run_dir, overrides=self._local_overrides, limit_s=limit_s)
             try:
                 model = cost_model_of_run(run_dir, Links())
-            except (RecordsError, NoRunError) as error:
+            except (CostsUnknownError, NoRunError) as error:
                 if time.monotonic() < began_us / 1e6 + limit_s:
                     raise
                 text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
@@ -284,38 +291,37 @@ class Search:
             self._probes.append(explained.probe)
         return explained
 
-    def _predict_each(self, found: Sequence[Candidate]) -> Iterator["_CandidatePrediction"]:
+    def _predict_each(self, found: Sequence[Candidate]) -> Iterator[PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
         for number, candidate in enumerate(found, 1):
             if len(found) > _PROGRESS_EVERY and number % _PROGRESS_EVERY == 1:
                 self._progress(f"predicting {number} of {len(found)} candidates")
             try:
-                stage = self._explain(candidate).stages[self._target.stage.index]
+                stage = self._explain(candidate).stages[self._tuned.stage.index]
             except PipelineError:
                 if not candidate.changes:
                     raise
                 continue
             if is_predictable(stage):
                 predicted = self._cost_model.predict(stage, self._world, self._links)
-                entry = PredictedCandidate(candidate, predicted)
-                yield _CandidatePrediction(entry, predicted.hooks_measured, _layouts(stage))
+                yield PredictedCandidate(candidate, predicted, _layouts(stage))
             elif not candidate.changes:
                 raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
 
     def _with_other_caps(
-        self, best: Sequence["_CandidatePrediction"], caps_mb: Sequence[Any]
-    ) -> Iterator["_CandidatePrediction"]:
+        self, best: Sequence[PredictedCandidate], caps_mb: Sequence[Any]
+    ) -> Iterator[PredictedCandidate]:
         """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
-        key = self._target.paths_by_key[BUCKET_CAP_KEY]
+        key = self._tuned.paths_by_key[BUCKET_CAP_KEY]
         for one in best:
             known = [one.layouts]
             found = [
-                space.with_changes(self._request.loaded, self._target, {**one.candidate.changes, key: cap})
+                with_changes(self._request.loaded, self._tuned, {**one.candidate.changes, key: cap})
                 for cap in caps_mb
             ]
             resized = [each for each in found if each is not None and key in each.changes]
             for other in self._predict_each(resized):
-                if other.hooks_measured and other.layouts not in known:
+                if other.predicted.hooks_measured and other.layouts not in known:
                     known.append(other.layouts)
                     yield other
 
@@ -325,10 +331,10 @@ class Search:
         for done in self._state.rounds:
             chosen = self._entries_of_round(outcome, done)
             candidates = [one.candidate for one in chosen]
-            sides = self._sides(candidates, self.folder / done.folder, done.turn, done.steps)
+            sides = self._sides(candidates, self.folder / done.folder, done.turn_steps, done.steps)
             for side, code in zip(sides, done.codes, strict=True):
                 side.runs[0].code = code
-                compare.read_run(side.runs[0], done.turn)
+                compare.read_run(side.runs[0], done.turn_steps)
             self._record_results(outcome, chosen, sides)
         while len(self._state.rounds) < _MAX_ROUNDS:
             if not self._run_round(outcome):
@@ -346,11 +352,11 @@ class Search:
             if len(done.codes) != len(done.candidates) + 2:
                 raise ValueError("other runs than candidates")
             found = [
-                space.candidate_from_changes(self._request.loaded, self._target, changes)
+                candidate_from_changes(self._request.loaded, self._tuned, changes)
                 for changes in done.candidates
             ]
             missing = [candidate for candidate in found if candidate.name not in names]
-            names |= {one.candidate.name: one.entry for one in self._predict_each(missing)}
+            names |= {one.candidate.name: one for one in self._predict_each(missing)}
             return [names[candidate.name] for candidate in found]
         except (ValueError, KeyError) as error:
             raise TuneError(
@@ -365,7 +371,7 @@ class Search:
             scale = 1e6 * outcome.baseline_step_s / outcome.baseline.predicted.step_us
         file_s = scale * outcome.baseline.predicted.step_us / 1e6
         runs = _CANDIDATES_PER_ROUND + 2
-        longest = turn_and_run_steps(runs * file_s, self._budget_s(runs), None, self._target.steps)
+        longest = turn_and_run_steps(runs * file_s, self._budget_s(runs), None, self._tuned.steps)
         chosen, longer = (
             next_candidates(
                 outcome.baseline,
@@ -381,11 +387,13 @@ class Search:
             outcome.end_reason = "no other candidate is predicted to be better"
             if longer:
                 name = longer[0].candidate.name
-                outcome.end_reason = f"--minutes leaves no time to see enough meetings of ranks with {name}"
+                outcome.end_reason = (
+                    f"within --minutes, ranks would synchronise too few times with {name} to judge it"
+                )
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
         period = max(one.candidate.period for one in chosen)
-        lengths = turn_and_run_steps(step_s, self._budget_s(len(chosen) + 2), period, self._target.steps)
+        lengths = turn_and_run_steps(step_s, self._budget_s(len(chosen) + 2), period, self._tuned.steps)
         if lengths is None:
             outcome.end_reason = "--minutes leaves no time for more runs"
             return False
@@ -397,11 +405,13 @@ class Search:
         changes = tuple(dict(one.candidate.changes) for one in chosen)
         if self._hosts is not None:
             name = f"{self.folder.name}/{folder.name}"
-            self._hosts.send_to_others(RoundMessage(folder=name, candidates=changes, turn=turn, steps=steps))
+            self._hosts.send_to_others(
+                RoundMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
+            )
         sides = self._run_all([one.candidate for one in chosen], folder, turn, steps)
         self._record_results(outcome, chosen, sides)
         codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
-        done = Round(folder=folder.name, candidates=changes, codes=codes, turn=turn, steps=steps)
+        done = Round(folder=folder.name, candidates=changes, codes=codes, turn_steps=turn, steps=steps)
         self._save_state(rounds=(*self._state.rounds, done))
         return True
 
@@ -421,12 +431,13 @@ class Search:
 
     def _sides(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
         """The runs of a round: the file, its twin, and the candidates."""
-        file = _baseline_candidate(self._request.loaded, self._target)
+        loaded = self._request.loaded
+        file = make_candidate(loaded, self._tuned, loaded, {})
         wanted = [(file, False), (file, True), *((candidate, False) for candidate in chosen)]
-        quiet = (*_QUIET, f"timings.fidelity_every={turn}", *self._local_overrides)
+        quiet = (*QUIET, f"timings.fidelity_every={turn}", *self._local_overrides)
         sides = []
         for index, (candidate, twin) in enumerate(wanted):
-            short = short_run_overrides(candidate, self._target, steps)
+            short = short_run_overrides(candidate, self._tuned, steps)
             overrides = *candidate.loaded.overrides, *short, *quiet
             variant = Variant(candidate.name, candidate.loaded.path, overrides, twin=twin)
             sides.append(VariantRuns(variant, [SeedRun(folder / f"{index}")]))
@@ -478,19 +489,6 @@ class Search:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _CandidatePrediction:
-    """A prediction, and what tells whether it is worth anything."""
-
-    entry: PredictedCandidate
-    hooks_measured: bool  # the measured run had steps with these hooks
-    layouts: tuple[Any, ...]  # of all that is sent
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.entry.candidate
-
-
 def why_not_run(hosts: int, links: Links) -> str:
     """Why nothing can be run for real; empty if it can."""
     if hosts > 1:
@@ -523,9 +521,8 @@ def turn_and_run_steps(
 
 def short_run_overrides(candidate: Candidate, tuned: TunedStage, steps: int) -> tuple[str, ...]:
     """Overrides that leave only the stage that is tuned, with so many steps."""
-    written = candidate.loaded.root.data().get("stages")
-    options = dict(written[tuned.stage.index]["train"]) if written is not None else {}
-    kept = {key: value for key, value in options.items() if key not in _DROPPED_OPTIONS}
+    written = candidate.loaded.written_options(tuned.stage)
+    kept = {key: value for key, value in written.items() if key not in _DROPPED_OPTIONS}
     more: tuple[str, ...] = ()
     if candidate.settings.warmup_steps >= steps:  # it would never reach its learning rate
         if "warmup_steps" in kept:
@@ -533,10 +530,6 @@ def short_run_overrides(candidate: Candidate, tuned: TunedStage, steps: int) -> 
         else:
             more = (f"warmup_steps={steps // 2}",)
     return f"stages={flow_yaml([{'train': {**kept, 'steps': steps}}])}", *more
-
-
-def _baseline_candidate(loaded: LoadedPipeline, tuned: TunedStage) -> Candidate:
-    return space.make_candidate(loaded, tuned, loaded, {})
 
 
 def _layouts(stage: StageExplanation) -> tuple[Any, ...]:
@@ -567,5 +560,4 @@ def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None
     times = sorted(side.step_s_by_turn.values())
     if not times:
         return None, None
-    quartiles = [times[min(len(times) - 1, round(share * (len(times) - 1)))] for share in (0.25, 0.75)]
-    return sum(times) / len(times), (quartiles[1] - quartiles[0]) / 2
+    return sum(times) / len(times), (compare.quantile(times, 0.75) - compare.quantile(times, 0.25)) / 2

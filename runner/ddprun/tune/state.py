@@ -34,7 +34,7 @@ class Round(_Strict):
     codes: Annotated[tuple[int, ...], Field(strict=False)]
     """Exit codes: of the file, its twin, the candidates."""
 
-    turn: Annotated[int, Field(ge=1)]  # steps
+    turn_steps: Annotated[int, Field(ge=1)]
     steps: Annotated[int, Field(ge=1)]  # of each run
 
 
@@ -89,7 +89,9 @@ def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) 
             continue
         if state.inputs == inputs and not state.finished:
             return folder, state
-    folder = unused_folder(runs, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists():
+        folder = next_numbered_folder(runs, folder.name)
     folder.mkdir(parents=True)
     state = State(inputs=inputs)
     state.write(folder)
@@ -108,18 +110,9 @@ def _folders(runs: Path, name: str) -> Iterator[Path]:
             yield folder
 
 
-def unused_folder(parent: Path, name: str) -> Path:
-    """A folder below `parent` of this name, or with a number behind it, that is not there."""
-    found, number = parent / name, 1
-    while found.exists():
-        number += 1
-        found = parent / f"{name}-{number}"
-    return found
-
-
-def next_numbered_folder(parent: Path, kind: str) -> Path:
+def next_numbered_folder(parent: Path, name: str) -> Path:
     """The first of `costs-0`, `costs-1` … that does not exist: what an interrupted run left is kept."""
     number = 0
-    while (parent / f"{kind}-{number}").exists():
+    while (parent / f"{name}-{number}").exists():
         number += 1
-    return parent / f"{kind}-{number}"
+    return parent / f"{name}-{number}"

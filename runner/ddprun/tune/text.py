@@ -41,7 +41,7 @@ def render_text(outcome: SearchOutcome, written: str | None) -> str:
 
 
 def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
-    world, tuned = outcome.world, outcome.target
+    world, tuned = outcome.world, outcome.tuned
     where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
     links = []
     for level in LINK_LEVELS:
@@ -160,7 +160,10 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
 
 def _no_winner_text(outcome: SearchOutcome) -> str:
     if outcome.not_run_reason:
-        return "Change nothing: no candidate is predicted to gain a tenth, by which a prediction may miss."
+        return (
+            "Change nothing: no candidate is predicted to gain more than a tenth, and predictions may be off "
+            "by as much."
+        )
     if not outcome.trials:
         return f"Change nothing: {outcome.end_reason}."
     if any(trial.verdict == "faster" for trial in outcome.trials):
@@ -188,8 +191,8 @@ def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
         measured.append(f"its training loss is {losses}")
     figures = f" In the short run, {' and '.join(measured)}." if measured else ""
     if trial.speedup_to_loss:
-        sooner = f"{trial.speedup_to_loss:.2f} times as fast"
-        figures += f" It comes to the loss that the file has after {TARGET_LOSS_SHARE:.0%} of that {sooner}."
+        target = f"the loss that the file has after {TARGET_LOSS_SHARE:.0%} of the steps"
+        figures += f" It reaches {target}, {trial.speedup_to_loss:.2f} times as fast."
     return (
         f"It does not train the same: {what}.{figures} That was one seed; `ddprun compare --seeds 5` tells "
         "how well it learns."
@@ -237,7 +240,7 @@ def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     found = find_nearest(file.loaded.root, tuple(one for one, _ in parse_path(key)))
     if not found.missing_path:
         return f"was {flow_yaml(found.node.data())}"
-    (name,) = [name for name, place in outcome.target.paths_by_key.items() if place == key]
+    (name,) = [name for name, place in outcome.tuned.paths_by_key.items() if place == key]
     if name == BUCKET_CAP_KEY:
         return f"was {file.loaded.pipeline.ddp.bucket_cap_mb:g} by default"
     return f"was {flow_yaml(to_plain_data(getattr(file.settings, name)))} by default"
@@ -261,14 +264,14 @@ def heading(outcome: SearchOutcome, command: str) -> list[str]:
     return [*textwrap.wrap(f"{text} {impact}".rstrip(), 98, break_on_hyphens=False), ""]
 
 
-def as_object(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
+def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
     """For `--format json`; times in microseconds."""
     trials = {trial.entry.candidate.name: trial for trial in outcome.trials}
     winner = outcome.winner
     return {
         "v": VERSION,
         "pipeline": outcome.baseline.candidate.loaded.pipeline.name,
-        "stage": outcome.target.stage.index,
+        "stage": outcome.tuned.stage.index,
         "ranks": outcome.world.ranks,
         "hosts": outcome.world.hosts,
         "by_prediction": outcome.not_run_reason or None,

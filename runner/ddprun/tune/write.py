@@ -13,7 +13,7 @@ from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.config.overrides import key_of, override_path
 from ddprun.config.reader import MAX_BYTES
 from ddprun.config.resolved import flow_yaml
-from ddprun.config.scalars import format_scalar as written
+from ddprun.config.scalars import format_scalar
 from ddprun.config.tree import KeyPath, find_nearest, format_path, parse_path
 from ddprun.run_files import replace_atomically
 
@@ -118,7 +118,9 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
                     if not isinstance(key, str):
                         raise _CannotEditError
                     value = {key: value}
-                return _insert_key(text, node, f"{written(str(segment))}: {flow_yaml(value)}", change.comment)
+                return _insert_key(
+                    text, node, f"{format_scalar(str(segment))}: {flow_yaml(value)}", change.comment
+                )
             parent_key, node = pair
         elif isinstance(node, yaml.SequenceNode) and isinstance(segment, int) and segment < len(node.value):
             parent_key, node = None, node.value[segment]
