@@ -30,8 +30,8 @@ from ddprun.compare.compare import (
 )
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
+from ddprun.report.blocks import format_alike
 from ddprun.report.digest import digest_run
-from ddprun.report.html import format_alike
 from ddprun.telemetry.reader import Run
 from tests.ranks import Running, ddprun
 from tests.report.made_up import make

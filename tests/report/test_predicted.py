@@ -20,7 +20,7 @@ from ddprun.report.replay import RunTopology, read_measured_stages, replay_stage
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make, over_a_link
-from tests.report.test_report import words
+from tests.report.test_report import charts_in, words
 
 RATE = 10e6
 NETWORK = RunTopology(hosts=2, ranks=2, on_cpu=True)
@@ -194,6 +194,14 @@ def test_other_numbers_of_ranks_are_a_chart(tmp_path: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "A step on more ranks, predicted" in words(page)
     assert re.search(r"<td[^>]*>8,?192</td>", page)
+    other = over_a_link(tmp_path / "other")
+    assert main(["report", str(folder), str(other), "--predicted", str(file), "--no-trace"]) == 0
+    charts = charts_in((folder / "report.html").read_text()).values()
+    drawn = [chart for one in charts for chart in one["choices"].values()]
+    axes = [axis for chart in drawn if (axis := chart["layout"]["yaxis"]).get("type") == "log"]
+    assert len(axes) == 2
+    for axis in axes:  # a range of a logarithmic axis is in powers of ten
+        assert [10**end for end in axis["range"]] == pytest.approx([1, 81], rel=0.3)
 
 
 @pytest.mark.parametrize(

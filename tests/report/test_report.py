@@ -13,7 +13,9 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.report import html
-from ddprun.report.digest import RunDigest, digest_run, sentences, step_time_difference
+from ddprun.report.blocks import Table, format_alike
+from ddprun.report.digest import RunDigest, digest_run, merge_digests
+from ddprun.report.sentences import sentences, step_time_difference
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.steps import PARTS
 from tests.engine.running import run_pipeline
@@ -414,7 +416,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 )
 def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: list[str]) -> None:
     """So that a reader compares them by their place."""
-    assert html.format_alike(values) == cells
+    assert format_alike(values) == cells
 
 
 def test_quantities_are_aligned_right() -> None:
@@ -423,7 +425,7 @@ def test_quantities_are_aligned_right() -> None:
         ["a", 7, "19%", "288 kB", "1.12 (1.00 to 1.26)", "7.9 ± 1.2", None, "none: all-reduce"],
         ["b", None, "-", "0 B", "-", "8.9 ± 1.5", None, "3 of 4"],
     ]
-    assert html.Table([""] * 8, rows).numeric == [False, *[True] * 5, False, False]
+    assert Table([""] * 8, rows).numeric == [False, *[True] * 5, False, False]
 
 
 def test_a_long_run_is_thinned_and_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,6 +457,51 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     assert "<b>" not in text.partition("<script>")[0]
     loss = charts_in(text)["chart-0"]["choices"][""]
     assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}
+
+
+def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
+    """And every error; but for stragglers, which have a part of their own."""
+    folder = make(tmp_path / "run", late=1)
+    assert "Nothing went wrong." in words(page_of(digest_run(Run(folder))))
+    levels = {"resumed": "info", "hang": "error", "best_kept": "info"}
+    kinds = [
+        "checkpoint_left_out",
+        "overflow",
+        "step_skipped",
+        "data_lost",
+        "tracker_failed",
+        "frozen_differ",
+    ]
+    with (folder / "events.jsonl").open("a") as file:
+        for kind in (*levels, *kinds):
+            event = {"event": kind, "level": levels.get(kind, "warning"), "reason": f"why-{kind}"}
+            file.write(json.dumps(event) + "\n")
+    page = words(page_of(digest_run(Run(folder))))
+    assert "Nothing went wrong." not in page
+    told = [kind for kind in (*levels, *kinds, "straggler") if f"reason: why-{kind}" in page]
+    assert told == ["resumed", "hang", *kinds]
+
+
+def test_what_is_sent_twice_in_a_step_has_one_row(tmp_path: Path) -> None:
+    """In a step's timeline, as buffers with accumulation."""
+    folder = make(tmp_path / "run")
+    for file in (folder / "buckets").iterdir():
+        file.write_text("".join(2 * line for line in file.read_text().splitlines(keepends=True)))
+    charts = charts_in(page_of(digest_run(Run(folder)))).values()
+    (choices,) = [chart["choices"] for chart in charts if len(chart["choices"]) > 1]
+    for chart in choices.values():
+        rows = chart["layout"]["yaxis"]["categoryarray"]
+        assert len(set(rows)) == len(rows) == 6
+
+
+def test_a_rank_without_records_under_one_seed(tmp_path: Path) -> None:
+    """Runs under several seeds are one all the same, whichever lacks a rank."""
+    one, two = (digest_run(Run(make(tmp_path / f"{ranks}", ranks=ranks))) for ranks in (1, 2))
+    for some in ((one, two), (two, one)):
+        merged = merge_digests(some)
+        assert merged.times.steps_by_rank == [40, 20]
+        assert merged.steps_per_s == pytest.approx(100)
+        assert "rank 0" in words(page_of(merged))
 
 
 def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
@@ -536,6 +583,7 @@ stages:
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not the folder of a run: it does not exist"),
+        (["run", "--steps", "1:²"], '"1:²" is not a range of steps such as 100:200'),
         (["run", "--steps", "9:3"], '"9:3" is not a range of steps such as 100:200'),
         (
             ["run", "--output", "no/such/page.html"],

@@ -78,7 +78,7 @@ def compare(
     from ddprun.config import load
     from ddprun.config.overrides import parse_alternatives
     from ddprun.config.resolved import flow_yaml
-    from ddprun.report import html
+    from ddprun.report import blocks, html
 
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
@@ -108,10 +108,10 @@ def compare(
     click.echo(comparing.render(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
     merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
     if merged_digests:
-        blocks: list[html.Block] = [html.Table(*one) for one in comparing.tables(rows)]
+        shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
         if seeds > 1:
-            blocks.append(html.Text(_SEEDS_NOTE, "note"))
-        page = html.page(merged_digests, html.Comparison(learning.sentences(rows), blocks))
+            shown.append(blocks.Text(_SEEDS_NOTE, "note"))
+        page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
         (folder / "report.html").write_bytes(page.encode(errors="replace"))
         click.echo(f"ddprun: {folder / 'report.html'}", err=True)
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]

@@ -5,7 +5,6 @@ rank is a process with a track for the training thread, one for its waiting and 
 rank 0's clock. Of a long run some intervals of steps are taken, evenly over the run.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -14,7 +13,7 @@ from typing import Any
 
 from ddprun.run_files import replace_atomically
 from ddprun.telemetry.reader import Run, between, event_name
-from ddprun.telemetry.writer import nonfinite_to_none
+from ddprun.telemetry.writer import dumps
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
 _INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
@@ -62,10 +61,9 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
         for event in _events(run, chosen, whole=steps is None):
-            text = json.dumps(nonfinite_to_none(event), separators=(",", ":"), allow_nan=False)
-            file.write(separator + text.encode())
-            separator = b",\n"
-        file.write(b"\n]}\n")
+            file.write(separator + dumps(event))
+            separator = b","
+        file.write(b"]}\n")
     return len(chosen)
 
 

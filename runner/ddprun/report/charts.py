@@ -1,0 +1,297 @@
+"""The charts of a page, as plain data for plotly.js."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any, Literal, NamedTuple
+
+from ddprun.report.blocks import Chart, NamedDigests
+from ddprun.report.digest import Curve, RunDigest
+from ddprun.telemetry.steps import PARTS
+
+PART_NAMES = {
+    "data_us": "loading data",
+    "forward_us": "forward",
+    "backward_us": "backward",
+    "exposed_hook_us": "hooks, exposed",
+    "exposed_wait_us": "waiting for the last rank",
+    "exposed_wire_us": "wire, exposed",
+    "optimizer_us": "optimizer",
+    "sync_us": "between steps",
+    "other_us": "other",
+}
+HELD_OUT_STYLE = 5
+"""The style of held-out data in the report of one run."""
+
+_MAX_POINTS_WITH_MARKERS = 30  # a line of no more has a marker at each
+_MAX_EVALUATION_MARKS = 200
+_MAX_BANDS = 4
+_LABEL_WIDTH = 18  # characters of a line beside a bar
+
+
+class _PartStyle(NamedTuple):
+    """How a part of a step is shown."""
+
+    colour: str
+    pattern: str = ""
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        """The colour and pattern as the `marker` of a plotly bar trace."""
+        pattern = {"shape": self.pattern, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
+        return {"color": self.colour, "pattern": pattern}
+
+
+# Colours that colour-blind readers tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns
+# and dashes, so that nothing depends on colour alone.
+_PART_STYLES = {
+    "data_us": _PartStyle("#999999", "."),
+    "forward_us": _PartStyle("#56B4E9"),
+    "backward_us": _PartStyle("#0072B2"),
+    "exposed_hook_us": _PartStyle("#CC79A7", "x"),
+    "exposed_wait_us": _PartStyle("#D55E00", "/"),
+    "exposed_wire_us": _PartStyle("#E69F00", "\\"),
+    "optimizer_us": _PartStyle("#009E73"),
+    "sync_us": _PartStyle("#F0E442", "-"),
+    "other_us": _PartStyle("#777777", "+"),
+}
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
+
+
+def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "margin": {"l": 10, "r": 15, "t": 10, "b": 45},
+        "xaxis": {"title": {"text": x}, "automargin": True},
+        "yaxis": {"title": {"text": y}, "automargin": True, "rangemode": "tozero"},
+        "showlegend": False,
+        "hovermode": "x unified",
+        **more,
+    }
+
+
+def with_marks(chart: Chart, runs: NamedDigests) -> Chart:
+    """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
+    named = {name: (stage_starts(digest), list(digest.run.evaluations)) for name, digest in runs}
+    alike = all(one == named[runs[0][0]] for one in named.values())
+    shapes: list[dict[str, Any]] = []
+
+    def mark(name: str, at: float, height: float, colour: str, dash: str) -> None:
+        line = {"color": colour, "width": 1.5, "dash": dash}
+        ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
+        shapes.append({"type": "line", "yref": "paper", "name": name, "line": line, **ends})
+
+    for index, (name, (begins, evaluations)) in enumerate(named.items()):
+        if not (alike and index):
+            of_run = "" if alike else f" of {name}"
+            grey, orange = (
+                ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (_COLOURS[index % len(_COLOURS)],) * 2
+            )
+            for at in begins[1:]:
+                mark(f"a stage{of_run} begins", at, 1, grey, "dot")
+            for step in evaluations[:: math.ceil(len(evaluations) / _MAX_EVALUATION_MARKS) or 1]:
+                mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
+    layout = chart["layout"]
+    layout["shapes"], layout["annotations"] = shapes, []
+    stages = runs[0][1].stages
+    if alike and len(stages) > 1:
+        layout["margin"]["t"] = 24
+        place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        for stage, at in zip(stages, stage_starts(runs[0][1]), strict=True):
+            text = f"{stage.index}: {stage.description if len(runs) == 1 else stage.kind}"
+            layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
+    ends: list[float] = [
+        step for _, digest in runs for step in (*digest.recorded_steps[:1], *digest.recorded_steps[-1:])
+    ]
+    ends += [step for _, evaluations in named.values() for step in evaluations]
+    layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
+    return chart
+
+
+def stage_starts(digest: RunDigest) -> list[float]:
+    """Where stages begin on an axis of steps: half a step before the first of each."""
+    return [stage.first_step - 0.5 for stage in digest.stages]
+
+
+class Line(NamedTuple):
+    """A curve, and how it is drawn."""
+
+    curve: Curve
+    style: int  # number of its colour and dash
+    kind: Literal["", "mean", "rank", "held-out"] = ""
+
+
+def curve_chart(lines: Mapping[str, Line], y: str, breaks: Sequence[float] = ()) -> Chart:
+    """Lines over steps, each with a band from its lowest to its highest value; no line crosses a break."""
+    data: list[dict[str, Any]] = []
+    banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MAX_BANDS
+    values: list[float | None] = []
+    for name, (curve, style, kind) in lines.items():
+        colour = _COLOURS[style % len(_COLOURS)]
+        dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
+        width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
+        gaps = [(at, None) for at in breaks]
+        points = sorted([*zip(curve.steps, curve.means, strict=True), *gaps], key=lambda point: point[0])
+        xs, means = [at for at, _ in points], [mean for _, mean in points]
+        values += curve.means
+        if banded and kind in ("", "mean") and curve.lowest != curve.highest:
+            hidden = {"hoverinfo": "skip", "showlegend": False, "mode": "lines", "line": {"width": 0}}
+            band = {"x": curve.steps, "fillcolor": f"{colour}33", **hidden}
+            data.append({**band, "y": _rounded(curve.lowest)})
+            data.append({**band, "y": _rounded(curve.highest), "fill": "tonexty"})
+            values += [*curve.lowest, *curve.highest]
+        line = {"color": colour, "dash": dash, "width": width}
+        marked = kind == "held-out" or len(curve.steps) <= _MAX_POINTS_WITH_MARKERS
+        symbol, length = ("diamond", 8) if kind == "held-out" else ("circle", 5)
+        marker = {"color": colour, "size": length, "symbol": symbol}
+        mode = "lines+markers" if marked else "lines"
+        one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
+        data.append({**one, "marker": marker} if marked else one)
+    layout = _layout("step", y)
+    known = [value for value in values if value is not None] or [0.0]
+    if len(set(_rounded(known))) > 1:  # around one value plotly would show a whole on either side
+        layout["yaxis"]["rangemode"] = "normal"
+    return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
+
+
+def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
+    """A bar of milliseconds for each row: its parts of a step, given in microseconds, one after the other."""
+    data = []
+    for part in PARTS:
+        ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
+        if max(ms, default=0.0) > 0:
+            name = PART_NAMES[part]
+            bar = _bars(name, _PART_STYLES[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
+            data.append({**bar, "y": list(rows), "x": ms})
+    layout = _layout(x, barmode="stack", hovermode="closest")
+    wrapped = ["<br>".join(wrap(row, _LABEL_WIDTH)) for row in rows]  # a phone is narrow
+    ticks = {"tickvals": list(rows), "ticktext": wrapped}
+    layout["yaxis"] = {"autorange": "reversed", "automargin": True, **ticks}
+    longest = max((us.get("step_us", 0.0) / 1000 for us in rows.values()), default=0.0)
+    lines = sum(text.count("<br>") + 1 for text in wrapped)
+    height = f"{min(60, 9 + max(2 * len(rows), 1.3 * lines))}rem"
+    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
+
+
+def stacked_area_chart(lines: Mapping[str, Line], y: str) -> Chart:
+    """The parts of a step over the run, one above the other."""
+    data = []
+    for name, (curve, part, _) in lines.items():
+        style = _PART_STYLES[PARTS[part]]
+        area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": style.colour}}
+        fill = {"fillcolor": style.colour, "fillpattern": style.marker["pattern"]}
+        data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
+    columns = zip(*(line.curve.means for line in lines.values()), strict=False)
+    highest = max((sum(value or 0.0 for value in column) for column in columns), default=0.0)
+    return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
+
+
+def sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart:
+    """Times over the number of ranks, both on logarithmic scales."""
+    columns = list(zip(*rows, strict=True))
+    data = [
+        {
+            "x": columns[0],
+            "y": [value or None for value in column],
+            "name": name.removesuffix(", ms"),
+            "mode": "lines+markers",
+            "line": {"color": _COLOURS[style], "dash": _DASHES[style]},
+        }
+        for style, (name, column) in enumerate(zip(heads[1:], columns[1:], strict=True))
+    ]
+    layout = _layout("ranks", "ms")
+    layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
+    layout["yaxis"] |= {"type": "log", "rangemode": "normal", "dtick": 1}
+    known = [value for column in columns[1:] for value in column if value]
+    return {
+        "data": data,
+        "layout": layout,
+        "values": ("yaxis", math.log10(min(known)), math.log10(max(known))),
+    }
+
+
+def timeline_chart(step: Mapping[str, Any]) -> Chart:
+    """What every rank did in one step: its training thread, and below it each bucket."""
+    bars: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"y": [], "base": [], "x": [], "text": []})
+    rows: dict[str, None] = {}  # in order; what is sent twice in a step has one row
+
+    def add(kind: str, row: str, start_us: float, us: float, text: str) -> None:
+        if us > 0:
+            values = {"y": row, "base": start_us / 1000, "x": us / 1000, "text": text}
+            for key, value in values.items():
+                bars[kind][key].append(value)
+
+    for one in step["ranks"]:
+        start, thread, at = one["start_us"], f"rank {one['rank']}", 0
+        rows[thread] = None
+        for part, us in one["laps"]:
+            kind = f"{part}_us" if f"{part}_us" in _PART_STYLES else "other_us"
+            for begin, length in _interval_without_waits(at, us, one["waits"]):
+                add(kind, thread, start + begin, length, f"{PART_NAMES[kind]}, {length / 1000:.2f} ms")
+            at += us
+        for begin, us in one["waits"]:
+            add("waits", thread, start + begin, us, f"waits, {us / 1000:.2f} ms")
+        for bucket in one["buckets"]:
+            row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
+            rows[row] = None
+            ready, done = bucket["ready_us"], bucket["done_us"]
+            all_ready = min(max(bucket["all_ready_us"] or ready, ready), done)
+            hooks = ", ".join(bucket["hooks"]) or "all-reduce"
+            about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}, through {hooks}"
+            late, wire = all_ready - ready, done - all_ready
+            waited = f"{about}: {late / 1000:.2f} ms until the last rank"
+            add("exposed_wait_us", row, start + ready, late, waited)
+            sent = f"{about}: {wire / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes"
+            add("wire", row, start + all_ready, wire, sent)
+    styles = {part: (PART_NAMES[part], style.marker) for part, style in _PART_STYLES.items()}
+    styles["waits"] = "the training thread waits", _OUTLINE
+    styles["wire"] = "exchange", _PART_STYLES["exposed_wire_us"].marker
+    hover = "%{text}<extra>%{y}</extra>"
+    data = [{**_bars(*styles[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
+    data += _gradient_marks(step, hover)
+    layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
+    order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
+    layout["yaxis"] = {**order, "automargin": True}
+    height = f"{min(90, 8 + 1.4 * len(rows))}rem"
+    ends = (
+        base + length for bar in bars.values() for base, length in zip(bar["base"], bar["x"], strict=True)
+    )
+    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
+
+
+def _gradient_marks(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]:
+    """A mark where each gradient was complete, if that was recorded."""
+    marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
+    for one in step["ranks"]:
+        for bucket in one["buckets"]:
+            for name, at in bucket["gradients"]:
+                last = ", and with it the bucket" if name == bucket["gradients"][-1][0] else ""
+                marks["x"].append((one["start_us"] + at) / 1000)
+                marks["y"].append(f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}")
+                marks["text"].append(f"{name} is complete{last}")
+    if not marks["x"]:
+        return []
+    marker = {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"}
+    about = {"type": "scatter", "mode": "markers", "name": "gradient complete", "marker": marker}
+    return [{**about, "hovertemplate": hover, **marks}]
+
+
+def _interval_without_waits(at: int, us: int, waits: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """The parts of an interval that no wait covers, as (start, length) pairs."""
+    found, end = [], at + us
+    for begin, length in sorted(waits):
+        low, high = max(begin, at), min(begin + length, end)
+        if low < high:
+            found.append((at, low - at))
+            at = high
+    return [(start, length) for start, length in (*found, (at, end - at)) if length > 0]
+
+
+def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
+    return {"type": "bar", "orientation": "h", "name": name, "marker": marker, "hovertemplate": hover}
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

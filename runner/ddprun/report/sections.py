@@ -1,0 +1,470 @@
+"""The sections of a page about one run or several: each gathers its texts, tables and charts."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from markupsafe import Markup
+
+from ddprun.config.resolved import flow_yaml
+from ddprun.report.blocks import Block, Chart, Figure, NamedDigests, Table, Text, format_alike, format_value
+from ddprun.report.charts import (
+    HELD_OUT_STYLE,
+    PART_NAMES,
+    Line,
+    curve_chart,
+    parts_chart,
+    stacked_area_chart,
+    stage_starts,
+    sweep_chart,
+    timeline_chart,
+    with_marks,
+)
+from ddprun.report.digest import Curve, RunDigest, straggler_episodes
+from ddprun.report.predicted import StageComparison
+from ddprun.report.replay import StepPart
+from ddprun.telemetry.reader import event_name
+from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
+from ddprun.units import format_bytes, format_count
+
+_MAX_FAULTS = 50
+_MAX_EVALUATIONS = 50
+_MAX_STAGES_IN_CELL = 6
+_MAX_BARS = 24
+_CURVE_ROWS = 20
+_KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
+_NO_STEPS = "No step records."
+_MAX_UNFOLDED_BUCKETS = 30
+_PREDICTED_PART_NAMES: dict[StepPart, str] = {
+    "own": "own work",
+    "hooks": "hooks",
+    "late": "waiting for the last rank",
+    "wire": "waiting for the wire",
+    "step": "step",
+}
+
+
+def make_sections(
+    runs: NamedDigests, predicted: Sequence[Sequence[StageComparison]]
+) -> dict[str, list[Block]]:
+    """The blocks of each section, by its title.
+
+    `predicted`: for each run, what its stages were predicted to take.
+    """
+    makers: dict[str, Callable[[NamedDigests], Iterator[Block]]] = {
+        "The run": _run_section,
+        "Loss": _loss_section,
+        "Held-out data": _held_out_section,
+        "Learning rate and gradient norm": _param_groups_section,
+        "Step time": _step_time_section,
+        "Predicted and measured": partial(_predicted_section, predicted),
+        "Timeline of a step": _timeline_section,
+        "Gradients": _per_run_section(_gradients_section, lambda digest: digest.bucket_completions),
+        "Communication": _per_run_section(_communication_section),
+        "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
+        "Stragglers": _per_run_section(_stragglers_section),
+        "Stages": _per_run_section(_stages_section),
+        "Buffers": _per_run_section(_buffers_section),
+        "Faults and restarts": _per_run_section(_faults_section),
+    }
+    return {title: list(make(runs)) for title, make in makers.items()}
+
+
+def _per_run_section(
+    blocks: Callable[[RunDigest], Iterator[Block]], has_any: Callable[[RunDigest], Any] = lambda _: True
+) -> Callable[[NamedDigests], Iterator[Block]]:
+    """Make a section that repeats the same blocks for each run, or shows them once if all runs have the same
+    text. It is empty if `has_any` is false for every run.
+    """
+
+    def section(runs: NamedDigests) -> Iterator[Block]:
+        if not any(has_any(digest) for _, digest in runs):
+            return
+        found = [(name, list(blocks(digest))) for name, digest in runs]
+        first = found[0][1]
+        if all(isinstance(block, Text) for block in first) and all(one == first for _, one in found):
+            found = [("All runs", first)]
+        for name, of_run in found:
+            if len(runs) > 1:
+                yield Text(name, "heading")
+            yield from of_run
+
+    return section
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str) -> Block:
+    """A table; without rows a note instead."""
+    return Table(heads, rows, caption) if rows else Text(otherwise, "note")
+
+
+def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
+    """A chart, and its numbers as a table."""
+    yield Figure(label, {"": chart})
+    yield Table(heads, rows, folded_title=f"{label}: the numbers")
+
+
+def _curves_over_steps(
+    label: str,
+    unit: str,
+    lines: Mapping[str, Line],
+    runs: NamedDigests,
+    draw: Callable[[Mapping[str, Line], str], Chart] | None = None,
+) -> Iterator[Block]:
+    """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
+    rows: list[list[Any]] = []
+    for name, (curve, *_) in lines.items():
+        every = max(1, len(curve.steps) // _CURVE_ROWS)
+        rows += [[name, round(s), m] for s, m in zip(curve.steps[::every], curve.means[::every], strict=True)]
+    chart = with_marks((draw or curve_chart)(lines, unit), runs)
+    return _chart(chart, label, ["", "step", unit], rows)
+
+
+def _run_section(runs: NamedDigests) -> Iterator[Block]:
+    columns = [dict(_run_facts(digest)) for _, digest in runs]
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *format_alike(column.get(key) for column in columns)] for key in keys]
+    yield Table(["", *(name for name, _ in runs)], rows)
+
+
+def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
+    run, summary = digest.run, digest.run.summary or {}
+    started = run.first_event("started") or {}
+    hosts = len(set(started.get("hosts", ())))
+    world = started.get("world_size", digest.rank_count)
+    yield "pipeline", started.get("pipeline")
+    yield "status", summary.get("status", "still running, or killed")
+    yield "ranks", f"{world} on {format_count(hosts, 'host')}"
+    yield "device", f"{started.get('device')} over {started.get('backend')}"
+    if digest.stages:
+        shown_stages = [stage.description for stage in digest.stages[:_MAX_STAGES_IN_CELL]]
+        more = ["…"] * (len(digest.stages) > _MAX_STAGES_IN_CELL)
+        yield "stages that take steps", "; ".join([*shown_stages, *more])
+    yield "steps", summary.get("steps", run.last_step)
+    yield "steps per second", digest.steps_per_s
+    yield "samples, all ranks", summary.get("samples")
+    yield "mean loss, last step", summary.get("loss")
+    for name, curve in digest.held_out.items():
+        yield f"held-out {name}", curve.means[-1]
+    best = summary.get("best")
+    if isinstance(best, Mapping):
+        step, file = format_value(best.get("step")), best.get("file")
+        yield f"best {best.get('metric')}", f"{format_value(best.get('value'))} after step {step}, in {file}"
+    if digest.recorded_steps:
+        yield "exposed communication", f"{digest.times.exposed_share:.0%} of step time"
+    if "wire_bytes" in summary:
+        yield "sent by all ranks", format_bytes(summary["wire_bytes"])
+    yield "seconds", summary.get("seconds")
+    for name, version in (summary.get("versions") or {}).items():
+        yield name, version
+    yield "started", _format_event_time(started.get("time"))
+
+
+def _format_event_time(time: Any) -> Any:
+    """A time of an event, without fractions of a second: `2026-11-23 23:30:38 UTC`."""
+    return re.sub(r"^([\d-]+)T([\d:]+)(\.\d+)?Z$", r"\1 \2 UTC", time) if isinstance(time, str) else time
+
+
+def _loss_section(runs: NamedDigests) -> Iterator[Block]:
+    if not any(digest.loss.steps for _, digest in runs):
+        return
+    lines: dict[str, Line] = {}
+    for index, (name, digest) in enumerate(runs):
+        if len(runs) == 1 and digest.rank_count > 1:
+            of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
+            lines |= {f"rank {rank}": Line(curve, rank + 1, "rank") for rank, curve in of_ranks}
+        of_run = "mean over ranks" if len(runs) == 1 else name
+        lines[of_run] = Line(digest.loss, index, "mean")  # on top of those of the ranks
+        if "loss" in digest.held_out:
+            lines[_held_out_label(name, runs)] = _held_out_line(digest, "loss", index, runs)
+    yield from _curves_over_steps("Loss over steps", "loss", lines, runs)
+
+
+def _held_out_label(name: str, runs: NamedDigests) -> str:
+    return "held-out" if len(runs) == 1 else f"{name}, held-out"
+
+
+def _held_out_line(digest: RunDigest, metric: str, index: int, runs: NamedDigests) -> Line:
+    """The line in the colour of its run; in the report of a single run, in a colour of its own."""
+    return Line(digest.held_out[metric], index if len(runs) > 1 else HELD_OUT_STYLE, "held-out")
+
+
+def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
+    """A chart of each metric but the loss, which is beside the training loss; and all numbers."""
+    metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
+    for metric in metrics:
+        lines = {
+            _held_out_label(name, runs): _held_out_line(digest, metric, index, runs)
+            for index, (name, digest) in enumerate(runs)
+            if metric in digest.held_out
+        }
+        if metric != "loss" and any(len(line.curve.steps) > 1 for line in lines.values()):
+            yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
+    rows: list[list[Any]] = []
+    for name, digest in runs:
+        found: dict[float, dict[str, float | None]] = defaultdict(dict)
+        for metric, curve in digest.held_out.items():
+            for step, value in zip(curve.steps, curve.means, strict=True):
+                found[step][metric] = value
+        of_run = [name] * (len(runs) > 1)
+        rows += [[*of_run, round(step), *map(found[step].get, metrics)] for step in sorted(found)]
+    if rows:
+        last = rows[-_MAX_EVALUATIONS:]
+        caption = f"The last {len(last)} of {len(rows)} evaluations." if len(last) < len(rows) else ""
+        yield Table([*["run"] * (len(runs) > 1), "step", *metrics], last, caption)
+
+
+def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
+    for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
+        lines: dict[str, Line] = {}
+        for name, digest in runs:
+            curves = _param_group_curves(digest, key)
+            if key != "lr" and len(runs) > 1:  # those of groups would be too many
+                curves = {"": digest.grad_norm} if digest.grad_norm.steps else {}
+            for group, curve in curves.items():  # of one run a group looks alike in both charts
+                about = [name] * (len(runs) > 1) + [group] * bool(group)
+                lines[", ".join(about) or label.lower()] = Line(curve, len(lines))
+        if lines:
+            yield from _curves_over_steps(f"{label} over steps", label.lower(), lines, runs)
+
+
+def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
+    """The curve of each group of parameters, under the group's name if there are several. For gradient norms,
+    the norm of all gradients comes last.
+    """
+    curves = digest.param_group_curves[key]
+    several = len(curves) > 1
+    patterns = (digest.run.first_event("started") or {}).get("groups")
+    names = [f": {name}" for name in (*patterns, "the rest")] if patterns else []
+    found = {f"group {n}{''.join(names[n : n + 1])}" * several: curve for n, curve in enumerate(curves)}
+    if key != "lr" and digest.grad_norm.steps:
+        found["all gradients" * several] = digest.grad_norm
+    return found
+
+
+def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
+    heads = ["", *PART_NAMES.values(), "step"]
+
+    def rows(named: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+        parts = (*PARTS, "step_us")
+        return [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in named.items()]
+
+    def of_run(digest: RunDigest) -> Iterator[Block]:
+        if not digest.recorded_steps:
+            yield Text(_NO_STEPS, "note")
+            return
+        several = len(digest.stages) > 1
+        of_ranks = {
+            f"stage {stage.index}, rank {rank}" if several else f"rank {rank}": us
+            for stage in digest.stages
+            for rank, us in zip(digest.run.ranks, stage.times.mean_us_by_rank, strict=False)
+            if us
+        }
+        of_stages = {stage.name: stage.times.mean_parts_us for stage in digest.stages}
+        label = f"Step time by {'stage and ' * several}rank, in milliseconds"
+        bars = of_ranks if len(of_ranks) <= _MAX_BARS else of_stages
+        yield from _chart(parts_chart(bars, "ms per step"), label, heads, rows(of_stages | of_ranks))
+        used = {
+            PART_NAMES[part]: Line(curve, index)
+            for index, (part, curve) in enumerate(digest.parts_ms.items())
+            if any(curve.means)
+        }
+        label = "Step time over the run, mean over ranks"
+        yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], stacked_area_chart)
+
+    if len(runs) > 1:
+        means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
+        label = "Step time of the runs, mean over ranks, in milliseconds"
+        yield from _chart(parts_chart(means, "ms per step"), label, heads, rows(means))
+    yield from _per_run_section(of_run)(runs)
+
+
+def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: NamedDigests) -> Iterator[Block]:
+    for (name, _), stages in zip(runs, predicted, strict=False):
+        for one in stages:
+            title = [name] * (len(runs) > 1) + [one.stage] * (len(stages) > 1)
+            if title:
+                yield Text(": ".join(title), "heading")
+            yield from map(Text, one.sentences)
+            heads = ["", "predicted, ms", "measured, ms", "difference, ms", "difference"]
+            rows = [
+                [_PREDICTED_PART_NAMES[part], *_predicted_measured_cells(*us)]
+                for part, us in one.step_parts_us.items()
+            ]
+            if rows:
+                yield Table(heads, rows, "A step of the training thread.")
+            ready_heads, done_heads = (
+                [f"{what}, {how}, ms" for how in ("predicted", "measured")] for what in ("ready", "done")
+            )
+            heads = ["bucket", *ready_heads, *done_heads, *heads[3:]]
+            rows = []
+            for bucket, both in one.buckets.items():
+                ready = _predicted_measured_cells(*(times and times.ready_us for times in both))
+                done = _predicted_measured_cells(*(times and times.done_us for times in both))
+                rows.append([bucket, *ready[:2], *done])
+            if rows:
+                caption = "Since the step began: medians over steps and ranks."
+                yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS))
+            if one.sweep:
+                heads = ["ranks", "a step, ms", "waiting, ms"]
+                in_ms = [[ranks, us / 1000, waiting / 1000] for ranks, us, waiting in one.sweep]
+                yield from _chart(sweep_chart(in_ms, heads), "A step on more ranks, predicted", heads, in_ms)
+
+
+def _predicted_measured_cells(predicted_us: float | None, measured_us: float | None) -> list[Any]:
+    """Four cells: the predicted time, the measured time, and their difference in ms and in percent."""
+    if predicted_us is None or measured_us is None:
+        return [predicted_us and predicted_us / 1000, measured_us and measured_us / 1000, None, None]
+    us = measured_us - predicted_us
+    percent = f"{us / predicted_us:+.0%}" if predicted_us else None
+    return [predicted_us / 1000, measured_us / 1000, us / 1000, percent]
+
+
+def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
+    link = Markup('<a href="https://ui.perfetto.dev">Perfetto</a>')
+    note = Markup(
+        "The first row of each rank is its training thread; an outline marks where it only waits. The rows "
+        "below it are its buckets, from the moment each is ready: first the time until the last rank has it "
+        "ready, then the exchange. For more steps, open `trace.json` from the run's folder in {}."
+    )
+    yield Text(note.format(link), "note")
+
+    def of_run(digest: RunDigest) -> Iterator[Block]:
+        choices = {_timeline_title(digest, step): timeline_chart(step) for step in digest.timelines}
+        if not choices:
+            yield Text(_NO_STEPS, "note")
+            return
+        yield Figure("Timeline of one step, one rank below the other", choices)
+
+    yield from _per_run_section(of_run)(runs)
+
+
+def _timeline_title(digest: RunDigest, step: Mapping[str, Any]) -> str:
+    """The step, its stage, and why it is shown."""
+    stages = [stage.name for stage in digest.stages if stage.first_step <= step["step"] <= stage.last_step]
+    about = ", ".join([*stages[: len(digest.stages) > 1], *[step["why"]] * bool(step["why"])])
+    return f"step {step['step']:,}" + (f": {about}" if about else "")
+
+
+def _gradients_section(digest: RunDigest) -> Iterator[Block]:
+    rows: list[list[Any]] = []
+    for bucket, one in digest.bucket_completions.items():
+        total = one.completed_by.total()
+        for index, (name, times) in enumerate(one.completed_by.most_common(3)):
+            about = ["", ""] if index else [bucket, len(one.params)]
+            spread = "" if index else one.first_to_last_us / total / 1000
+            rows.append([*about, name, f"{times / total:.0%}", spread])
+    heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
+    caption = "A bucket is sent when its last gradient is complete."
+    yield _table(heads, rows, caption, "Not recorded: `timings.gradients` is off.")
+
+
+def _communication_section(digest: RunDigest) -> Iterator[Block]:
+    heads = ["stage", "what", "hooks", "in steps", "payloads per step", "before hooks", "sent by a rank"]
+    heads += ["between hosts", "ready to done, ms", "encode, ms", "decode, ms"]
+    rows = []
+    for stage in digest.stages:
+        for one in stage.traffic:
+            steps, payloads = max(1, one.steps) * max(1, digest.rank_count), max(1, one.payloads)
+            amounts = one.bytes, one.wire_bytes, one.between_hosts_bytes
+            sizes = [format_bytes(amount / steps) for amount in amounts]
+            totals_us = one.ready_to_done_us, one.encode_us, one.decode_us
+            times = [us / payloads / 1000 for us in totals_us]
+            none = "none" if one.kind in _KINDS_WITHOUT_HOOKS else "none: all-reduce"
+            hooks = ", ".join(one.hooks) or none
+            share = f"{one.steps / max(1, stage.sampled_step_count):.0%}"
+            rows.append([stage.index, one.kind, hooks, share, one.payloads / steps, *sizes, *times])
+    caption = "Means over ranks and over the steps with such an exchange; times are for one payload."
+    yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
+
+
+def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
+    labels = {
+        "cosine": ("Cosine of the mean gradient with hooks and the exact mean", "cosine"),
+        "relative_l2": (
+            "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+            "relative L2 error",
+        ),
+    }
+    draw = partial(curve_chart, breaks=stage_starts(digest))
+    for measure, curves in digest.fidelity.items():
+        lines = {name: Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
+        yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
+    if not digest.fidelity:
+        yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
+
+
+def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
+    """The total for each rank, cause and bucket; folded below them the episodes."""
+    heads = ["rank", "late by, ms", "share of a step", "cause", "bucket", "parameters", "steps"]
+    heads += ["from step", "to step"]
+
+    def row(one: StragglerTotal) -> list[Any]:
+        params = ", ".join(one.params[:4]) + (" …" if len(one.params) > 4 else "")
+        late = [one.late_us / 1000, f"{one.late_us / one.step_us:.0%}"]
+        return [one.rank, *late, one.cause, one.bucket, params, one.steps, one.first_step, one.last_step]
+
+    episodes = straggler_episodes(digest)
+    totals = straggler_totals(episodes)
+    if not episodes:
+        yield Text("No straggler.")
+        return
+    yield Table(heads, list(map(row, totals)))
+    if len(totals) < len(episodes):
+        singly = [row(one) for episode in episodes for one in straggler_totals([episode])]
+        yield Table(heads, singly, folded_title=f"Each of {len(episodes)} episodes")
+
+
+def _stages_section(digest: RunDigest) -> Iterator[Block]:
+    start_events = {event["stage"]: event for event in digest.run.events_of_kind("stage_started")}
+    digests = {stage.index: stage for stage in digest.stages}
+    rows = []
+    for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
+        event, found = start_events.get(index, {}), digests.get(index)
+        sync = event.get("sync")
+        sync = sync if sync is None else flow_yaml(sync)
+        about = [stage.get(key) for key in ("kind", "steps", "seconds")]
+        about += [found.step_ms, f"{found.times.exposed_share:.0%}"] if found else [None, None]
+        rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
+    heads = ["stage", "kind", "steps", "seconds", "ms per step", "exposed", "sync", "hooks"]
+    yield _table(heads, rows, "", "The run has no summary yet.")
+
+
+def _buffers_section(digest: RunDigest) -> Iterator[Block]:
+    verdict = (digest.run.first_event("buffers") or {}).get("verdict")
+    text = str(verdict or "the pipeline file says when buffers are sent")
+    yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
+
+
+def _faults_section(digest: RunDigest) -> Iterator[Block]:
+    found = [
+        event
+        for event in digest.run.events
+        if event["event"] == "resumed"
+        or (event["event"] != "straggler" and event.get("level") in ("warning", "error"))
+    ]
+    starts = len(digest.run.events_of_kind("started"))
+    yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
+    if not found:
+        yield Text("Nothing went wrong.")
+        return
+    rows = [
+        [
+            _format_event_time(event.get("time")),
+            event_name(event["event"]),
+            event.get("step"),
+            _details(event),
+        ]
+        for event in found[-_MAX_FAULTS:]
+    ]
+    left_out = f"The last {_MAX_FAULTS} of {len(found)}." if len(found) > _MAX_FAULTS else ""
+    yield Table(["when", "what", "step", ""], rows, left_out)
+
+
+def _details(event: Mapping[str, Any]) -> str:
+    left_out = {"event", "level", "time", "monotonic_us", "rank", "step", "params"}
+    if event["event"] == "nonfinite":
+        left_out.remove("rank")  # whose loss it was
+    return ", ".join(f"{key}: {format_value(value)}" for key, value in event.items() if key not in left_out)
