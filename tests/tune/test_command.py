@@ -13,6 +13,7 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import load
+from ddprun.tune.search import Search
 from tests.ranks import Finished, Running, ddprun
 
 Out = pytest.CaptureFixture[str]
@@ -288,3 +289,19 @@ def test_a_rendezvous_that_torchrun_refuses(
     monkeypatch.chdir(made(tmp_path))
     assert main(["tune", "p.yaml", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"]) == 1
     assert capsys.readouterr().err == "ddprun tune: '127.0.0.1:x' is not HOST:PORT\n"
+
+
+def test_the_line_of_progress_ends_before_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """On a terminal, where it is open until then."""
+
+    def fail(search: Search) -> None:
+        search._progress("going on")
+        raise search._request.loaded.error("hooks", "is refused")
+
+    monkeypatch.chdir(made(tmp_path))
+    monkeypatch.setattr("ddprun.cli.printing.is_terminal", lambda _: True)
+    monkeypatch.setattr(Search, "run", fail)
+    assert main(["tune", "p.yaml"]) == 2
+    assert "ddprun tune: going on\n" in capsys.readouterr().err
