@@ -531,11 +531,11 @@ class _Planner:
 
     def _transfer_sends(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[PlannedSend, ...]:
         """The buckets of a transfer that starts."""
-        inside = one.among == "host"
-        hosts = plan.hosts if inside else None
+        inside_host = one.among == "host"
+        hosts = plan.hosts if inside_host else None
         match one.what:
             case "optimizer":
-                route = Route("optimizer", "plain", "sum", inside, hosts, part=one.partition)
+                route = Route("optimizer", "plain", "sum", inside_host, hosts, part=one.partition)
                 optimizer = self._probe.optimizer
                 if optimizer is None:
                     return self._bucketed_sends(moment, route, None)
@@ -545,9 +545,9 @@ class _Planner:
             case "parameters" if one.source is not None:
                 route = Route("parameters", "plain", "broadcast", source=one.source)
             case "parameters":
-                route = Route("parameters", "plain", "sum", inside, hosts, part=one.partition)
+                route = Route("parameters", "plain", "sum", inside_host, hosts, part=one.partition)
             case "change":
-                route = Route("delta", "deltas", "host_hooks" if inside else "hooks", inside, hosts)
+                route = Route("delta", "deltas", "host_hooks" if inside_host else "hooks", inside_host, hosts)
         if self._trained is None:
             return _sends(moment, route, None)
         buckets = buckets_by_fragment(plan, self._trained, self._cap_bytes)[one.fragment]

@@ -95,7 +95,7 @@ class Route:
     kind: PayloadKind
     queue: QueueName
     through: Literal["hooks", "host_hooks", "sum", "broadcast"]  # `host_hooks`: inside a host
-    inside: bool = False  # among the ranks of each host only
+    inside_host: bool = False  # among the ranks of each host only
     hosts: int | None = None  # into how many hosts the ranks are split for that; None: as they were launched
     source: int = 0  # whose payload is broadcast
     part: Partition | None = None  # among the ranks of each of its groups
@@ -109,13 +109,13 @@ class Route:
     @property
     def among(self) -> GroupScope:
         """Which ranks are in one of its groups."""
-        return "part" if self.part is not None else "host" if self.inside else "all"
+        return "part" if self.part is not None else "host" if self.inside_host else "all"
 
     def group(self, world: RankGroup) -> RankGroup:
         """The ranks among which it goes, of those of its queue."""
         if self.part is not None:
             return world.partition_groups[self.part.parts(world.size)]
-        return world.splits[self.hosts][0] if self.inside else world
+        return world.splits[self.hosts][0] if self.inside_host else world
 
 
 @dataclass(frozen=True, slots=True)
