@@ -17,7 +17,7 @@ MAX_BLOCK_SIZE = 4096
 """Values that a program can hold in its registers."""
 
 _MIN_COMPUTE_CAPABILITY = (8, 0)
-"""The compute capability for which kernels are compiled and looked at in tests."""
+"""Lowest compute capability on which kernels run: the one for which tests compile them."""
 
 
 def can_run_on(payload: Tensor, residual: Tensor | None = None) -> bool:

@@ -38,35 +38,9 @@ def encode(
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
     if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
-        _encode_tile(
-            payload,
-            residual,
-            message,
-            numel,
-            blocks_per_share,
-            first,
-            share,
-            FORMAT,
-            BLOCK,
-            COLUMNS,
-            ROWS,
-            True,
-        )
+        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, True)
     else:
-        _encode_tile(
-            payload,
-            residual,
-            message,
-            numel,
-            blocks_per_share,
-            first,
-            share,
-            FORMAT,
-            BLOCK,
-            COLUMNS,
-            ROWS,
-            False,
-        )
+        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, False)
 
 
 @triton.jit
@@ -76,14 +50,13 @@ def _encode_tile(
     message,
     numel,
     blocks_per_share,
-    first,
-    share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
     at = _tile_offsets(ROWS, BLOCK, COLUMNS)
     mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
@@ -121,7 +94,6 @@ def sum_and_encode(
             ranks,
             numel,
             blocks_per_share,
-            first,
             FORMAT,
             BLOCK,
             COLUMNS,
@@ -136,7 +108,6 @@ def sum_and_encode(
             ranks,
             numel,
             blocks_per_share,
-            first,
             FORMAT,
             BLOCK,
             COLUMNS,
@@ -153,13 +124,13 @@ def _sum_and_encode_tile(
     ranks,
     numel,
     blocks_per_share,
-    first,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    first = tl.program_id(0) * ROWS
     total = _load(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
     for rank in range(1, ranks):
         total += _load(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
@@ -187,13 +158,9 @@ def decode(
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
     if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
-        _decode_tile(
-            message, values, numel, blocks_per_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, True
-        )
+        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, True)
     else:
-        _decode_tile(
-            message, values, numel, blocks_per_share, first, share, FORMAT, BLOCK, COLUMNS, ROWS, False
-        )
+        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, False)
 
 
 @triton.jit
@@ -202,14 +169,13 @@ def _decode_tile(
     values,
     numel,
     blocks_per_share,
-    first,
-    share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     decoded = _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
     start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
     at = _tile_offsets(ROWS, BLOCK, COLUMNS)
