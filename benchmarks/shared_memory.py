@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddprun_hooks
 from ddprun_hooks import Payload
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import merge_requirements
+from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 

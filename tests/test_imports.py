@@ -43,8 +43,8 @@ def _needs(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def _folder(module: str) -> str:
-    """The folder of `ddprun` to which a module belongs; of `ddprun_hooks`, the module."""
-    return ".".join(module.split(".")[:2]) if module.startswith("ddprun.") else module
+    """The folder, or the file beside folders, of `ddprun` or `ddprun_hooks` to which a module belongs."""
+    return ".".join(module.split(".")[:2])
 
 
 @pytest.mark.parametrize("part", [str, _folder], ids=["modules", "folders"])

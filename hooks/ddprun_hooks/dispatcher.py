@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import CommQueue, fail_future
 from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
-from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
+from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack
 
 
@@ -127,7 +127,7 @@ class BucketDispatcher:
             actual = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
             expected = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
             error = ExchangeError(
-                f"bucket {index} has {actual}, but the layout frozen before step 1 says {expected}: "
+                f"bucket {index} has {actual}, but the frozen layout says {expected}: "
                 "DDP has rebuilt its buckets in mid-run"
             )
             self._queue.error = self._queue.error or error

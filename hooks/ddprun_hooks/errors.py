@@ -9,6 +9,14 @@ HooksError
 ```
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+
 
 class HooksError(Exception):
     """Base of every error this package raises."""
@@ -28,3 +36,22 @@ class ExchangeError(HooksError, RuntimeError):
 
 class DisagreementError(ExchangeError):
     """Ranks disagree about what they are about to exchange; the message names the ranks."""
+
+
+def fail_future(future: Future[Any], error: BaseException) -> None:
+    """Complete a future with `error`, which its waiter gets."""
+    exception = error if isinstance(error, Exception) else RuntimeError(repr(error))
+    future.set_exception(exception)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`rank 2`, or `ranks 0-3, 6`."""
+    found = sorted(set(ranks))
+    spans: list[list[int]] = []
+    for rank in found:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    listed = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'' if len(found) == 1 else 's'} {listed}"

@@ -8,12 +8,12 @@ class Halved(Hook):
 ```
 
 Other buckets proceed at each `await`. The queue sees to overlap with backward, order between ranks, streams,
-timing and the count of bytes (`ddprun_hooks.comm.queue`).
+timing and the count of bytes (`ddprun_hooks.queue`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from ddprun_hooks.config.options import Role
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
     from ddprun_hooks.payload import Payload
+    from ddprun_hooks.stack import Stack
 
 
 class Hook:
@@ -51,6 +52,12 @@ class Hook:
     def requirements(self) -> GroupRequirements:
         """Among which ranks this hook calls collectives itself, and how many for one payload."""
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
+
+    def inner_stacks(self) -> Mapping[str, Stack]:
+        """The stacks inside this hook, by the level that each serves: steps begin and end for their hooks,
+        too.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, keyed by kind of payload and parameter name."""

@@ -60,8 +60,3 @@ class Payload:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
-
-
-def nbytes(tensor: Tensor) -> int:
-    """Size of a tensor's elements in bytes."""
-    return tensor.numel() * tensor.element_size()

@@ -14,7 +14,6 @@ from ddprun_hooks.config.options import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
     HookSpec,
-    parse_spec,
     read_hook,
     unknown_hook_message,
 )
@@ -49,10 +48,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
     if name in BUILT_IN:
         for level in grammar.LEVELS:
             if level in options:
-                named_hooks = _make_hooks(
-                    options[level], lambda spec: _make_by_name(*parse_spec(spec)), f"{name}.{level}"
-                )
-                options[level] = Stack(named_hooks)
+                options[level] = Stack(_make_hooks(options[level], f"{name}.{level}"))
         module, _, factory = BUILT_IN[name].implementation.partition(":")
         made = getattr(importlib.import_module(f"ddprun_hooks.builtin.{module}"), factory)(**options)
         assert isinstance(made, Hook)
@@ -77,7 +73,7 @@ def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
         HookSetupError: a line for each fault with its place, or a stack that cannot work.
     """
     chosen: list[Any] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
-    named_hooks = _make_hooks(chosen, _make_named_hook, "hooks")
+    named_hooks = _make_hooks(chosen, "hooks")
     # Ranks cannot compare what an object was made with, so its name stands for it.
     comparable = [
         hook if isinstance(hook, str | Mapping) else name
@@ -86,15 +82,13 @@ def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
     return Stack(named_hooks, description=repr(comparable))
 
 
-def _make_hooks(
-    hooks: Sequence[Any], make: Callable[[Any], tuple[str, Hook]], at: str
-) -> list[tuple[str, Hook]]:
+def _make_hooks(hooks: Sequence[Any], at: str) -> list[tuple[str, Hook]]:
     """Make each hook, and report the faults of all of them together."""
     named_hooks: list[tuple[str, Hook]] = []
     faults: list[str] = []
     for index, hook in enumerate(hooks):
         try:
-            named_hooks.append(make(hook))
+            named_hooks.append(_make_named_hook(hook))
         except ValidationError as error:
             faults += option_faults(error, f"{at}[{index}]", BUILT_IN)
         except HookSetupError as error:
@@ -116,10 +110,7 @@ def _make_named_hook(hook: AnyHook) -> tuple[str, Hook]:
         raise HookSetupError(
             f"expected a name, or `name: {{options}}`, got {describe_value(hook)}; {_ACCEPTED_HOOK_FORMS}"
         )
-    return _make_by_name(*read_hook(hook))
-
-
-def _make_by_name(name: str, options: Mapping[str, Any]) -> tuple[str, Hook]:
+    name, options = read_hook(hook)
     return name, make_hook(name, options)
 
 

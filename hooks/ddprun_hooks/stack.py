@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,14 +39,6 @@ class Broadcast(Hook):
         return await comm.broadcast(payload.tensor, self.source)
 
 
-class CompositeHook(Hook):
-    """Base of a hook with stacks inside it. Steps begin and end for their hooks, too."""
-
-    def inner_stacks(self) -> Mapping[str, Stack]:
-        """These stacks, by the level that each serves."""
-        raise NotImplementedError
-
-
 class Stack:
     """Hooks in order, ended by a reducer.
 
@@ -63,7 +55,7 @@ class Stack:
         self.description = description or repr(list(self.names))
         self.entries: tuple[grammar.StackEntry, ...] = tuple(
             grammar.StackEntry(
-                name, hook.role, {level: stack.entries for level, stack in _inner_stacks(hook).items()}
+                name, hook.role, {level: stack.entries for level, stack in hook.inner_stacks().items()}
             )
             for name, hook in hooks
         )
@@ -85,15 +77,13 @@ class Stack:
         self.max_collectives = sum(self.requirements.values())
         """The most that one payload needs, among any ranks."""
 
-        self.uses_shared_memory = any(one.shared for one in self.requirements)
-        """Whether some of them go through shared memory."""
+        self.custom_hooks: dict[object, str] = {}
+        """Names of the hooks that are not built in, by the code object that runs (or what has none)."""
 
-        self.custom_hooks = tuple(
-            (name, hook)
-            for name, hook in self.named_hooks()
-            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks.")
-        )
-        """The hooks that are not built in, by their names."""
+        for name, hook in self.named_hooks():
+            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks."):
+                call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
+                self.custom_hooks[getattr(call, "__code__", call)] = name
 
         if self.custom_hooks:
             uncounted.patch_process_groups()
@@ -102,7 +92,7 @@ class Stack:
         """Name and hook of all hooks that were given, those inside other hooks included. Names may repeat."""
         for name, hook in zip(self.names, self.hooks, strict=False):
             yield name, hook
-            for stack in _inner_stacks(hook).values():
+            for stack in hook.inner_stacks().values():
                 yield from stack.named_hooks()
 
     async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
@@ -185,15 +175,6 @@ class Stack:
         return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named_hooks()))
 
 
-def all_reduce_stack() -> Stack:
-    """Plain all-reduce: the sum of the ranks' payloads, as they are."""
-    return Stack([])
-
-
 def broadcast_stack(source: int) -> Stack:
     """The payload of rank `source`, as it is. Other ranks' payloads are overwritten."""
     return Stack([("broadcast", Broadcast(source))])
-
-
-def _inner_stacks(hook: Hook) -> Mapping[str, Stack]:
-    return hook.inner_stacks() if isinstance(hook, CompositeHook) else {}

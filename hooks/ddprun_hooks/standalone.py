@@ -21,16 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import merge_requirements
-from ddprun_hooks.comm.queue import wait_for_at_exit
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 from ddprun_hooks.comm.uncounted import UncountedCollective
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.queue import wait_for_at_exit
 from ddprun_hooks.registry import AnyHook, make_stack
-from ddprun_hooks.stack import Stack, all_reduce_stack
+from ddprun_hooks.stack import Stack
 
 
 class Handle(BucketDispatcher):
@@ -48,7 +48,7 @@ class Handle(BucketDispatcher):
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._control: ControlChannel = exchange.control
-        self._all_reduce_stack = all_reduce_stack()
+        self._all_reduce_stack = Stack([])
         self._passes_until_layout = 3 if model.static_graph else 2
         self._scaler = scaler
         self._last_scale = 0.0
@@ -172,7 +172,7 @@ def register(
         backend=_backend_for(device),
         hosts=hosts,
         local_sizes=[int(size) for size in control.all_gather_bytes(local_world_size.encode())],
-        gradients=merge_requirements([stack.requirements, all_reduce_stack().requirements]),
+        gradients=merge_requirements([stack.requirements, Stack([]).requirements]),
         plain={},
         timeout=timeout,
     )

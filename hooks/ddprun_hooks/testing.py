@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
-from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
+from ddprun_hooks.queue import CpuQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
@@ -76,7 +76,7 @@ class Rank:
         self.rank, self.world_size = group.rank, group.size
         self.stack = stack
         self.traces: list[BucketTrace[int]] = []  # what has been sent
-        self._queue = HostQueue(group)
+        self._queue = CpuQueue(group)
 
     def send(
         self,

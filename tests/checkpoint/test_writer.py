@@ -235,15 +235,14 @@ def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
     staging = PinnedStaging(gpu)
     weights = {f"w{index}": torch.randn(1000, index + 1) for index in range(40)}
     for round_number in range(3):
-        copies = staging.begin()
-        assert copies is not None
-        assert staging.begin() is None, "it is in use"
-        copied = {name: copies.copy(tensor) for name, tensor in weights.items()}
-        copies.mark_all_started()
-        copies.wait()
+        assert staging.begin()
+        assert not staging.begin(), "it is in use"
+        copied = {name: staging.copy(tensor) for name, tensor in weights.items()}
+        staging.mark_all_started()
+        staging.wait()
         assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
         assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())
         save(copied)  # they share storage, and overlap nowhere
-        copies.release()
+        staging.release()
         assert gpu.pinned_bytes == 64 << 20, f"round {round_number}"
     assert gpu.log[-2:] == [("stream 0", "waits for", "compute"), ("compute", "waits for", "stream 0")]

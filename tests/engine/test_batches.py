@@ -318,7 +318,7 @@ def fed(folder: Path, sampler: str) -> list[list[int]]:
     """Indices that this rank loads in each epoch."""
     from ddprun.config.load import load
     from ddprun.engine import build
-    from ddprun.host.import_path import make_folder_importable
+    from ddprun.host.pipeline_folder import make_folder_importable
 
     (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
     loaded = load(folder / "s.yaml")

@@ -483,7 +483,7 @@ class PartStream(IterableDataset[tuple[int, int]]):
 
 
 def compare(group: RankGroup, source: Feed) -> list[int]:
-    return source.compare_ranks(ControlChannel(group.process_groups[0], group.rank, group.size))
+    return source.compare_ranks(ControlChannel(group.process_groups[0]))
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])

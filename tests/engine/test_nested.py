@@ -10,7 +10,7 @@ from torch import nn
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
 from ddprun.engine.objective import Objective
-from ddprun.host.import_path import make_folder_importable
+from ddprun.host.pipeline_folder import make_folder_importable
 from tests.ranks import ddprun_here
 
 MODULE = """

@@ -14,7 +14,7 @@ from ddprun.config.options import Cnn, Mlp, Transformer
 from ddprun.engine import build
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
-from ddprun.host.import_path import make_folder_importable
+from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.zoo.models import MODELS
 from tests.engine.running import run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here

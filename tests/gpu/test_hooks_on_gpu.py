@@ -12,9 +12,9 @@ from ddprun_hooks import Payload
 from ddprun_hooks.builtin.cast import note_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
+from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS, contribution
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs

@@ -19,10 +19,10 @@ from ddprun.engine.objective import Precision
 from ddprun.telemetry.clock import StreamClock
 from ddprun_hooks import Communicator, Payload
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import CopyStream, Gpu, PinnedStaging
-from ddprun_hooks.comm.queue import StreamQueue
 from ddprun_hooks.comm.trace import now_us
+from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.queue import StreamQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import PARAMS, contribution
@@ -225,18 +225,17 @@ def staged() -> tuple[float, float, bool]:
     for _ in range(2):  # the first one page-locks memory
         torch.cuda.synchronize()
         start = time.monotonic()
-        copies = staging.begin()
-        assert copies is not None
-        copied = [copies.copy(tensor) for tensor in weights]
-        copies.mark_all_started()
+        assert staging.begin()
+        copied = [staging.copy(tensor) for tensor in weights]
+        staging.mark_all_started()
         for tensor in weights:
             tensor.add_(100.0)  # the next step
         stalls.append(time.monotonic() - start)
-        copies.wait()
+        staging.wait()
         same = same and all(
             bool((one == float(tensor[0]) - 100.0).all()) for one, tensor in zip(copied, weights, strict=True)
         )
-        copies.release()
+        staging.release()
     return stalls[0], stalls[1], same
 
 

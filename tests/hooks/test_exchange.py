@@ -5,6 +5,7 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,15 +14,40 @@ import torch
 
 from ddprun_hooks import DisagreementError
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.comm.trace import now_us
+from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.payload import Payload
+from ddprun_hooks.queue import CpuQueue
 from ddprun_hooks.testing import run_ranks
 
 
+class Watched:
+    """An observer that notes what is issued, and how many of these have failed."""
+
+    def __init__(self) -> None:
+        self.issued: list[str] = []
+        self.failed = 0
+
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> "Watched":
+        return self
+
+    def issue(
+        self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
+    ) -> "Watched":
+        self.issued.append(what)
+        return self
+
+    def mark_done(self) -> None: ...
+
+    def mark_failed(self) -> None:
+        self.failed += 1
+
+    def done_when(self, has_ended: Callable[[], bool]) -> None: ...
+
+
 def control(group: RankGroup) -> ControlChannel:
-    return ControlChannel(group.process_groups[0], group.rank, group.size)
+    return ControlChannel(group.process_groups[0])
 
 
 def test_a_word_reaches_every_rank_in_rank_order() -> None:
@@ -49,6 +75,20 @@ def test_ranks_that_disagree_are_named() -> None:
     assert messages[2].endswith("on rank 2 it is: odd")
 
 
+def test_a_control_message_that_cannot_be_sent_has_failed() -> None:
+    """Or the rank would seem to wait for the others ever longer, and report a hang."""
+
+    def body(group: RankGroup) -> int:
+        observer = Watched()
+        channel = ControlChannel(group.process_groups[0], observer)
+        channel.size += 1  # Gloo refuses room for one rank too many
+        with pytest.raises(RuntimeError, match="expected length"):
+            channel.all_gather([1.0])
+        return observer.failed
+
+    assert run_ranks(2, body) == [1, 1]
+
+
 def test_clock_offsets_are_within_their_own_error_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's clock is set 5 s ahead of the one before; what is measured differs from that by no more
     than the bound.
@@ -73,7 +113,8 @@ class Post:
     rank's moment is that of the newest thing it knows of, and `hops` how many messages led to it.
     """
 
-    def __init__(self, longest_us: int) -> None:
+    def __init__(self, size: int, longest_us: int) -> None:
+        self.size_of_world = size
         self.boxes: dict[tuple[int, int], queue.Queue[tuple[torch.Tensor, int, int]]] = {}
         self.longest_us = longest_us
         self.here = threading.local()
@@ -82,6 +123,12 @@ class Post:
     def box(self, source: int, target: int) -> "queue.Queue[tuple[torch.Tensor, int, int]]":
         with self._lock:
             return self.boxes.setdefault((source, target), queue.Queue())
+
+    def rank(self) -> int:
+        return int(self.here.rank)
+
+    def size(self) -> int:
+        return self.size_of_world
 
     def arrive(self, rank: int) -> None:
         """This thread is that rank."""
@@ -112,13 +159,13 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
     is within its own bound, and that within what so many hops can have cost.
     """
     rounds, longest_us = 12, 200
-    post = Post(longest_us)
+    post = Post(size, longest_us)
     monkeypatch.setattr("ddprun_hooks.comm.control.now_us", post.now_us)
 
     def work(rank: int) -> tuple[float, float, int, int]:
         post.arrive(rank)
         group: Any = post
-        offset, bound = ControlChannel(group, rank, size).clock_offset(rounds)
+        offset, bound = ControlChannel(group).clock_offset(rounds)
         return offset, bound, post.here.ahead, post.here.hops
 
     with ThreadPoolExecutor(size) as pool:
@@ -132,16 +179,19 @@ def test_clocks_are_compared_by_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_bytes_arrive_whole_and_none_is_fine() -> None:
-    """Records of another host, which may be empty."""
+    """Records of another host, which may be empty; a watchdog is told what they are."""
 
     def body(group: RankGroup) -> bytes:
-        own, sent = control(group), bytes(range(256)) * 1000
+        observer = Watched()
+        own, sent = ControlChannel(group.process_groups[0], observer), bytes(range(256)) * 1000
         if group.rank == 1:
-            own.send_bytes(sent, 0)
-            own.send_bytes(b"", 0)
+            own.send_bytes(sent, 0, "records")
+            own.send_bytes(b"", 0, "a checkpoint file")
+            assert observer.issued == ["256000 bytes of records", "0 bytes of a checkpoint file"]
             return sent
-        got = own.receive_bytes(1)
-        assert own.receive_bytes(1) == b""
+        got = own.receive_bytes(1, "records")
+        assert own.receive_bytes(1, "a checkpoint file") == b""
+        assert observer.issued == ["records", "a checkpoint file"]
         return got
 
     got, sent = run_ranks(2, body)
@@ -152,7 +202,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
     """One message for each dtype; scalars and strided tensors keep their shapes."""
 
     def body(group: RankGroup) -> list[torch.Tensor]:
-        queue = HostQueue(group)
+        queue = CpuQueue(group)
         exchange = Exchange(queue, queue, queue, group, control(group))
         tensors = [
             torch.full((2, 3), float(group.rank)).t(),

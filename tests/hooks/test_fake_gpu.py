@@ -18,9 +18,9 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
 from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, merge_requirements
-from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
+from ddprun_hooks.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.testing import PARAMS
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
 

@@ -1,9 +1,13 @@
 """Queues: order between ranks, whatever the threads do, and no future that is never set."""
 
+import gc
 import random
 import subprocess
 import sys
+import threading
 import time
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +16,13 @@ from torch import Tensor
 
 from ddprun_hooks import Communicator, ExchangeError, Hook, ParamSlice, Payload
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import HostQueue
 from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.queue import CpuQueue, StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import run_ranks
+from tests.fake_gpu import FakeGpu
+from tests.hooks.test_exchange import Watched
 
 BUCKETS, NUMEL = 12, 512
 PARAMS = (ParamSlice("p", (NUMEL,), 0, NUMEL),)
@@ -48,7 +54,7 @@ def contribution(rank: int, step: int, bucket: int) -> Tensor:
 
 def send_all(group: RankGroup, *stacks: Stack, steps: int) -> int:
     """Send BUCKETS equal buckets a step, through the stacks in turn; gives how many came back wrong."""
-    queue, wrong = HostQueue(group), 0
+    queue, wrong = CpuQueue(group), 0
     pauses = random.Random(group.rank)
     for step in range(steps):
         futures = []
@@ -83,7 +89,7 @@ def test_a_bucket_of_one_collective_ends_without_the_thread_that_sent_it() -> No
     """Its hooks' rest runs where the collective has ended, and the trace is complete when the future is."""
 
     def body(group: RankGroup) -> None:
-        queue, traces = HostQueue(group), list[Any]()
+        queue, traces = CpuQueue(group), list[Any]()
         for bucket in range(20):
             payload = Payload(contribution(group.rank, 0, bucket), PARAMS, "gradient", bucket)
             assert queue.send(payload, make_stack(["fp16"]), traces).wait() is payload.tensor
@@ -145,7 +151,7 @@ def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
 
     def body(group: RankGroup) -> list[Any]:
         traces: list[Any] = []
-        queue = HostQueue(group)
+        queue = CpuQueue(group)
         stack = Stack([("d", Dawdling(group.rank))])
         futures = [
             queue.send(Payload(contribution(group.rank, 0, bucket), (), "gradient", bucket), stack, traces)
@@ -177,8 +183,8 @@ class Broken(Hook):
 def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
     """The bucket's future and all later ones carry the error; the queue keeps it as it was raised."""
 
-    def body(group: RankGroup) -> HostQueue:
-        queue = HostQueue(group)
+    def body(group: RankGroup) -> CpuQueue:
+        queue = CpuQueue(group)
         futures = [
             queue.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
             for bucket in range(5)
@@ -190,6 +196,89 @@ def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
 
     for queue in run_ranks(2, body):
         assert isinstance(queue.error, ZeroDivisionError)
+
+
+class Unclean(Hook):
+    """Fails on bucket 1; while it is ended in the middle of another one, raises or awaits once more."""
+
+    role = "reducer"
+    rounds = 2
+
+    def __init__(self, awaits: bool) -> None:
+        self.awaits = awaits
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        if payload.bucket == 1:
+            raise ZeroDivisionError("the hook's own error")
+        try:
+            return await comm.all_reduce(payload.tensor)
+        finally:
+            if self.awaits:
+                await comm.all_reduce(torch.zeros(1))
+            raise OSError("the hook's own end")
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_hook_that_cannot_be_ended_hangs_nobody_either(awaits: bool) -> None:
+    """The queue went on no more: futures of later buckets were never set."""
+    rank_0_is_done = threading.Event()
+
+    def body(group: RankGroup) -> None:
+        if group.rank == 1:  # late, so that rank 0's bucket 0 is under way when its bucket 1 fails
+            assert rank_0_is_done.wait(30)
+            CpuQueue(group).send(Payload(torch.ones(4), (), "gradient", 0), Stack([]), []).wait()
+            return
+        queue, stack = CpuQueue(group), Stack([("u", Unclean(awaits))])
+        futures = [
+            queue.send(Payload(torch.ones(4), (), "gradient", bucket), stack, []) for bucket in range(3)
+        ]
+        rank_0_is_done.set()
+        for future in futures:
+            assert future.done()
+            with pytest.raises((ZeroDivisionError, RuntimeError), match="the hook's own error"):
+                future.wait()
+
+    run_ranks(2, body, requirements=2)
+
+
+def test_what_comes_to_a_broken_queue_leaves_no_coroutine_behind() -> None:
+    """Python warned that it "was never awaited"."""
+
+    def body(group: RankGroup) -> None:
+        queue = CpuQueue(group)
+        queue.error = KeyboardInterrupt("broken before")
+        assert queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([]), []).done()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(1, body)
+        gc.collect()
+    assert caught == []
+
+
+class OfNoRank(Hook):
+    """Broadcasts from a rank that there is not, which Gloo refuses at once."""
+
+    role = "reducer"
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        return await comm.broadcast(payload.tensor, 7)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_collective_that_cannot_be_started_has_failed(on_gpu: bool) -> None:
+    """Or the rank would seem to wait for the others ever longer, and report a hang."""
+
+    def body(group: RankGroup) -> int:
+        observer = Watched()
+        watched = replace(group, sequences={"network": [observer]})
+        queue = StreamQueue(watched, FakeGpu()) if on_gpu else CpuQueue(watched)
+        payload = Payload(torch.ones(4), (), "gradient", 0)
+        with pytest.raises(Exception, match="root"):
+            queue.send(payload, Stack([("of no rank", OfNoRank())]), []).wait()
+        return observer.failed
+
+    assert run_ranks(2, body) == [1, 1]
 
 
 class Longer(Hook):
@@ -207,7 +296,7 @@ def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what:
     """DDP would take a longer tensor without a word; the queue refuses it and names the hook."""
 
     def body(group: RankGroup) -> None:
-        queue = HostQueue(group)
+        queue = CpuQueue(group)
         future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
         with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
             future.wait()
@@ -223,13 +312,13 @@ class Greedy(Hook):
         return await comm.all_reduce(payload.tensor)
 
 
-def test_one_round_more_than_declared_is_an_error_that_says_what_to_set() -> None:
-    """No group was made for it, and none may be made in mid-step."""
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_one_round_more_than_declared_is_an_error_that_says_what_to_set(on_gpu: bool) -> None:
+    """No group was made for it, and none may be made in mid-step. On a GPU no other would be needed."""
 
     def body(group: RankGroup) -> None:
-        future = HostQueue(group).send(
-            Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), []
-        )
+        queue = StreamQueue(group, FakeGpu()) if on_gpu else CpuQueue(group)
+        future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), [])
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
             future.wait()
 
@@ -240,7 +329,7 @@ ENDS = """
 import threading
 import time
 from torch.futures import Future
-from ddprun_hooks.comm.queue import wait_for_at_exit
+from ddprun_hooks.queue import wait_for_at_exit
 
 def called_back(_):
     begun.set()

@@ -10,14 +10,14 @@ from torch import Tensor
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, Placement, RankGroup, requirements_within_hosts
-from ddprun_hooks.comm.queue import HostQueue
-from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
+from ddprun_hooks.queue import CpuQueue
 from ddprun_hooks.registry import make_stack
+from ddprun_hooks.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack, broadcast_stack
 from ddprun_hooks.testing import NUMEL, PARAMS, contribution, run_ranks
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY
@@ -54,7 +54,7 @@ def real(specs: Sequence[HookSpec], names: tuple[str, ...]) -> list[Counted]:
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = Payload(contribution(group.rank, 0, group.size), PARAMS, "gradient", 0)
-        HostQueue(group).send(payload, make_stack(specs), traces).wait()
+        CpuQueue(group).send(payload, make_stack(specs), traces).wait()
         return counted(traces[0])
 
     return run_ranks(len(names), body, requirements=make_stack(specs).requirements, hosts=names)
@@ -87,7 +87,7 @@ def test_the_ranks_of_a_host_alone() -> None:
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = Payload(contribution(group.rank, 0, 2), PARAMS, "delta", 0)
-        HostQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
+        CpuQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
         return counted(traces[0])
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
@@ -138,7 +138,7 @@ def test_a_hook_of_ones_own() -> None:
     def body(group: RankGroup) -> tuple[Counted, Tensor]:
         traces: list[Any] = []
         payload = example_payload(BUCKET, "gradient")
-        HostQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
+        CpuQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
         return counted(traces[0]), payload.tensor
 
     sizes = unequal(NUMEL, 4)

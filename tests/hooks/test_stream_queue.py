@@ -1,5 +1,6 @@
 """The queue of a GPU, over Gloo and a GPU that is none: what it sends, and on which streams."""
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm import exchange as exchange_module
-from ddprun_hooks.comm.exchange import Exchange
-from ddprun_hooks.comm.groups import GroupRequirement
-from ddprun_hooks.comm.queue import StreamQueue
+from ddprun_hooks import exchange as exchange_module
+from ddprun_hooks.comm.groups import GroupRequirement, RankGroup
 from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload
+from ddprun_hooks.queue import StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import Rank, bucket_slices, contribution, run_hooks
 from tests.fake_gpu import FakeGpu
@@ -41,9 +42,11 @@ def in_host_memory(c: Rank) -> list[Tensor]:
     ]
 
 
-def on_streams(c: Rank, detailed: bool = True) -> tuple[list[Tensor], FakeGpu, list[Any]]:
+def on_streams(
+    c: Rank, detailed: bool = True, group: RankGroup | None = None
+) -> tuple[list[Tensor], FakeGpu, list[Any]]:
     gpu, traces, results = FakeGpu(), list[Any](), []
-    queue = StreamQueue(c.group, gpu)
+    queue = StreamQueue(group or c.group, gpu)
     queue.detailed_timing = detailed
     for step in range(STEPS):
         futures = [queue.send(one, c.stack, traces) for one in shares(c, step)]
@@ -80,6 +83,19 @@ def test_each_bucket_has_a_stream_and_each_round_a_group() -> None:
         assert trace.done.event.stream == f"stream {trace.bucket}"
 
 
+def test_rounds_may_share_a_process_group() -> None:
+    """They are in order on its stream; records show the one group that there is."""
+
+    def sharing(c: Rank) -> tuple[list[Tensor], FakeGpu, list[Any]]:
+        return on_streams(c, group=replace(c.group, process_groups=[c.group.process_groups[0]] * 2))
+
+    expected = run_hooks(["int8"], 2, in_host_memory)
+    for rank, (results, _, traces) in enumerate(run_hooks(["int8"], 2, sharing)):
+        assert all(map(torch.equal, results, expected[rank]))
+        for trace in traces:
+            assert [one.group for one in trace.collectives] == ["world.0", "world.0"]
+
+
 def test_a_step_without_a_record_takes_two_marks_a_bucket() -> None:
     """And its collectives count as from ready to done; bytes are counted all the same."""
     (_, whole, traces), _ = run_hooks(["int8"], 2, on_streams)
@@ -113,7 +129,9 @@ def test_shared_memory_is_refused_on_a_gpu_before_a_group_is_made() -> None:
 def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
     monkeypatch: pytest.MonkeyPatch, order: str | None, rounds: int
 ) -> None:
-    """Elsewhere two groups might wait for each other. What is sent as it is goes over the default group."""
+    """Elsewhere two groups might wait for each other: all rounds share one. What is sent as it is goes over
+    the default group.
+    """
     made: list[tuple[str, str]] = []
 
     def new_group(ranks: list[int], *, backend: str, group_desc: str, pg_options: Any, timeout: Any) -> str:
@@ -138,7 +156,8 @@ def test_rounds_have_groups_of_their_own_where_nccl_keeps_one_order(
         timeout=timedelta(seconds=9),
     )
     groups: list[Any] = [*exchange.gradient_queue.world.process_groups]
-    assert groups == [f"world.{index} of 0" for index in range(rounds)]
+    assert groups == [f"world.{index % rounds} of 0" for index in range(2)]
+    assert len(made) == len(set(made)) == rounds + 1
     assert exchange.plain_queue.world.process_groups == [dist.group.WORLD]
     assert {options for _, options in made} == {"urgent"}
     assert not any("plain" in name for name, _ in made)

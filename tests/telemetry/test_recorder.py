@@ -61,7 +61,7 @@ def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer = Writer(tmp_path)
     yield StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=ControlChannel(group, 0, 1), writer=writer, every=1
+        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=1
     )
     writer.close()
 
@@ -309,7 +309,7 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, seen = Writer(tmp_path), []
     recorder = StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=ControlChannel(group, 0, 1), writer=writer, every=4
+        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=4
     )
     recorder.on_step_record = lambda record, traces: seen.append((record["step"], len(traces)))
     for step in range(1, 14):
@@ -346,7 +346,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         writer, clock = Writer(tmp_path), DeviceClock()
         recorder = StepRecorder(
             clock=clock if lag else clock_for(torch.device("cpu")),
-            control=ControlChannel(group, rank, ranks),
+            control=ControlChannel(group),
             writer=writer,
             every=1000,
         )
@@ -374,7 +374,7 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
     """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, clock = Writer(tmp_path), DeviceClock()
-    recorder = StepRecorder(clock=clock, control=ControlChannel(group, 0, 1), writer=writer, every=1)
+    recorder = StepRecorder(clock=clock, control=ControlChannel(group), writer=writer, every=1)
     recorder.steps_per_post = 100
     for clock.step in range(1, 8):
         recorder.begin_step(clock.step, 0)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddprun.watchdog.hang import describe_activity, diagnose, format_ranks, headline
+from ddprun.watchdog.hang import describe_activity, diagnose, headline
 from ddprun.watchdog.status_page import RankStatus, Wait
+from ddprun_hooks.errors import format_ranks
 
 
 def wait(index: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None) -> Wait:

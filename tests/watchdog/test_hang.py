@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ddprun.watchdog.hang import RunContext, build_report
-from ddprun.watchdog.rank_watchdog import CollectiveSequence, OverdueCollective, RankWatchdog
+from ddprun.watchdog.hang import PeerLocation, RunContext, build_report
+from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
 
@@ -52,8 +52,8 @@ def test_parameters_say_more_than_a_control_word(
     """Though it was issued before them, if both are overdue and keep waiting for the same rank."""
     watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control, deltas = (
-        CollectiveSequence(watchdog, 0, "control", (0, 1, 2)),
-        CollectiveSequence(watchdog, 1, "deltas", ranks),
+        WatchedSequence(watchdog, 0, "control", (0, 1, 2)),
+        WatchedSequence(watchdog, 1, "deltas", ranks),
     )
     word = OverdueCollective(control.issue("all_gather", what="the control message"), word_s)
     delta = OverdueCollective(deltas.issue("all_reduce", BUCKET), delta_s)
@@ -64,3 +64,13 @@ def test_parameters_say_more_than_a_control_word(
     assert shown in first
     assert {"all_gather 1 of control", "all_reduce 1 of deltas"} == {shown, rest.strip().partition(",")[0]}
     assert report.facts["params"] == (["only.weight"] if "deltas" in shown else [])
+
+
+def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> None:
+    """Its launcher may be ddprun's all the same, and its server not have opened."""
+    watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
+    control = WatchedSequence(watchdog, 0, "control", (0, 1, 2))
+    word = OverdueCollective(control.issue("all_gather", what="the control message"), 8.0)
+    seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
+    report = build_report(AROUND, 8.0, [word], seen, {1: PeerLocation("there", "/page", "")})
+    assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message

@@ -1,5 +1,6 @@
 """What the launcher answers for its ranks."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -78,3 +79,32 @@ def test_a_check_that_fails_is_reported_once_and_the_launcher_is_watched_all_the
     told = capsys.readouterr().err
     assert told.count("the launcher's watchdog: a check failed, and will be repeated: OSError") == 1
     assert "ValueError" not in told
+
+
+def test_a_launcher_that_begins_to_linger_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it begins while the watchdog still waits for the rendezvous to answer."""
+    monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_EXIT_S", 0.0)
+    monkeypatch.setattr(launcher_watchdog, "_TRIES", 1)
+    (tmp_path / "run" / "attempt_0").mkdir(parents=True)
+    given_up, asked = threading.Event(), threading.Event()
+
+    def reachable() -> bool:
+        watchdog.linger(0)
+        asked.set()
+        return False
+
+    with LauncherWatchdog(tmp_path, 8, None, given_up.set, reachable) as watchdog:
+        assert asked.wait(30)
+    assert not given_up.is_set()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_status_server_that_cannot_open_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other hosts' ranks will say that nobody answers here, and nothing said why."""
+    with LauncherWatchdog(tmp_path, 8, "192.0.2.1"):
+        assert "DDPRUN_STATUS_SERVER" not in os.environ
+    assert "warning: no status server at 192.0.2.1: " in capsys.readouterr().err

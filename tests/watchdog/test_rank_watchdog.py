@@ -1,6 +1,7 @@
 """Status pages, the watchdog of one rank, and asking another host."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ddprun.host.network import interface_by_address
 from ddprun.watchdog.hang import dump_flight_recorders
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
 from ddprun.watchdog.status_page import (
@@ -72,6 +74,29 @@ def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool)
     assert list(read_pages(tmp_path)) == ([0] if in_folder else [])
     it.status_page.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_status_page_in_a_folder_keeps_one_descriptor(tmp_path: Path) -> None:
+    """That of its mapping; the one by which the file was opened was never closed."""
+    before = len(os.listdir("/proc/self/fd"))
+    page = StatusPage(0, tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    page.remove()
+
+
+def test_a_status_page_without_room_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file stayed. The rank's status page is in memory then."""
+    allocate, full = os.posix_fallocate, [OSError(errno.ENOSPC, "no space")]
+
+    def allocate_later(*arguments: int) -> None:
+        if full:
+            raise full.pop()
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_later)
+    it, _, _ = watchdog(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert read_page(it.status_page.path) is not None
 
 
 def test_a_status_page_of_a_stopped_process_says_so(tmp_path: Path) -> None:
@@ -158,12 +183,15 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     assert not rung.is_set()
 
 
-def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path, address: str) -> None:
     """And takes word of a hang from them; others get nothing."""
+    if address not in interface_by_address():
+        pytest.skip("this machine has no IPv6")
     page = StatusPage(5, tmp_path)
     called: list[bool] = []
 
-    with StatusServer("127.0.0.1", lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
+    with StatusServer(address, lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
         server.open()
         assert ask_server(server.endpoint[:-1] + "x") is None
         assert not called

@@ -46,22 +46,11 @@ class Cast(Hook):
         """Takes nothing over of what a cast with `accumulate` has kept."""
 
 
-class AccumulatingCast(TwoPhase):
-    """Send the payload in a narrower floating-point type, and sum in fp32.
+class CastFormat(WireFormat):
+    """The nearest numbers of a narrower floating-point type, which are summed in fp32.
 
     Rounding: once per rank in the cast and once in the mean, whatever the number of ranks; error feedback
     makes up for both.
-
-    Args:
-        name: `fp16` or `bf16`.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(CastFormat(name))
-
-
-class CastFormat(WireFormat):
-    """The nearest numbers of a narrower floating-point type.
 
     Args:
         name: `fp16` or `bf16`.
@@ -130,12 +119,12 @@ class FusedCastReduction(TwoPhaseReduction):
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """IEEE half precision: 11 bits of significand, largest value 65,504."""
-    return AccumulatingCast("fp16") if accumulate else Cast("fp16")
+    return TwoPhase(CastFormat("fp16")) if accumulate else Cast("fp16")
 
 
 def bf16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """Brain floating point: 8 bits of significand, the range of fp32."""
-    return AccumulatingCast("bf16") if accumulate else Cast("bf16")
+    return TwoPhase(CastFormat("bf16")) if accumulate else Cast("bf16")
 
 
 def note_overflow(name: str, payload: Payload, total: Tensor) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from ddprun_hooks.builtin.cast import DTYPES, note_overflow
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
+from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload
-from ddprun_hooks.stack import CompositeHook, Stack
+from ddprun_hooks.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class _ShardLayout:
     shard_params: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
 
 
-class Hierarchical(CompositeHook):
+class Hierarchical(Hook):
     """Reduce-scatter inside the host, the `across` stack between ranks of one index on all hosts, all-gather.
 
     Between hosts each value travels once for a whole host, not once for each of its ranks (two-level

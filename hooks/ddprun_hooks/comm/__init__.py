@@ -1,1 +1,1 @@
-"""Who exchanges with whom, in which order, and what came of it."""
+"""What a hook talks to: the ranks and their collectives, what came of these, and who watches them."""

@@ -10,9 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, PendingCollective, observed_wait
+from ddprun_hooks.comm.observer import (
+    NULL_OBSERVER,
+    Observer,
+    PendingCollective,
+    noting_failure,
+    observed_wait,
+)
 from ddprun_hooks.comm.trace import now_us
-from ddprun_hooks.errors import DisagreementError
+from ddprun_hooks.errors import DisagreementError, format_ranks
 
 _MAX_GATHERED_BYTES = 64
 
@@ -27,11 +33,8 @@ class PendingMessage:
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""
-        try:
+        with noting_failure(self._pending):
             self._work.wait()
-        except BaseException:
-            self._pending.mark_failed()
-            raise
         self._pending.mark_done()
         return torch.stack(self._gathered)
 
@@ -41,18 +44,14 @@ class ControlChannel:
 
     Args:
         group: a Gloo process group that nothing else uses, unless in an order that all ranks keep.
-        rank, size: this rank in it, and how many there are.
         observer: sees what is exchanged.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, size: int, observer: Observer = NULL_OBSERVER
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, observer: Observer = NULL_OBSERVER) -> None:
         self.group = group
-        self.rank = rank
-        self.size = size
-        self._gather_sequence = observer.new_sequence("control", range(size))
-        self._p2p_sequence = observer.new_sequence("control, between two ranks", range(size))
+        self.rank, self.size = group.rank(), group.size()
+        self._gather_sequence = observer.new_sequence("control", range(self.size))
+        self._p2p_sequence = observer.new_sequence("control, between two ranks", range(self.size))
 
     def all_gather_async(
         self, numbers: Sequence[float] | Tensor, what: str = "the control message"
@@ -66,7 +65,8 @@ class ControlChannel:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gather_sequence.issue("all_gather", what=what)
-        work = self.group.allgather([gathered], [mine])
+        with noting_failure(pending):
+            work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
         return PendingMessage(work, gathered, pending)
 
@@ -94,9 +94,9 @@ class ControlChannel:
         digests = self.all_gather_bytes(hashlib.sha256(description.encode()).digest(), f"agreement on {what}")
         odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
         if odd:
-            ranks = ", ".join(map(str, odd))
             raise DisagreementError(
-                f"rank {ranks} and rank 0 disagree about {what}; on rank {self.rank} it is: {description}"
+                f"{format_ranks(odd)} and rank 0 disagree about {what}; "
+                f"on rank {self.rank} it is: {description}"
             )
 
     def clock_offset(self, rounds: int = 12) -> tuple[float, float]:
@@ -142,16 +142,16 @@ class ControlChannel:
                 answer = torch.tensor([now_us() - offset, bound], dtype=torch.float64)
                 self.group.send([answer], peer, 0).wait()
 
-    def send_bytes(self, data: bytes, target: int) -> None:
-        """Send bytes to one rank, which has to call `receive_bytes`."""
-        with observed_wait(self._p2p_sequence, "send", f"{len(data)} bytes of records", [target]):
+    def send_bytes(self, data: bytes, target: int, what: str) -> None:
+        """Send bytes to one rank, which has to call `receive_bytes`; `what` they are, for the observer."""
+        with observed_wait(self._p2p_sequence, "send", f"{len(data)} bytes of {what}", [target]):
             self._send(len(data), target)
             if data:
                 self.group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, 0).wait()
 
-    def receive_bytes(self, source: int) -> bytes:
+    def receive_bytes(self, source: int, what: str) -> bytes:
         """Receive what `send_bytes` on rank `source` sends."""
-        with observed_wait(self._p2p_sequence, "receive", "records", [source]):
+        with observed_wait(self._p2p_sequence, "receive", what, [source]):
             length = self._receive(source)
             if not length:
                 return b""
@@ -170,9 +170,7 @@ class ControlChannel:
 
 def open_control_channel(timeout: timedelta, observer: Observer = NULL_OBSERVER) -> ControlChannel:
     """Open the control channel of the default group. Every rank of it has to call this."""
-    size = dist.get_world_size()
-    with observed_wait(
-        observer.new_sequence("set-up", range(size)), "new_group", "making the process group of control"
-    ):
+    set_up = observer.new_sequence("set-up", range(dist.get_world_size()))
+    with observed_wait(set_up, "new_group", "making the process group of control"):
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    return ControlChannel(group, dist.get_rank(), size, observer)
+    return ControlChannel(group, observer)

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,64 +153,47 @@ class CopyStream:
             self._moved.clear()
 
 
-class StagedCopies:
-    """Copies of tensors on a GPU, on their way into page-locked memory."""
-
-    def __init__(self, staging: "PinnedStaging") -> None:
-        self._staging = staging
-        self._done: Any = None
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory of the same shape and dtype, complete after `wait`."""
-        return self._staging._copy(tensor)
-
-    def mark_all_started(self) -> None:
-        """All copies were started. Later work of the current stream waits for them: it may overwrite what is
-        copied.
-        """
-        self._done = self._staging._end()
-
-    def wait(self) -> None:
-        """Wait for the copies; on any thread."""
-        if self._done is not None:
-            self._done.synchronize()
-
-    def release(self) -> None:
-        """The copies are not needed any more: their memory serves the next ones."""
-        self._staging._in_use_lock.release()
-
-
 class PinnedStaging:
     """Page-locked memory through which tensors of a GPU reach the host while it computes on. It is kept:
     page-locking takes longer than copying.
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._stream = gpu, gpu.new_stream()
+        self._gpu, self._stream, self._done = gpu, gpu.new_stream(), gpu.take_event()
         self._in_use_lock = threading.Lock()
         self._blocks: list[Tensor] = []
         self._next_free: tuple[int, int] = 0, 0  # block, and offset in it, from which on there is room
 
-    def begin(self) -> StagedCopies | None:
-        """Start to copy; None: what was copied before is still in use."""
+    def begin(self) -> bool:
+        """Start to copy; False: what was copied before is still in use."""
         if not self._in_use_lock.acquire(blocking=False):
-            return None
+            return False
         self._next_free = 0, 0
         self._stream.wait_stream(self._gpu.current_stream())
-        return StagedCopies(self)
+        return True
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory of the same shape and dtype, complete after `wait`."""
         source = tensor.detach()
         target = self._allocate(source.numel() * source.element_size()).view(source.dtype).view(source.shape)
         with self._gpu.use_stream(self._stream):
             target.copy_(source, non_blocking=True)
         return target
 
-    def _end(self) -> Any:
-        done = self._gpu.take_event()
-        done.record(self._stream)
-        self._gpu.current_stream().wait_event(done)
-        return done
+    def mark_all_started(self) -> None:
+        """All copies were started. Later work of the current stream waits for them: it may overwrite what is
+        copied.
+        """
+        self._done.record(self._stream)
+        self._gpu.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        """Wait for the copies; on any thread."""
+        self._done.synchronize()
+
+    def release(self) -> None:
+        """The copies are not needed any more: their memory serves the next ones."""
+        self._in_use_lock.release()
 
     def _allocate(self, nbytes: int) -> Tensor:
         """The next `nbytes` of the blocks, of which there are as many as were ever needed."""

@@ -14,7 +14,6 @@ from torch.futures import Future
 
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence, Observer, observed_wait
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.payload import nbytes
 from ddprun_hooks.shm.group import ShmGroup
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.shm.setup import open_shm_groups
@@ -40,6 +39,7 @@ GroupRequirements = Mapping[GroupRequirement, int]
 
 
 Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
+Transport = Literal["network", "shared_memory"]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,17 +86,21 @@ class RankGroup:
     partition_groups: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
     """For each partition of this group's ranks: the part with this rank."""
 
-    sequences: Mapping[bool, Sequence[CollectiveSequence]] = field(default_factory=dict)
-    """Observes the collectives of each round: through shared memory (True) and over the network (False)."""
+    sequences: Mapping[Transport, Sequence[CollectiveSequence]] = field(default_factory=dict)
+    """Observes the collectives of each round."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.hosts)
 
+    def rounds(self, collective: Collective) -> int:
+        """For how many collectives of one payload groups were made, of the kind that this one needs."""
+        return len(self.shm_groups if collective.via_shared_memory else self.process_groups)
+
     def sequence(self, collective: Collective, round_index: int) -> CollectiveSequence:
         """What observes a collective of this round."""
-        sequences = self.sequences.get(collective.via_shared_memory, ())
+        sequences = self.sequences.get("shared_memory" if collective.via_shared_memory else "network", ())
         return sequences[round_index] if round_index < len(sequences) else NULL_OBSERVER
 
     def launch(self, collective: Collective, round_index: int) -> dist.Work | Future[None]:
@@ -146,7 +150,7 @@ class RankGroup:
         (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Broadcast: a chain in which
         every rank but the last passes the tensor on once. Through shared memory: none.
         """
-        n, size = self.size, nbytes(collective.tensor)
+        n, size = self.size, collective.tensor.nbytes
         if collective.via_shared_memory:
             return 0
         match collective.op:
@@ -173,7 +177,7 @@ class RankGroup:
     def _part_bytes(self, collective: Collective, rank: int) -> int:
         """Size of the part of an all-to-all that goes to `rank`, in bytes."""
         if collective.sizes is None:
-            return nbytes(collective.tensor) // self.size
+            return collective.tensor.nbytes // self.size
         return collective.sizes[rank] * collective.tensor.element_size()
 
 
@@ -191,8 +195,10 @@ class Placement:
         return len(self.hosts)
 
     def ranks_by_host(self) -> list[list[int]]:
-        """The ranks of each host name, in the order of their first ranks; of several launchers on a host (or
-        hosts of one name) each counts for a host of its own.
+        """Ranks by host, in the order of their first ranks.
+
+        Several launchers under one host name count as hosts of their own: the name's ranks are cut into runs
+        of `local_sizes`.
         """
         of_name: dict[str, list[int]] = {}
         for rank, name in enumerate(self.hosts):
@@ -254,16 +260,21 @@ class GroupFactory:
     """Makes rank groups. Every rank makes the same ones, in the same order."""
 
     make_process_group: Callable[[str, list[int]], Any]
-    """A new process group of a unique name and these ranks; called for each set of ranks, also by others,
-    whose result is dropped."""
+    """Makes a new process group of a unique name and these ranks. Every rank calls it for every set of ranks,
+    as `new_group` demands; the result is dropped for sets without this rank."""
 
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
     timeout_s: float
     progress_thread: ProgressThread
     observer: Observer = NULL_OBSERVER  # sees every collective
+    shares_process_groups: bool = False  # all rounds of a group have one process group
 
-    def make_group(self, name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
+    def make_group(
+        self, name: str, placement: Placement, requirements: GroupRequirements, existing: Sequence[Any] = ()
+    ) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
+
+        `existing` process groups of all ranks serve the first rounds among these, instead of new ones.
 
         Raises:
             HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
@@ -292,46 +303,58 @@ class GroupFactory:
                 raise HookSetupError(
                     f"a partition of {placement.size} ranks has each of them once: {partition}"
                 )
-            rounds = {False: requirements[GroupRequirement("part", parts=partition)]}
+            rounds: dict[Transport, int] = {
+                "network": requirements[GroupRequirement("part", parts=partition)]
+            }
             partition_groups[partition] = self._make_own_group(
                 f"{prefix}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
             )
         world = self._make_own_group(
-            name, placement, [everybody], _rounds_by_transport(requirements, "world")
+            name, placement, [everybody], _rounds_by_transport(requirements, "world"), existing
         )
         return replace(world, splits=splits, partition_groups=partition_groups)
 
     def _make_own_group(
-        self, name: str, placement: Placement, groups: list[list[int]], rounds: dict[bool, int]
+        self,
+        name: str,
+        placement: Placement,
+        groups: list[list[int]],
+        rounds: dict[Transport, int],
+        existing: Sequence[Any] = (),
     ) -> RankGroup:
         """This rank's group; `groups` lists the ranks of each group of this name."""
         mine = next(ranks for ranks in groups if placement.rank in ranks)
-        process_groups, shm_groups = [], []
-        for index in range(rounds.get(False, 0)):
+        needed, shm_groups = rounds.get("network", 0), []
+        process_groups = [*existing]
+        for index in range(len(process_groups), min(needed, 1) if self.shares_process_groups else needed):
             made = {
                 ranks[0]: self.make_process_group(f"{name}.{index} of {ranks[0]}", ranks) for ranks in groups
             }
             process_groups.append(made[mine[0]])
-        if True in rounds:
+        process_groups = (process_groups * needed)[:needed]  # one may serve all rounds
+        if "shared_memory" in rounds:
             for ranks in groups:
                 check_one_host([placement.hosts[rank] for rank in ranks])
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.new_sequence(f"{name}, being shared", mine)
-            with observed_wait(sharing, "share", f"making {rounds[True]} areas of shared memory"):
+            count = rounds["shared_memory"]
+            with observed_wait(sharing, "share", f"making {count} areas of shared memory"):
                 shm_groups = open_shm_groups(
                     rank=mine.index(placement.rank),
                     size=len(mine),
-                    count=rounds[True],
+                    count=count,
                     broadcast_bytes=lambda data: self.all_gather_bytes(data)[mine[0]],
                     timeout_s=self.timeout_s,
                     rank_labels=mine,
                 )
-        sequences = {
-            shared: [
-                self.observer.new_sequence(f"{name}.{index}{' in shared memory' if shared else ''}", mine)
-                for index in range(count)
+        sequences: dict[Transport, list[CollectiveSequence]] = {
+            transport: [
+                self.observer.new_sequence(
+                    f"{name}.{index}{' in shared memory' if transport == 'shared_memory' else ''}", mine
+                )
+                for index in range(1 if self.shares_process_groups else count)
             ]
-            for shared, count in sorted(rounds.items())
+            for transport, count in sorted(rounds.items())
         }
         return RankGroup(
             name,
@@ -346,10 +369,10 @@ class GroupFactory:
 
 def _rounds_by_transport(
     requirements: GroupRequirements, leg: str, host_count: int | None = None
-) -> dict[bool, int]:
-    """How many rounds a leg needs through shared memory (True) and over the network (False)."""
+) -> dict[Transport, int]:
+    """How many rounds a leg needs by each way."""
     return {
-        one.shared: rounds
+        "shared_memory" if one.shared else "network": rounds
         for one, rounds in requirements.items()
         if (one.leg, one.hosts) == (leg, host_count)
     }

@@ -76,9 +76,16 @@ def observed_wait(
 ) -> Iterator[None]:
     """Inside, this rank waits for `peers`, or for all that have not come this far."""
     pending = sequence.issue(op, what=what, peers=peers)
+    with noting_failure(pending):
+        yield
+    pending.mark_done()
+
+
+@contextmanager
+def noting_failure(pending: PendingCollective) -> Iterator[None]:
+    """A collective has failed if the block, which starts it or waits for it, raises."""
     try:
         yield
     except BaseException:
         pending.mark_failed()
         raise
-    pending.mark_done()

@@ -9,13 +9,11 @@ thread. Calls that do not come from Python (DDP's own, or functional collectives
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import FrameType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
-
-from ddprun_hooks.hook import FunctionHook, Hook
 
 _METHODS: Final = {
     "_allgather_base": "all_gather_into_tensor",
@@ -61,7 +59,7 @@ class UncountedCollective(NamedTuple):
 
 
 class _ThreadState(threading.local):
-    custom_hooks: Sequence[tuple[str, Hook]] = ()
+    custom_hooks: Mapping[object, str] = MappingProxyType({})
     uncounted: list[UncountedCollective] | None = None
 
 
@@ -83,9 +81,11 @@ def patch_process_groups() -> None:
 
 
 def run_and_detect(
-    step: Callable[[], Any], custom_hooks: Sequence[tuple[str, Hook]], uncounted: list[UncountedCollective]
+    step: Callable[[], Any], custom_hooks: Mapping[object, str], uncounted: list[UncountedCollective]
 ) -> Any:
-    """Run `step`, and note each collective that one of `custom_hooks` issues by itself, once."""
+    """Run `step`, and note each collective that one of `custom_hooks`, names by code objects, issues by
+    itself, once.
+    """
     before = _thread_state.custom_hooks, _thread_state.uncounted
     _thread_state.custom_hooks, _thread_state.uncounted = custom_hooks, uncounted
     try:
@@ -107,15 +107,11 @@ def _wrap_method(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     return call
 
 
-def _calling_hook(custom_hooks: Sequence[tuple[str, Hook]]) -> str:
+def _calling_hook(custom_hooks: Mapping[object, str]) -> str:
     """The name of the innermost hook that is being run; of all, if none is found."""
-    names = {}
-    for name, hook in custom_hooks:
-        call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
-        names[getattr(call, "__code__", None)] = name
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code in names:
-            return names[frame.f_code]
+        if frame.f_code in custom_hooks:
+            return custom_hooks[frame.f_code]
         frame = frame.f_back
-    return ", ".join(name for name, _ in custom_hooks)
+    return ", ".join(custom_hooks.values())

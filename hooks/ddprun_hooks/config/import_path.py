@@ -2,13 +2,13 @@
 adds by an entry point (hooks here; in ddprun sync policies, trackers and cluster backends).
 """
 
-import difflib
 import functools
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
+from ddprun_hooks.config.messages import format_message, suggest
 from ddprun_hooks.config.trust import (
     ExpectedObject,
     TrustPolicy,
@@ -59,9 +59,8 @@ def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: Tr
     for part in path:
         trust_policy.admit_step(owner, where, part, kind)
         if not hasattr(owner, part):
-            near = difflib.get_close_matches(part, dir(owner), n=1)
-            hint = f' (did you mean "{near[0]}"?)' if near else ""
-            raise DottedNameError(f'"{where}" has no "{part}"{hint}')
+            suggestion = suggest(part, dir(owner))
+            raise DottedNameError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
         owner = getattr(owner, part)
         where = f"{where}.{part}"
     return owner

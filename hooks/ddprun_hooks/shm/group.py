@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.errors import ExchangeError, format_ranks
 
 SLOT_BYTES = 1 << 21
 """Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
@@ -189,8 +189,8 @@ class ShmGroup:
         return silent
 
     def _mark_broken(self, peers: Sequence[PeerSocket], what: str) -> ExchangeError:
-        labels = ", ".join(str(peer.rank_label) for peer in peers)
-        self.error = self.error or ExchangeError(f"rank {labels} {what}")
+        ranks = format_ranks(peer.rank_label for peer in peers)
+        self.error = self.error or ExchangeError(f"{ranks} {what}")
         return self.error
 
     def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch.futures import Future
 
-from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.shm.group import PeerSocket, ShmGroup, ShmOperation
 
 SPIN_S = 50e-6
@@ -97,8 +97,7 @@ class ProgressThread:
             if failure is None:
                 future.set_result(None)
             else:
-                wrapped = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-                future.set_exception(wrapped)  # type: ignore[arg-type]  # as in `queue.fail_future`
+                fail_future(future, failure)
             with self._lock:
                 queue.popleft()
                 if not queue:

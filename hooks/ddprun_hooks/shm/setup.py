@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.errors import ExchangeError, format_ranks
 from ddprun_hooks.shm.group import CACHE_LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
 
 _DESCRIPTOR_MARKER: Final = b"\1"
@@ -132,8 +132,8 @@ def _distribute_descriptors(
                 give(low, ends[0])
                 give(high, ends[1])
     except OSError as error:
-        late = ", ".join(str(rank_labels[rank]) for rank in range(1, size) if rank not in peers)
-        what = f"rank {late} did not arrive" if late else "no memory could be shared"
+        late = [rank_labels[rank] for rank in range(1, size) if rank not in peers]
+        what = f"{format_ranks(late)} did not arrive" if late else "no memory could be shared"
         raise ExchangeError(f"{what}: {error}") from error
     finally:
         for peer in peers.values():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ddprun.run_files import WrongFileTypeError, open_file
-from ddprun_hooks.comm.gpu import StagedCopies
+from ddprun_hooks.comm.gpu import PinnedStaging
 
 _TAG = "$"
 _HEADER_LENGTH_BYTES = 8  # at the start of a safetensors file
@@ -42,11 +42,11 @@ class EncodedState:
     tree: dict[str, Any]
     tensors: dict[str, Tensor]
     """By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
-    changes. A GPU may still be copying them (`StagedCopies`)."""
+    changes. A GPU may still be copying them (`PinnedStaging`)."""
 
 
 def encode(
-    state: Mapping[str, Any], *, copy: bool = True, staged: StagedCopies | None = None
+    state: Mapping[str, Any], *, copy: bool = True, staged: PinnedStaging | None = None
 ) -> EncodedState:
     """Encode nested mappings, lists, tuples, numbers, text, None and tensors; raises UnstorableError for
     anything else. `copy=False` only checks, and gives no tensors. `staged` copies what is on a GPU; without
@@ -104,7 +104,7 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) 
     return {_TAG: "tensor", "name": name}
 
 
-def _copy_to_host(value: Tensor, staged: StagedCopies | None) -> Tensor:
+def _copy_to_host(value: Tensor, staged: PinnedStaging | None) -> Tensor:
     """A copy of a tensor, in host memory without gaps."""
     if staged is not None and value.device.type != "cpu":
         return staged.copy(value)

@@ -132,7 +132,7 @@ def send_files(
     for name in names:
         with open_file(root, (folder / name).relative_to(root)) as file:
             while data := file.read(_CHUNK_BYTES):
-                control.send_bytes(data, to)
+                control.send_bytes(data, to, "a checkpoint file")
 
 
 def receive_files(control: ControlChannel, source_rank: int, folder: Path, files: FileRecords) -> None:
@@ -143,7 +143,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
     for name, described in files.items():
         left = described["bytes"]
         while left:
-            data = control.receive_bytes(source_rank)
+            data = control.receive_bytes(source_rank, "a checkpoint file")
             left -= len(data)
             try:
                 with open_file(folder, name, "ab") as file:

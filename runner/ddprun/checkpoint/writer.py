@@ -23,7 +23,7 @@ from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, FileRecords
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.comm.gpu import StagedCopies
+from ddprun_hooks.comm.gpu import PinnedStaging
 
 STILL_WRITING_TEXT = "was still writing the checkpoint of step"  # so that the next one was skipped
 _LAST_FINISHED_KEY = "over"
@@ -46,7 +46,7 @@ class _Job:
     step: int
     unfinished: Path
     parts: Mapping[str, EncodedState]  # by the name of the files
-    staged: StagedCopies | None = None  # of a GPU's tensors in the parts, which may still be under way
+    staged: PinnedStaging | None = None  # of a GPU's tensors in the parts, which may still be under way
     enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -95,7 +95,7 @@ class CheckpointWriter:
         step: int,
         parts: Mapping[str, EncodedState],
         *,
-        staged: StagedCopies | None = None,
+        staged: PinnedStaging | None = None,
         wait: bool = False,
     ) -> None:
         """Have this rank's parts of a checkpoint written; called by all ranks with the same steps.
@@ -130,7 +130,7 @@ class CheckpointWriter:
             if self.rank == 0:
                 self._jobs.put(job)
 
-    def _job(self, step: int, parts: Mapping[str, EncodedState], staged: StagedCopies | None = None) -> _Job:
+    def _job(self, step: int, parts: Mapping[str, EncodedState], staged: PinnedStaging | None = None) -> _Job:
         number, self.enqueued_count = self.enqueued_count, self.enqueued_count + 1
         return _Job(
             number, step, folder.unfinished_path(self.root, step, f"{self.token}-{number}"), parts, staged

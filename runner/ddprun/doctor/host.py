@@ -15,6 +15,13 @@ import psutil
 
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
+from ddprun.host.dev_shm import (
+    REMEDY,
+    ROOM_FOR_NCCL_BYTES,
+    ShmSpace,
+    shm_space,
+    startup_bytes,
+)
 from ddprun.host.network import (
     INTERFACE_VARIABLES,
     NetworkError,
@@ -24,13 +31,6 @@ from ddprun.host.network import (
     resolve_addresses,
 )
 from ddprun.host.processes import cores
-from ddprun.host.shared_memory import (
-    REMEDY,
-    ROOM_FOR_NCCL_BYTES,
-    ShmSpace,
-    shm_space,
-    startup_bytes,
-)
 from ddprun.units import format_binary_bytes, format_bit_rate
 
 _LOADERS = 4

@@ -38,8 +38,8 @@ from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.writer import RecordFiles
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import PinnedStaging
+from ddprun_hooks.exchange import Exchange
 
 _CLOCKS_EVERY_S = 60.0
 
@@ -85,7 +85,7 @@ class Runtime:
     def set_timing_detail(self, *, detailed: bool) -> None:
         """A step begins; `detailed`: it gets a record, so GPU marks and gradient times are taken in it."""
         if self.clock.lag_steps:  # a GPU's
-            self.exchange.begin_step(recorded=detailed)
+            self.exchange.set_detailed_timing(detailed)
         if self.gradient_times is not None:
             self.gradient_times.enabled = detailed
 

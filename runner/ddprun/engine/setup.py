@@ -21,9 +21,9 @@ from ddprun.engine.samples import differing_samples_message, self_sharding_name
 from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import load_weights
-from ddprun.host import shared_memory
+from ddprun.host import dev_shm
 from ddprun.host.device import DeviceAndBackend
-from ddprun.host.import_path import make_folder_importable
+from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.standard_streams import print_stderr
@@ -38,9 +38,9 @@ from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, event_log
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.exchange import Exchange
 
 _COMPILE_NOTICE_AFTER_S = 3.0
 _BLOCKS_HINT = "write compile: false, or name other modules in blocks"
@@ -222,18 +222,18 @@ def _check_shared_memory(loaded: LoadedPipeline, feed: Feed, ranks: Ranks, backe
     """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
     loading processes cannot even be started.
     """
-    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, shared_memory.shm_space()
-    shortage = shared_memory.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
+    workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
+    shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
         sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
-        shortage = shared_memory.shortage(here.local_world_size, workers, sizes, room) or shortage
+        shortage = dev_shm.shortage(here.local_world_size, workers, sizes, room) or shortage
     if shortage is None:
         return
     text = f"{ranks.host}: {shortage.message}"
     if shortage.certain:
-        raise loaded.error("loader.workers", text, f"workers: 0, or {shared_memory.REMEDY}")
+        raise loaded.error("loader.workers", text, f"workers: 0, or {dev_shm.REMEDY}")
     if here.local_rank == 0:
-        print_stderr(f"ddprun: warning: {text}: {shared_memory.REMEDY}")
+        print_stderr(f"ddprun: warning: {text}: {dev_shm.REMEDY}")
 
 
 def _open_exchange(
@@ -266,7 +266,9 @@ def _open_exchange(
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
         at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
         for stage, _ in stages:
-            if place.device.type == "cuda" and stacks.all_ranks[stage.index].uses_shared_memory:
+            if place.device.type == "cuda" and any(
+                one.shared for one in stacks.all_ranks[stage.index].requirements
+            ):
                 at = stage.key_path("hooks")
         raise loaded.error(at, str(error)) from None
 

@@ -204,7 +204,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    exchanged = () if replica is None else replica.layout
+    exchanged = () if replica is None else replica.dispatcher.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
     signature = f"{synchronizer.describe()}; {stack.description}"
     if replica is not None:

@@ -449,7 +449,8 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         full_state["frozen"] = {name: parameters.pop(name) for name in equal}
         shared |= {"frozen"}
     own = {key: value for key, value in full_state.items() if key not in shared}
-    staged = None if runtime.staging is None else runtime.staging.begin()
+    staging = runtime.staging
+    staged = staging if staging is not None and staging.begin() else None
     parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
     if runtime.ranks.rank == 0:
         metadata = {

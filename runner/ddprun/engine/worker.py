@@ -225,7 +225,7 @@ def _announce(session: Session) -> None:
         cores=cores(),
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-            for b in (runtime.replica.layout if runtime.replica is not None else ())
+            for b in (runtime.replica.dispatcher.layout if runtime.replica is not None else ())
         ],
         groups=[", ".join(group.match) for group in pipeline.groups],
     )

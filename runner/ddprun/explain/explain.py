@@ -19,7 +19,6 @@ from ddprun.sync.frozen import trainable_parameters
 from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
-from ddprun_hooks.payload import nbytes
 
 VERSION = 1
 
@@ -205,7 +204,7 @@ class Explanation:
         model = self.probe.model
         if self.loaded.pipeline.ema is None or model is None:
             return None
-        return sum(map(nbytes, initial_averages(model).values()))
+        return sum(one.nbytes for one in initial_averages(model).values())
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
@@ -215,14 +214,14 @@ class Explanation:
         model["ema_bytes"] = self.ema_bytes
         if held is not None:
             model |= {"parameters": len(held), "numel": sum(one.numel() for one in held.values())}
-            model["bytes"] = sum(map(nbytes, held.values()))
+            model["bytes"] = sum(one.nbytes for one in held.values())
             trained = [one for one in held.values() if one.requires_grad]
-            model |= {"trained": len(trained), "trained_bytes": sum(map(nbytes, trained))}
+            model |= {"trained": len(trained), "trained_bytes": sum(one.nbytes for one in trained)}
         buffers = None
         if use is not None and self.buffers is not None:
             buffers = {
                 "count": len(self.buffers),
-                "bytes": sum(map(nbytes, self.buffers.values())),
+                "bytes": sum(one.nbytes for one in self.buffers.values()),
                 "changing": list(use.changing),
                 "changing_bytes": use.changing_bytes,
                 "constant": list(use.constant),

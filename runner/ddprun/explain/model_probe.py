@@ -20,14 +20,13 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.host.device import gpu_count
-from ddprun.host.import_path import make_folder_importable
+from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
 from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
-from ddprun_hooks.comm.queue import HostQueue
-from ddprun_hooks.payload import nbytes
+from ddprun_hooks.queue import CpuQueue
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -239,7 +238,7 @@ def _buckets(
     with seeding.preserve_rng_state(precision.device):
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
-        if sum(map(nbytes, model.parameters())) > _LARGE_BYTES:
+        if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             with suppress(Exception):  # of a model that looks at values; it runs with them, then
                 ready = _params_in_ready_order(model, objective, precision, content, _on_meta)
         if ready is None:
@@ -290,10 +289,10 @@ def _bucket_layouts_from_ddp(
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
-        queue = HostQueue(RankGroup("world", 0, ("here",)))
+        queue = CpuQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
         settle_bucket_layout(replica, objective, precision, feed, barrier=lambda: None)
-        layout = replica.layout
+        layout = replica.dispatcher.layout
         del replica
         gc.collect()  # before the group ends, on which DDP still has a hand
     return layout

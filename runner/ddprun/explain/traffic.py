@@ -27,15 +27,15 @@ from ddprun_hooks.comm.groups import (
     check_shared_memory_device,
     merge_requirements,
 )
-from ddprun_hooks.comm.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
-from ddprun_hooks.payload import PayloadKind, nbytes
-from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
+from ddprun_hooks.payload import PayloadKind
+from ddprun_hooks.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.stack import Stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
-"""As `ddprun_hooks.comm.exchange.Exchange` calls their groups; `world` is that of gradients."""
+"""As `ddprun_hooks.exchange.Exchange` calls their groups; `world` is that of gradients."""
 
 GroupScope = Literal["all", "host", "across", "part"]
 """All ranks, those of each host, of one local rank on every host, or of each part of a partition."""
@@ -229,7 +229,7 @@ class TrafficSimulator:
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
         """What carries a bucket on a route; made anew each time, since hooks keep state."""
         if route.through == "sum":
-            return all_reduce_stack()
+            return Stack([])
         if route.through == "broadcast":
             return broadcast_stack(route.source)
         assert stage is not None, "hooks are a stage's"
@@ -271,7 +271,7 @@ class TrafficSimulator:
 
 def _held_bytes(value: Any) -> int:
     """The size of a part of a hook's state, of which only tensors count."""
-    return nbytes(value) if isinstance(value, torch.Tensor) else 0
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _bucket(

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"
 """Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
 
+SIGNAL_EXIT_BASE = 128
+"""Exit codes of processes that a signal ended: this and its number."""
+
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
-
-SignalHandler = Callable[[int, FrameType | None], Any]
 
 
 def die_with_launcher() -> None:
@@ -56,7 +57,9 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def set_signal_handler(number: int, handler: SignalHandler | signal.Handlers) -> None:
+def set_signal_handler(
+    number: int, handler: Callable[[int, FrameType | None], Any] | signal.Handlers
+) -> None:
     """Put a handler over a signal, unless this process was started with the signal ignored.
 
     `nohup` ignores SIGHUP, and a shell ignores SIGINT in what a script starts in the background: both want
@@ -64,6 +67,12 @@ def set_signal_handler(number: int, handler: SignalHandler | signal.Handlers) ->
     """
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+def exit_at_signals(*numbers: int) -> None:
+    """End this process at once when one of these signals comes, with the exit code that a shell gives it."""
+    for number in numbers:
+        set_signal_handler(number, lambda number, _: os._exit(SIGNAL_EXIT_BASE + number))
 
 
 def in_background(call: Callable[[], _T]) -> "Future[_T]":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.network import public_warning
-from ddprun.host.processes import set_signal_handler
+from ddprun.host.processes import exit_at_signals
 from ddprun.launch.launcher import LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
 
@@ -65,8 +65,7 @@ def start(
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        set_signal_handler(number, lambda number, _: os._exit(128 + number))
+    exit_at_signals(signal.SIGINT, signal.SIGTERM)
     from ddprun.launch.local import launch
 
     if launcher is not None:

@@ -39,15 +39,19 @@ from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
 from ddprun.host.device import check_launch, default_rank_count
-from ddprun.host.processes import LAUNCHER_PID_VARIABLE, in_background, set_signal_handler
+from ddprun.host.processes import (
+    LAUNCHER_PID_VARIABLE,
+    SIGNAL_EXIT_BASE,
+    exit_at_signals,
+    in_background,
+    set_signal_handler,
+)
 from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
-
-_SIGNAL_EXIT_BASE = 128
-"""Exit codes of processes that a signal ended: this and its number."""
+from ddprun_hooks.errors import format_ranks
 
 _STORE_LINGER_S = 4.0
 """The store may end with this process; the other hosts' ranks still ask it who failed first."""
@@ -285,8 +289,7 @@ def _run_with_watchdog(
             try:
                 _run_agent(agent)
             except ChildFailedError:
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    set_signal_handler(number, lambda number, _: os._exit(_SIGNAL_EXIT_BASE + number))
+                exit_at_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:
                     watchdog.linger(_STORE_LINGER_S)
                 raise
@@ -298,7 +301,7 @@ def _run_with_watchdog(
         if found is not None and steps_in(found / "checkpoints"):
             hint = f"; to resume: {resume_command(found)}"
         print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
-        return _SIGNAL_EXIT_BASE + int(caught.sigval)
+        return SIGNAL_EXIT_BASE + int(caught.sigval)
     code = rank_files.read_outcome(folder)
     if code is None:
         print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
@@ -552,7 +555,7 @@ def _unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
     """
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
     if early := [rank for rank, code in codes.items() if code == 0]:
-        who = f"rank {early[0]}" if len(early) == 1 else f"ranks {', '.join(map(str, early))}"
+        who = format_ranks(early)
         return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
     by = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
     others = {rank: number for rank, number in by.items() if number is not signal.SIGTERM}

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun.config import Ddp
 from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import CommQueue
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.dispatcher import BucketDispatcher
+from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack
 
 
@@ -41,11 +41,6 @@ class DdpReplica:
         )
         self.dispatcher = BucketDispatcher(self.ddp, queue, stack)
         self._settings = settings
-
-    @property
-    def layout(self) -> tuple[BucketLayout, ...]:
-        """The gradient buckets, in the order in which backward fills them."""
-        return self.dispatcher.layout
 
     def settle_bucket_layout(
         self,
@@ -114,8 +109,8 @@ class DdpReplica:
 def predict_bucket_layout(
     params_by_completion: Mapping[str, Tensor], caps_bytes: Sequence[int]
 ) -> tuple[BucketLayout, ...]:
-    """The gradient buckets that DDP will rebuild, computed without DDP: the same as `DdpReplica.layout` once
-    that is fixed.
+    """The gradient buckets that DDP will rebuild, computed without DDP: the same as `BucketDispatcher.layout`
+    once that is fixed.
 
     Args:
         params_by_completion: parameters by name, in the order in which backward completes their gradients.

@@ -20,7 +20,6 @@ from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import distinct_stacks
 from ddprun.predict.model import Bottleneck, CostModel, StepPrediction
 from ddprun.units import format_bytes, format_duration
-from ddprun_hooks.payload import nbytes
 
 _WAIT_PHRASES = {
     "wire": "for the wire",
@@ -216,16 +215,16 @@ def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
         on_meta.step()
     except Exception:  # of an optimizer that wants more, or looks at values
         return None
-    return sum(nbytes(one) for one in tree_leaves(list(on_meta.state.values())) if isinstance(one, Tensor))
+    return sum(one.nbytes for one in tree_leaves(list(on_meta.state.values())) if isinstance(one, Tensor))
 
 
 def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> Memory:
     parameters, buffers = explained.parameters or {}, explained.buffers or {}
-    trained = sum(nbytes(one) for one in parameters.values() if one.requires_grad)
+    trained = sum(one.nbytes for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
     states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets or ()]
     return Memory(
-        weights=sum(map(nbytes, [*parameters.values(), *buffers.values()])),
+        weights=sum(one.nbytes for one in [*parameters.values(), *buffers.values()]),
         gradients=trained if stage.stage.name == "train" else 0,
         optimizer=optimizer,
         hooks=None if None in states else sum(filter(None, states)),

@@ -1,4 +1,6 @@
-"""When ranks synchronise: one policy per file, and what goes with them: buffers, mutation, the audit."""
+"""When ranks synchronise: one policy per file, and what goes with them: buffers, frozen parameters, the
+audit.
+"""
 
 from ddprun.sync.plan import OuterOptimizer, Partition, StageFacts, SyncPlan, SyncPolicy, Transfer
 

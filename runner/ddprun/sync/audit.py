@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddprun_hooks.comm.exchange import Exchange
+from ddprun_hooks.exchange import Exchange
 
 _DIGEST_BYTES = 6
 """48 bits of a hash: a whole number that float64, in which control messages travel, holds exactly."""

@@ -13,7 +13,6 @@ from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
 from ddprun.sync.plan import BufferSettings
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.payload import nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class BufferUse:
         changing = tuple(name for name in named if name in changing)
         counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
         constant = tuple(name for name in named if name not in changing and name not in counters)
-        return cls(changing, constant, counters, read, sum(nbytes(named[name]) for name in changing))
+        return cls(changing, constant, counters, read, sum(named[name].nbytes for name in changing))
 
     def describe(self) -> str:
         """In plain words."""

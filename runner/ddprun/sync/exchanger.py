@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.exchange import Exchange
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.queue import CommQueue
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload, PayloadKind
-from ddprun_hooks.stack import Stack, all_reduce_stack, broadcast_stack
+from ddprun_hooks.queue import CommQueue
+from ddprun_hooks.stack import Stack, broadcast_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ParameterExchanger:
 
     def __init__(self, exchange: Exchange, recorder: StepRecorder, cap_bytes: float) -> None:
         self.exchange, self.cap_bytes, self._recorder = exchange, cap_bytes, recorder
-        self._all_reduce_stack = all_reduce_stack()
+        self._all_reduce_stack = Stack([])
 
     def send(self, queue: CommQueue, payload: Payload, stack: Stack, group: RankGroup) -> PendingExchange:
         """Start sending a payload; `wait` waits for it. All ranks send in one order."""

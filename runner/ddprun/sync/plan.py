@@ -58,7 +58,7 @@ class Transfer:
 
     every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
     phase: int = 0  # it starts after steps whose number, divided by `every`, leaves this remainder
-    not_every: int | None = None  # it does not after multiples of this
+    not_every: int | None = None  # never after a step that is a multiple of this
     delay: int = 0
     """Training goes on meanwhile, and the result is applied so many steps later; `change` alone."""
 
@@ -95,7 +95,7 @@ class SyncPlan:
     gradients: GradientScope = None
     transfers: tuple[Transfer, ...] = ()  # in the order in which they start after one step
     hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
-    changes_weights: bool = True  # False: nothing in the stage does
+    changes_weights: bool = True  # False: nothing in the stage changes weights
     keeps_apart: bool = False
     """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
     with another number of ranks."""

@@ -327,7 +327,7 @@ def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tens
 
 
 class QueueRequirements(NamedTuple):
-    """Among which ranks each queue exchanges, as `ddprun_hooks.comm.exchange.Exchange` has them."""
+    """Among which ranks each queue exchanges, as `ddprun_hooks.exchange.Exchange` has them."""
 
     gradients: GroupRequirements
     deltas: GroupRequirements

@@ -213,8 +213,8 @@ class RecordFiles:
         for rank in self.remote_ranks:
             for kind in RECORD_FOLDERS:
                 if self._control.rank == rank:
-                    self._control.send_bytes(self._new_bytes(kind), 0)
-                elif self._control.rank == 0 and (data := self._control.receive_bytes(rank)):
+                    self._control.send_bytes(self._new_bytes(kind), 0, "records")
+                elif self._control.rank == 0 and (data := self._control.receive_bytes(rank, "records")):
                     with (
                         self.writer.noting_failure(),  # a disk that fails costs records, not the run
                         open_file(self._target, record_file(kind, rank), "ab", make_folders=True) as file,

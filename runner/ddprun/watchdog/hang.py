@@ -18,8 +18,9 @@ from typing import IO, Any, Literal, NamedTuple
 
 from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
-from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, PendingCollective, RankWatchdog
+from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog, WatchedCollective
 from ddprun.watchdog.status_page import RankStatus, ask_servers, claim_once, read_page, read_pages
+from ddprun_hooks.errors import format_ranks
 
 _EXIT_DEADLINE_S = 4.8
 """From the alarm to the end of the process, whatever stalls."""
@@ -260,15 +261,16 @@ def _describe_rank(
     if peer is None:
         return "has not joined, as far as can be seen from here"
     if not peer.status_server and peer.host != context.host:
-        return f"is on {peer.host}, whose ranks cannot be asked: ddprun's launcher did not start them"
+        why = "no status server of ddprun's launcher runs there"
+        return f"is on {peer.host}, whose ranks cannot be asked: {why}"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
 
 
-def _describe_collective(pending: PendingCollective) -> str:
+def _describe_collective(pending: WatchedCollective) -> str:
     return f"{pending.op} {pending.number} of {pending.sequence.name}"
 
 
-def _contents_row(pending: PendingCollective) -> tuple[str, str]:
+def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
     if pending.kind is None:
         return "for", pending.description
     names = [param.name for param in pending.params]
@@ -289,18 +291,6 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
             return f"{who} have waited for each other for {timeout_s:g} s"
         case "network":
             return f"{who} have all entered a collective, which has not completed for {timeout_s:g} s"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2`, or `ranks 0-3, 6`."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    listed = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'' if len(set(ranks)) == 1 else 's'} {listed}"
 
 
 def describe_activity(status: RankStatus) -> str:

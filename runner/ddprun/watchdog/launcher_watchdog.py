@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ddprun.host.processes import state_and_parent
 from ddprun.standard_streams import print_stderr
-from ddprun.watchdog.hang import format_ranks
 from ddprun.watchdog.rank_watchdog import HANG_FILE, CheckFailureReporter
 from ddprun.watchdog.status_page import RankStatus, StatusServer, read_pages
+from ddprun_hooks.errors import format_ranks
 
 STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"
 """Environment variable of ranks: where other hosts' ranks can ask about them."""
@@ -54,8 +54,13 @@ class LauncherWatchdog:
         self._give_up, self._rendezvous_answers = give_up, rendezvous_answers
         self._server: StatusServer | None = None
         if address is not None:
-            with suppress(OSError):  # then other hosts' ranks say that nobody answers here
+            try:
                 self._server = StatusServer(address, self.read_statuses, self._hang_found)
+            except OSError as error:
+                print_stderr(
+                    f"ddprun: warning: no status server at {address}: {error}; if the run hangs, other hosts "
+                    "cannot ask what the ranks of this one do"
+                )
         self._closed, self._check_failures = (
             threading.Event(),
             CheckFailureReporter("the launcher's watchdog"),
@@ -131,11 +136,11 @@ class LauncherWatchdog:
             return
         if self._rendezvous_answers is not None:
             self._unreachable = 0 if self._rendezvous_answers() else self._unreachable + 1
-            give_up = self._unreachable >= _TRIES
+            is_over = self._unreachable >= _TRIES
         else:
-            give_up = ([*living][-1] / HANG_FILE).exists()
-        if give_up:
-            self._give_up()
+            is_over = ([*living][-1] / HANG_FILE).exists()
+        if is_over and (give_up := self._give_up) is not None:  # `linger` may have taken it away meanwhile
+            give_up()
 
     def _check_ranks(self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float) -> None:
         for folder, ranks in living.items():

@@ -16,8 +16,7 @@ import torch
 
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.status_page import StatusPage, Wait
-from ddprun_hooks.comm.observer import NULL_OBSERVER
-from ddprun_hooks.comm.observer import CollectiveSequence as ObservedSequence
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
@@ -82,7 +81,7 @@ class EngineListener:
     def set_device(self, device: torch.device) -> None:
         """Note the GPU of this rank."""
 
-    def new_sequence(self, name: str, ranks: Sequence[int]) -> ObservedSequence:
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
         return NULL_OBSERVER
 
@@ -100,10 +99,10 @@ NO_OP_LISTENER = EngineListener()
 
 
 @dataclass(slots=True, eq=False)
-class PendingCollective:
+class WatchedCollective:
     """One collective of this rank; satisfies `ddprun_hooks.comm.observer.PendingCollective`."""
 
-    sequence: "CollectiveSequence"
+    sequence: "WatchedSequence"
     number: int
     op: str
     kind: PayloadKind | None
@@ -133,7 +132,7 @@ class PendingCollective:
 
 
 @dataclass(slots=True, eq=False)
-class CollectiveSequence:
+class WatchedSequence:
     """One sequence of this rank; satisfies `ddprun_hooks.comm.observer.CollectiveSequence`."""
 
     watchdog: "RankWatchdog"
@@ -141,16 +140,16 @@ class CollectiveSequence:
     name: str
     ranks: tuple[int, ...]
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
-    outstanding: dict[int, PendingCollective] = field(default_factory=dict)
+    outstanding: dict[int, WatchedCollective] = field(default_factory=dict)
 
     def issue(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
-    ) -> PendingCollective:
+    ) -> WatchedCollective:
         number = next(self.numbers)
         kind, bucket, params = (
             (None, -1, ()) if payload is None else (payload.kind, payload.bucket, payload.params)
         )
-        pending = PendingCollective(
+        pending = WatchedCollective(
             self, number, op, kind, bucket, params, what, peers, self.watchdog.clock_us()
         )
         self.outstanding[number] = pending
@@ -162,7 +161,7 @@ class CollectiveSequence:
 class OverdueCollective:
     """A collective that is not over, and for how long it has not been."""
 
-    pending: PendingCollective
+    pending: WatchedCollective
     age_s: float
 
     @property
@@ -205,7 +204,7 @@ class RankWatchdog(EngineListener):
     """Time that did not count because this process was stopped."""
 
     status_page: StatusPage = field(init=False)
-    _sequences: list[CollectiveSequence] = field(default_factory=list)
+    _sequences: list[WatchedSequence] = field(default_factory=list)
     _device: torch.device | None = None
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
@@ -224,9 +223,9 @@ class RankWatchdog(EngineListener):
         self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
 
-    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
+    def new_sequence(self, name: str, ranks: Sequence[int]) -> WatchedSequence:
         """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
-        sequence = CollectiveSequence(self, len(self._sequences), name, tuple(ranks))
+        sequence = WatchedSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
 
@@ -253,8 +252,8 @@ class RankWatchdog(EngineListener):
         return now_us() - self.suspended_us
 
     def find_overdue(self, after_s: float) -> list[OverdueCollective]:
-        """Collectives under way for longer than that, oldest first. On a device, one of a sequence that is
-        not over stands for those behind it.
+        """Collectives under way for longer than that, oldest first. Of a sequence on a GPU only the oldest
+        unfinished one is listed: the others wait for it.
         """
         now, found = self.clock_us(), []
         ask_after_s = max(after_s, min(_DEVICE_POLL_AGE_S, self.timeout_s / 4))

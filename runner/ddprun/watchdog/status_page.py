@@ -171,8 +171,15 @@ class StatusPage:
             self.path = str(folder / f"rank-{rank:05}.status")
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         size = ctypes.sizeof(_Page)
-        os.posix_fallocate(handle, 0, size)  # to run out of room here, not at a write to the mapping
-        self._page = _Page.from_buffer(mmap.mmap(handle, size))
+        try:
+            os.posix_fallocate(handle, 0, size)  # to run out of room here, not at a write to the mapping
+            self._page = _Page.from_buffer(mmap.mmap(handle, size))
+        except OSError:
+            self.remove()
+            raise
+        finally:
+            if self._in_folder:  # without one, the path leads through the descriptor
+                os.close(handle)
         self._issued, self._step = self._page.issued, 0
         self.set_phase(b"starting")
         self.write_heartbeat()
@@ -271,6 +278,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         self, address: str, read_statuses: Callable[[], dict[int, RankStatus]], hang_found: Callable[[], None]
     ) -> None:
         self.read_statuses, self.hang_found, self.secret = read_statuses, hang_found, secrets.token_hex(8)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _AnswerHandler)
         host, port = self.server_address[:2]
         self.endpoint = f"{host!s}:{port}/{self.secret}"

@@ -24,9 +24,9 @@ from ddprun_hooks.comm.groups import (
     RankGroup,
     check_shared_memory_device,
 )
-from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, observed_wait
-from ddprun_hooks.comm.queue import CommQueue, HostQueue, StreamQueue
+from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, noting_failure, observed_wait
 from ddprun_hooks.payload import Payload
+from ddprun_hooks.queue import CommQueue, CpuQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
 
@@ -87,15 +87,11 @@ class Exchange:
         check_shared_memory_device(device, [*gradients, *deltas, *plain])
         placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
-        one_group_per_round = (
-            gpu is None or backend != "nccl" or os.environ.get(_LAUNCH_ORDER_VARIABLE) == "1"
-        )
+        shares_process_groups = backend == "nccl" and os.environ.get(_LAUNCH_ORDER_VARIABLE) != "1"
         everybody = list(range(placement.size))
         set_up = observer.new_sequence("set-up of groups", everybody)
 
         def make_process_group(name: str, ranks: list[int]) -> Any:
-            if backend == "nccl" and name == "plain.0 of 0" and ranks == everybody:
-                return dist.group.WORLD  # which DDP alone uses otherwise: a communicator less on the GPU
             options = None if backend != "nccl" else _high_priority_nccl_options(timeout)
             with observed_wait(set_up, "new_group", f"making the process group {name}"):
                 return dist.new_group(
@@ -103,14 +99,18 @@ class Exchange:
                 )
 
         factory = GroupFactory(
-            make_process_group, control.all_gather_bytes, timeout.total_seconds(), ProgressThread(), observer
+            make_process_group,
+            control.all_gather_bytes,
+            timeout.total_seconds(),
+            ProgressThread(),
+            observer,
+            # A stream keeps collectives in order: there, one process group can serve every round.
+            shares_process_groups=shares_process_groups,
         )
 
-        def queue(name: str, requirements: GroupRequirements) -> CommQueue:
-            # A stream keeps collectives in order: there, one process group can serve every round.
-            rounds = requirements if one_group_per_round else dict.fromkeys(requirements, 1)
-            world = factory.make_group(name, placement, rounds)
-            return HostQueue(world) if gpu is None else StreamQueue(world, gpu)
+        def queue(name: str, requirements: GroupRequirements, existing: Sequence[Any] = ()) -> CommQueue:
+            world = factory.make_group(name, placement, requirements, existing)
+            return CpuQueue(world) if gpu is None else StreamQueue(world, gpu)
 
         exact = RankGroup(
             "exact",
@@ -118,21 +118,22 @@ class Exchange:
             placement.hosts,
             # The training thread alone uses both, and waits here: on a CPU they can share a process group.
             [control.group if gpu is None else make_process_group("exact", everybody)],
-            sequences={False: [observer.new_sequence("exact", everybody)]},
+            sequences={"network": [observer.new_sequence("exact", everybody)]},
         )
         return cls(
             gradient_queue=queue("world", gradients),
             delta_queue=queue("deltas", deltas),
-            plain_queue=queue("plain", plain),
+            # DDP alone uses the default group otherwise: a communicator less on the GPU.
+            plain_queue=queue("plain", plain, [dist.group.WORLD] if backend == "nccl" else []),
             exact_group=exact,
             control=control,
         )
 
-    def begin_step(self, *, recorded: bool) -> None:
-        """A step begins; on a GPU, only one that is recorded takes timestamps of all that its buckets do."""
+    def set_detailed_timing(self, detailed: bool) -> None:
+        """Whether buckets on a GPU take timestamps of all that they do from now on."""
         for queue in (self.gradient_queue, self.delta_queue, self.plain_queue):
             if isinstance(queue, StreamQueue):
-                queue.detailed_timing = recorded
+                queue.detailed_timing = detailed
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
@@ -156,14 +157,11 @@ class Exchange:
     def _run_exact(self, collective: Collective, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
-        work = self.exact_group.launch(collective, 0)
-        if isinstance(work, dist.Work):
-            pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
-        try:
+        with noting_failure(pending):
+            work = self.exact_group.launch(collective, 0)
+            if isinstance(work, dist.Work):
+                pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
             work.wait()
-        except BaseException:
-            pending.mark_failed()
-            raise
         return self.exact_group.wire_bytes(collective)
 
 

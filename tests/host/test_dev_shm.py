@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.host import shared_memory
-from ddprun.host.shared_memory import (
+from ddprun.host import dev_shm
+from ddprun.host.dev_shm import (
     PAGE_BYTES,
     ShmSpace,
     needed_bytes,
@@ -104,7 +104,7 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
     script = (
         "import torch.multiprocessing as m\nkept = [m.Event(), m.Queue(), *(m.Queue() for _ in range(3))]\n"
     )
-    for size, works in ((least, True), (least - shared_memory.PAGE_BYTES, False)):
+    for size, works in ((least, True), (least - dev_shm.PAGE_BYTES, False)):
         setup = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
         command = ["unshare", "--mount", "sh", "-ec", setup, "sh", sys.executable, "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
@@ -117,6 +117,6 @@ def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
 )
 def test_nccl_wants_room_between_gpus(ranks: int, free: int, short: bool) -> None:
     """A container's 64 MiB may be too little; said, and no more, since it depends on the GPUs' links."""
-    found = shared_memory.nccl_shortage(ranks, shared_memory.ShmSpace(free, free))
+    found = dev_shm.nccl_shortage(ranks, dev_shm.ShmSpace(free, free))
     assert (found is not None) == short
     assert found is None or (not found.certain and "64 MiB free" in found.message)

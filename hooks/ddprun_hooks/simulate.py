@@ -16,7 +16,10 @@ from ddprun_hooks.comm.groups import (
     check_one_host,
     merge_requirements,
 )
-from ddprun_hooks.comm.queue import (
+from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.errors import ExchangeError, HooksError
+from ddprun_hooks.payload import Payload, PayloadKind
+from ddprun_hooks.queue import (
     check_rounds,
     new_collective_trace,
     new_trace,
@@ -24,9 +27,6 @@ from ddprun_hooks.comm.queue import (
     start_hooks,
     write_back,
 )
-from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.errors import ExchangeError, HooksError
-from ddprun_hooks.payload import Payload, PayloadKind
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
 
@@ -77,7 +77,7 @@ def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[in
         except Exception as error:
             if not stack.custom_hooks:
                 raise
-            names = ", ".join(name for name, _ in stack.custom_hooks)
+            names = ", ".join(stack.custom_hooks.values())
             raise ExchangeError(
                 f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
             ) from error

@@ -8,10 +8,11 @@ sees the same collectives in the same order on every rank, however the ranks' th
 however many collectives a rank has with other groups in between. Issuing the next collective "when the last
 one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 
-A queue in host memory (`HostQueue`) is driven by whatever thread has an event: the backward pass that brings
-a bucket, or the thread of the collective that has finished. Gradients that need one collective keep the rule
-by themselves: each backward pass issues it as it brings the bucket. On a GPU (`StreamQueue`) streams keep the
-order, so a coroutine runs to its end at once.
+A queue in host memory (`CpuQueue`) is driven by whatever thread has an event: the backward pass that brings
+a bucket, or the thread of the collective that has finished. A gradient bucket that needs one collective is
+sent without an event: the backward pass that brings it issues the collective itself, so buckets issue theirs
+in the order in which they are brought. On a GPU (`StreamQueue`) streams keep the order, so a coroutine runs
+to its end at once.
 """
 
 import atexit
@@ -20,23 +21,23 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
-from ddprun_hooks.comm.observer import PendingCollective
+from ddprun_hooks.comm.observer import PendingCollective, noting_failure
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
 from ddprun_hooks.comm.uncounted import run_and_detect
-from ddprun_hooks.errors import ExchangeError
-from ddprun_hooks.payload import Payload, dtype_name, nbytes
+from ddprun_hooks.errors import ExchangeError, fail_future
+from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack
 
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
@@ -45,7 +46,7 @@ _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
-class HostQueue:
+class CpuQueue:
     """Drives payloads in host memory among the ranks of `world`; collectives overlap with the caller and with
     each other.
     """
@@ -85,7 +86,7 @@ class HostQueue:
         return future
 
     def _send_at_once(self, bucket: "_BucketInFlight") -> Future[Tensor]:
-        """Send a bucket of one collective while no earlier one has still to issue any.
+        """Send a bucket of one collective, if no earlier bucket has collectives left to issue.
 
         What is left of its hooks runs in `then`: the collective's thread needs Python for nothing after it.
         One that sets a future itself wakes the training thread, and has to get Python's lock back from that
@@ -101,6 +102,7 @@ class HostQueue:
             self.error = self.error or error
             future: Future[Tensor] = Future()
             fail_future(future, self.error)
+            bucket.close()
             return future
         if collective is None:
             future = Future()
@@ -123,8 +125,8 @@ class HostQueue:
         return done.then(wait_for_at_exit(finish))
 
     def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
-        """Have a bucket go on, here or by the thread that is driving already: it enters the queue (None), or
-        its collective has ended with this result, or has failed.
+        """Handle an event of a bucket: it enters (None), or its collective's result or failure. If another
+        thread is handling events, leave it to that one.
 
         `Future.add_done_callback` calls back at once when the work is done, on the very thread that is
         driving: it must find the lock free, and must not drive a second time.
@@ -177,7 +179,11 @@ class HostQueue:
         return collective
 
     def _issue_in_order(self) -> None:
-        """Issue every collective that the rule allows."""
+        """Issue every collective that the rule allows.
+
+        It is enough to ask the unfinished bucket just before: that one issued its k-th only after the one
+        before it had, and so on to the first.
+        """
         before: _BucketInFlight | None = None
         for bucket in list(self._in_flight):
             collective = bucket.requested_collective
@@ -202,12 +208,17 @@ class HostQueue:
         self, bucket: "_BucketInFlight", collective: Collective
     ) -> tuple[Future[Any], "_CompletionCallback"]:
         """Start a collective; gives its future, and what notes its end and says what has come of it."""
-        issued, group = bucket.issued, collective.group.name
-        collective_trace = new_collective_trace(collective, issued[group], now_us())
+        group, round_index = collective.group, bucket.issued[collective.group.name]
+        check_rounds(collective, round_index, group.rounds(collective), bucket.stack)
+        collective_trace = new_collective_trace(collective, round_index, now_us())
         bucket.trace.collectives.append(collective_trace)
-        pending = collective.group.sequence(collective, issued[group]).issue(collective.op, bucket.payload)
-        work = launch_collective(collective, issued[group], bucket.stack)
-        issued[group] += 1
+        pending = group.sequence(collective, round_index).issue(collective.op, bucket.payload)
+        try:
+            work = group.launch(collective, round_index)
+        except BaseException:
+            pending.mark_failed()
+            raise
+        bucket.issued[group.name] += 1
 
         def complete(future: Future[Any]) -> Tensor | BaseException:
             collective_trace.done = now_us()
@@ -227,8 +238,8 @@ class HostQueue:
             self.error = error
         broken, self._in_flight = self._in_flight, []
         for bucket in broken:
-            bucket.run.close()
             fail_future(bucket.future, self.error)
+            bucket.close()
 
     def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
         on_training_thread = threading.get_ident() == self._training_thread
@@ -260,7 +271,7 @@ def _wait_for_callbacks() -> None:
 
 @dataclass(slots=True, eq=False)
 class _BucketInFlight:
-    """One payload under way in a `HostQueue`."""
+    """One payload under way in a `CpuQueue`."""
 
     payload: Payload
     stack: Stack
@@ -269,6 +280,11 @@ class _BucketInFlight:
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
     issued: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives so far, by group
     requested_collective: Collective | None = None  # asked for, not yet issued
+
+    def close(self) -> None:
+        """End the hooks where they are."""
+        with suppress(BaseException):  # a hook's `finally` may raise anything, or await
+            self.run.close()
 
 
 class StreamQueue:
@@ -294,7 +310,7 @@ class StreamQueue:
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
-        """As `HostQueue.send`; the future is set at once and carries the stream's events."""
+        """As `CpuQueue.send`; the future is set at once and carries the stream's events."""
         gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
         ready = gpu.record_timestamp()
         trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
@@ -341,16 +357,18 @@ class StreamQueue:
                 for pending in pending_collectives:
                     pending.done_when(done.has_passed)
                 return
-            name, one_group = collective.group.name, len(collective.group.process_groups) == 1
-            round_index = 0 if one_group else issued[name]
-            issued[name] += 1
+            of_round, process_groups = issued[collective.group.name], collective.group.process_groups
+            check_rounds(collective, of_round, len(process_groups), stack)
+            round_index = process_groups.index(process_groups[of_round])  # the first that shares its group
+            issued[collective.group.name] += 1
             launched = start
             if detailed:
                 launched = gpu.record_timestamp(stream)
                 trace.spans.append(Span(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
             pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
-            launch_collective(collective, round_index, stack).wait()  # with NCCL, the stream alone waits
+            with noting_failure(pending):
+                collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
             if detailed:
                 trace.collectives[-1].done = start = gpu.record_timestamp(stream)
                 pending.done_when(start.has_passed)
@@ -359,7 +377,7 @@ class StreamQueue:
             result = collective.output
 
 
-CommQueue = HostQueue | StreamQueue
+CommQueue = CpuQueue | StreamQueue
 
 
 def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
@@ -371,7 +389,7 @@ def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
         hooks=stack.names,
         dtype=dtype_name(tensor.dtype),
         numel=tensor.numel(),
-        bytes=nbytes(tensor),
+        bytes=tensor.nbytes,
         params=payload.params,
         ready=ready,
         findings=payload.findings,
@@ -385,23 +403,11 @@ def new_collective_trace(collective: Collective, round_index: int, start: Any) -
         op=collective.op,
         group=f"{group.name}.{round_index}",
         dtype=dtype_name(collective.tensor.dtype),
-        bytes=nbytes(collective.tensor if collective.op == "reduce_scatter" else collective.output),
+        bytes=(collective.tensor if collective.op == "reduce_scatter" else collective.output).nbytes,
         wire_bytes=group.wire_bytes(collective),
         between_hosts_bytes=group.between_hosts_bytes(collective),
         start=start,
     )
-
-
-def launch_collective(collective: Collective, round_index: int, stack: Stack) -> dist.Work | Future[None]:
-    """Start a collective on its group."""
-    group = collective.group
-    check_rounds(
-        collective,
-        round_index,
-        len(group.shm_groups if collective.via_shared_memory else group.process_groups),
-        stack,
-    )
-    return group.launch(collective, round_index)
 
 
 def check_rounds(collective: Collective, round_index: int, available: int, stack: Stack) -> None:
@@ -432,7 +438,7 @@ def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: Bu
     else:
         awaited = run.send(result)
     if not isinstance(awaited, Collective):
-        names = ", ".join(name for name, _ in stack.custom_hooks)
+        names = ", ".join(stack.custom_hooks.values())
         raise ExchangeError(
             f'hook "{names}" awaits {type(awaited).__name__}, which is not a collective; '
             "a hook awaits comm.reduce and the collectives of comm only"
@@ -459,9 +465,3 @@ def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
         )
     if mean.data_ptr() != target.data_ptr():
         target.copy_(mean)
-
-
-def fail_future(future: Future[Tensor], error: BaseException) -> None:
-    """Complete a future with `error`, which its waiter gets."""
-    exception = error if isinstance(error, Exception) else RuntimeError(repr(error))
-    future.set_exception(exception)  # type: ignore[arg-type]  # torch's stub wants the future's own type here
