@@ -1,5 +1,6 @@
 """What a hook sees: one flat tensor, and which parameters lie where in it."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +58,7 @@ class Payload:
     findings: list[Finding] = field(default_factory=list, compare=False)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

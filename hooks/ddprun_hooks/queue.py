@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.comm.observer import PendingCollective, noting_failure
@@ -423,7 +422,7 @@ def check_rounds(collective: Collective, round_index: int, available: int, stack
 
 def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
     """The coroutine of one payload, as a generator of collectives."""
-    return cast(HookRun, stack.run(payload, Communicator(world)))
+    return cast(HookRun, stack.run(payload, world))
 
 
 def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: BucketTrace[Any]) -> Collective:

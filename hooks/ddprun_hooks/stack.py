@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddprun_hooks.comm import uncounted
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirements
+from ddprun_hooks.comm.groups import GroupRequirements, RankGroup
 from ddprun_hooks.config import grammar
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
@@ -95,8 +95,8 @@ class Stack:
             for stack in hook.inner_stacks().values():
                 yield from stack.named_hooks()
 
-    async def run(self, payload: Payload, comm: Communicator, depth: int = 0) -> Tensor:
-        """Carry `payload` through the hooks from `depth` on; gives the mean over ranks."""
+    async def run(self, payload: Payload, group: RankGroup, depth: int = 0) -> Tensor:
+        """Carry `payload` through the hooks from `depth` on; gives the mean over the ranks of `group`."""
         if depth == len(self.hooks):
             raise HookSetupError(f'"{self.names[-1]}" is a reducer: nothing follows that could reduce for it')
 
@@ -109,9 +109,9 @@ class Stack:
                 if same and compression_error is None:
                     compression_error = payload.compression_error
             onward = replace(payload, tensor=tensor, params=params, compression_error=compression_error)
-            return self.run(onward, comm, depth + 1)
+            return self.run(onward, group, depth + 1)
 
-        result: object = self.hooks[depth](payload, Communicator(comm.group, rest))
+        result: object = self.hooks[depth](payload, Communicator(group, rest))
         if not isinstance(result, Awaitable):
             raise HookSetupError(
                 not_async_message(self.names[depth], f"called, it gave {type(result).__name__}")
