@@ -72,6 +72,10 @@ class PluginRegistry:
             return ()
         return tuple(name for name in found if name not in self.reserved_names | {*self.built_in()})
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is one of this name. What is installed is read only for a name that may be there."""
+        return name in self.built_in() or (name not in self.reserved_names and name in self.installed())
+
     def names(self) -> tuple[str, ...]:
         """All names."""
         return (*self.built_in(), *self.installed())
@@ -139,10 +143,23 @@ def _is_derived(found: Any, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
-# Whoever makes one of these objects knows its base class; no file of a kind is imported here.
+# Base classes and packages are given by name, so that making a registry imports neither.
 HOOKS = PluginRegistry("hook", ENTRY_POINT_GROUP, reserved_names=frozenset(BUILT_IN))
 SYNC_POLICIES = PluginRegistry(
     "sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies"
 )
 TRACKERS = PluginRegistry("tracker", "ddprun.trackers", "ddprun.track.Tracker", "ddprun.track.backends")
-CLUSTERS = PluginRegistry("cluster", "ddprun.clusters", "ddprun.cluster.Cluster", "ddprun.cluster.backends")
+CLUSTERS = PluginRegistry(
+    "cluster",
+    "ddprun.clusters",
+    "ddprun.cluster.Cluster",
+    "ddprun.cluster.backends",
+    frozenset(
+        {
+            *("name", "seed", "model", "init", "freeze", "data", "loader", "batch", "weight_by", "loss"),
+            *("optimizer", "groups", "schedule", "warmup_steps", "clip_norm", "clip_value", "ema", "on_nan"),
+            *("precision", "deterministic", "compile", "ddp", "accumulate", "sync", "hooks", "buffers"),
+            *("stages", "launch", "checkpoint", "timings", "audit", "track"),
+        }
+    ),  # the other keys of a pipeline: a backend's name is one, too
+)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 
 from ddprun import __version__
@@ -232,8 +233,21 @@ def test_github_annotations_are_escaped() -> None:
         github_annotation(fault)
         == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
     )
-    override = Fault(file="--set 1", line=1, column=2, path="x", problem="bad")
+    override = Fault(file="--set 1", order=1, line=1, column=2, path="x", problem="bad")
     assert github_annotation(override) == "::error title=ddprun::--set 1: x: bad"
+
+
+@pytest.mark.parametrize("form", ["text", "json", "github"])
+def test_a_file_may_be_called_like_an_override(
+    form: str, bad: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """Its faults are those of a file."""
+    monkeypatch.chdir(bad.parent)
+    bad.rename("--set x.yaml")
+    assert main(["check", "--format", form, "--", "--set x.yaml"]) == 2
+    out = capsys.readouterr().out
+    assert out.count("--set x.yaml") == 2
+    assert form != "github" or out.startswith("::error title=ddprun,file=--set x.yaml,line=5,col=1::sed: ")
 
 
 @pytest.mark.parametrize(
@@ -243,12 +257,15 @@ def test_colors(
     terminal: bool, no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """There is color on a terminal only, and none with NO_COLOR."""
-    from ddprun.cli.printing import format_faults, use_color
+    from ddprun.cli.printing import print_faults
 
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     fault = Fault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
-    assert ("\x1b[" in format_faults([fault], use_color(sys.stdout))) == colored
+    print_faults([fault], sys.stdout)
+    printed = capsys.readouterr().out
+    assert ("\x1b[" in printed) == colored
+    assert click.unstyle(printed) == f"{fault}\n"
 
 
 def test_init_writes_a_good_pipeline(

@@ -78,7 +78,7 @@ LAUNCH = st.fixed_dictionaries(
 
 def job_of(loaded: LoadedPipeline) -> Kubernetes:
     """What `submit` would send."""
-    return Kubernetes(vars(loaded.pipeline)["kubernetes"], Submission(loaded))
+    return Kubernetes(vars(loaded.pipeline)["kubernetes"] or Kubernetes.Options(), Submission(loaded))
 
 
 def check(manifest: dict[str, Any]) -> None:
@@ -298,6 +298,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(
                 {"kind": "APIResourceList", "groupVersion": path.split("/", 1)[1], "resources": resources}
             )
+        elif path.endswith("/pods/gone/log"):
+            self._answer({"kind": "Status", "message": 'pods "gone" not found', "code": 404}, 404)
         elif path.endswith("/log"):
             self._answer(self.server.output)
         elif path.endswith("/pods"):
@@ -356,10 +358,13 @@ def submit(folder: Path, environment: dict[str, str], *options: str) -> Finished
 
 @pytest.mark.parametrize("kind", ["trainjob", "job"])
 def test_what_a_dry_run_prints_is_sent(tmp_path: Path, kind: str) -> None:
-    """To the current context's namespace, the job last; then its first pod's output is shown."""
+    """To the current context's namespace, the job last; then its first pod's output is shown. A pod may have
+    been deleted since the pods were listed.
+    """
     with serving(tmp_path) as (server, environment):
         server.pods = [
             pod("second", {"running": {}}, index="1"),
+            pod("gone", {"running": {}}),
             pod("first", {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}),
             pod("first", {"terminated": {"exitCode": 1}}),
             pod("first", {"terminated": {"exitCode": 0}}, restarts=1),

@@ -264,8 +264,7 @@ def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
     stage = "stages:\n  - train: {epochs: 3, sync: {local_sgd: {every: 4}}, hooks: [fp16]}\n  - evaluate\n"
     (tmp_path / "p.yaml").write_text(PIPELINE.partition("stages:")[0] + stage)
     for noop in (False, True):
-        overrides = ("hooks=[noop]",) if noop else ("seed=1",)
-        variant = Variant("v", tmp_path / "p.yaml", overrides)
+        variant = Variant("v", tmp_path / "p.yaml", ("hooks=[noop]",), noop=noop)
         longer = with_step_and_noop_overrides(variant, 40)
         pipeline = load(longer.pipeline, longer.overrides).pipeline
         (train,) = pipeline.train_stages()
@@ -416,6 +415,12 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--vary", "seed=[0, 1]", "--seeds", "2"], "the seed is not the same in all runs already"),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),
+        (["--output", "full/file/out"], "cannot write full/file/out: Not a directory"),
+        (["--set", "stages=[save, {train: {steps: 1}}]", "--output", "full"], "warning: stages[0]: "),
+        (
+            ["--vary", 'init=[null, "${env:DDPRUN_NOT_SET}.safetensors"]'],
+            "the environment variable DDPRUN_NOT_SET is not set",
+        ),
         (
             ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
             "2 stages take steps: --steps needs a pipeline with one",

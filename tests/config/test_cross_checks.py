@@ -156,6 +156,7 @@ def test_unused_parameters_are_looked_for_over_all_hosts(loaded: Load) -> None:
     text = "ddp: {find_unused_parameters: true}\nsync: {hierarchical_sgd: {within: %d, across: 4}}\n" + TRAIN
     ((path, problem),) = told(loaded, text % 1)
     assert path == "ddp.find_unused_parameters"
+    assert '"find_unused_parameters: true" slows "sync: hierarchical_sgd"' in problem
     assert "hosts wait for each other" in problem
     assert "hosts wait" not in str(told(loaded, text % 2))
     assert told(loaded, "ddp: {find_unused_parameters: true}\n" + TRAIN) == []

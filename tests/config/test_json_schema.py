@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from ddprun.cli.catalog import _KINDS as KINDS_OF_COMMAND
 from ddprun.config import signatures
 from ddprun.config.catalog import KIND_HEADINGS, entries_of_kind
 from ddprun.config.choices import CHOICE_KINDS, parse_choice
@@ -124,11 +123,6 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
     assert accepts(kind, {name: given}), given
     assert not check_accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
     assert not accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
-
-
-def test_the_command_lists_every_kind() -> None:
-    """`ddprun catalog` offers each kind that there is, and no other."""
-    assert sorted(KINDS_OF_COMMAND) == sorted(KIND_HEADINGS)
 
 
 @pytest.mark.parametrize("kind", [*CHOICE_KINDS, "stage"])

@@ -240,7 +240,7 @@ def test_a_fault_of_a_key_that_nobody_wrote_has_no_place(loaded: Load) -> None:
     found = loaded("ddp: {bucket_cap_mb: 1}\n")
     assert str(found.fault("stages[0].train.epochs", "x")) == f"{found.path}: stages[0].train.epochs: x"
     assert found.fault("ddp.find_unused_parameters", "x").line == 5
-    assert found.has("ddp.bucket_cap_mb")
-    assert not found.has("ddp.find_unused_parameters")
-    assert not found.has("stages[0].train.epochs")
-    assert found.has("optimizer")
+    assert found.is_given("ddp.bucket_cap_mb")
+    assert not found.is_given("ddp.find_unused_parameters")
+    assert not found.is_given("stages[0].train.epochs")
+    assert found.is_given("optimizer")

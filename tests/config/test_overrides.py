@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.config import LoadedPipeline, PipelineError
+from ddprun.config import LoadedPipeline, PipelineError, RunSchedule
 from ddprun.config.tree import format_path, parse_path
 
 Load = Callable[..., LoadedPipeline]
@@ -39,6 +39,26 @@ def test_what_the_file_lacks_is_made(loaded: Load) -> None:
     assert pipeline.ddp.bucket_cap_mb == 4
     assert pipeline.schedule is not None
     assert pipeline.schedule.options == {"eta_min": 0.1}
+
+
+@pytest.mark.parametrize("written", ["CosineAnnealingLR", "{CosineAnnealingLR: {}}"])
+def test_a_schedule_has_its_span_beside_it(loaded: Load, written: str) -> None:
+    """`over` can be set beside the schedule that the file chooses, and its options beside `over`."""
+    text = f"schedule: {written}\nstages: [{{train: {{steps: 4}}}}]\n"
+    overrides = ["schedule.over=run", "schedule.cosineannealinglr.eta_min=0"]
+    for order in (overrides, overrides[::-1]):
+        assert loaded(text, *order).pipeline.schedule == RunSchedule(
+            "schedule", "CosineAnnealingLR", {"eta_min": 0}, "torch"
+        )
+    with pytest.raises(PipelineError, match="would be a second choice"):
+        loaded(text, "schedule.over=run", "schedule.LinearLR.start_factor=1")
+
+
+@pytest.mark.parametrize("override", [".seed=1", "..seed=1", "seed..a=1", "seed.=1"])
+def test_a_dot_stands_between_two_keys(loaded: Load, override: str) -> None:
+    """Anywhere else the path is none."""
+    with pytest.raises(PipelineError, match="invalid key path from here on"):
+        loaded("", override)
 
 
 def test_items_of_lists_are_counted_from_0(loaded: Load) -> None:

@@ -9,13 +9,16 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import PipelineError, load
-from ddprun.config.schema import pipeline_class
+from ddprun.config.json_schema import json_schema
+from ddprun.config.schema import Pipeline, _with_clusters, pipeline_class
 from ddprun.plugins import CLUSTERS, TRACKERS
 from ddprun_hooks.config import import_path as installing
 
-BASE = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\n"
+BASE = "model: {mlp: {inputs: 64, outputs: 10}}\ndata: digits\noptimizer: sgd\nlaunch: {nproc_per_node: 2}\n"
 GOOD = """
 from ddprun.cluster import Cluster
+from ddprun.options import PositiveInt
+from ddprun.sync import SyncPlan, SyncPolicy, Transfer
 from ddprun.track import Tracker
 
 class Good(Tracker):
@@ -31,6 +34,19 @@ class Site(Cluster):
 
     text = "nothing"
 
+class Relay(SyncPolicy):
+    "One rank's parameters for all."
+
+    source: str
+    "A host."
+    hosts: str = "all"
+    teller: PositiveInt = 1
+    split: PositiveInt | None = None
+
+    def plan(self, stage):
+        one = Transfer("parameters", 2, source=self.teller)
+        return SyncPlan(transfers=(one,), hosts=self.split)
+
 other = print
 """
 POINTS = [
@@ -41,6 +57,7 @@ POINTS = [
     EntryPoint("twice", "plugins_good:Good", "ddprun.trackers"),
     EntryPoint("twice", "plugins_broken:Good", "ddprun.trackers"),
     EntryPoint("wandb", "plugins_broken:Wandb", "ddprun.trackers"),
+    EntryPoint("relay", "plugins_good:Relay", "ddprun.sync"),
     EntryPoint("site", "plugins_good:Site", "ddprun.clusters"),
     EntryPoint("model", "plugins_good:Site", "ddprun.clusters"),
     EntryPoint("broken", "plugins_broken:Broken", "ddprun.clusters"),
@@ -54,7 +71,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(installing, "_all_entry_points", lambda: EntryPoints(POINTS))
-    caches = (installing.installed_entry_points, pipeline_class)
+    caches = (installing.installed_entry_points, _with_clusters)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -70,7 +87,7 @@ def problem(text: str) -> str:
     with pytest.raises(PipelineError) as caught:
         load(Path("p.yaml"))
     (fault,) = caught.value.faults
-    assert fault.line == 4
+    assert fault.line == 5
     return f"{fault.path}: {fault.message}"
 
 
@@ -90,6 +107,11 @@ def problem(text: str) -> str:
         ("site: {}", "site.queue: is required"),
         ("site: {queue: 3}", "site.queue: expected a string, got 3"),
         ("sites: {queue: a}", '(did you mean "site"?)'),
+        (
+            "sync: {relay: {source: a, teller: 2}}",
+            '"source: 2" clashes with "launch": there are 2 ranks; allowed: 0 to 1',
+        ),
+        ("sync: {relay: {source: a, split: 3}}", '"hosts: 3" clashes with "launch": it does not divide 2'),
     ],
 )
 def test_what_is_wrong_is_a_fault_with_its_place(text: str, told: str) -> None:
@@ -115,10 +137,30 @@ def test_a_broken_one_disturbs_nobody(capsys: pytest.CaptureFixture[str]) -> Non
     assert "cannot be imported: it is broken" in capsys.readouterr().err
 
 
-def test_a_name_that_is_a_key_already_is_no_cluster() -> None:
-    """A package cannot take a pipeline's own keys away."""
-    assert "model" in CLUSTERS.installed()
-    assert pipeline_class().model_fields["model"].is_required()
+def test_a_name_that_is_a_key_already_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """A package cannot take a pipeline's own keys away, and no command offers such a cluster."""
+    assert CLUSTERS.reserved_names == Pipeline.model_fields.keys()
+    assert CLUSTERS.installed() == ("broken", "site")
+    assert pipeline_class(["site"]).model_fields["model"].is_required()
+    assert json_schema()["properties"]["model"]["$ref"] == "#/$defs/model"
+    Path("p.yaml").write_text(BASE)
+    assert main(["submit", "p.yaml", "--to", "model", "--dry-run"]) == 2
+    assert (
+        "'model' is not one of 'docker', 'kubernetes', 'slurm', 'broken', 'site'" in capsys.readouterr().err
+    )
+
+
+def test_what_is_installed_is_looked_up_only_where_it_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read the metadata of all packages takes longer than to check a pipeline."""
+
+    def refuse() -> EntryPoints:
+        raise AssertionError("metadata was read")
+
+    monkeypatch.setattr(installing, "_all_entry_points", refuse)
+    Path("p.yaml").write_text(f"{BASE}slurm: {{nodes: 2}}\ntrack: [tensorboard]\nhooks: [fp16]\n")
+    assert load(Path("p.yaml")).warnings == ()
+    with pytest.raises(AssertionError, match="metadata was read"):
+        load(Path("p.yaml"), ["site.queue=long"])
 
 
 def test_submit_asks_for_options_that_are_needed(capsys: pytest.CaptureFixture[str]) -> None:

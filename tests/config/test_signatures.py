@@ -26,7 +26,7 @@ def real(kind: TorchKind, name: str) -> Any:
 def test_options_are_those_of_the_real_class(kind: TorchKind, name: str) -> None:
     """Each class exists, takes each option that is offered, and needs none that is not."""
     takes = inspect.signature(real(kind, name)).parameters
-    offered = {item.name: item for item in signatures.signature(kind, name).parameters}
+    offered = {item.name: item for item in signatures.parameters(kind, name)}
     assert offered.keys() <= takes.keys()
     needed = {key for key, item in takes.items() if item.default is item.empty} - {"params", "optimizer"}
     assert {key for key, item in offered.items() if item.required} == needed - {length_option(name)}
@@ -108,7 +108,7 @@ def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_every_class_is_described(kind: TorchKind, name: str) -> None:
     """The catalog has a sentence for each class."""
-    summary = signatures.signature(kind, name).summary
+    summary = signatures.summary(kind, name)
     assert len(summary) > 10
     assert ":" not in summary[:2]
     assert not summary.startswith(("Example", "Args"))

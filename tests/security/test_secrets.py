@@ -231,6 +231,7 @@ def test_no_fault_shows_a_secret(
     [
         "data.password=%s",
         "data.mylab.Files.password=[%s",
+        "track=[{wandb: {api_key: %s",
         "data={mylab.Files: {password: %s}, x: 1}",
         "seed=https://u:%s@h",
         "model.mlp.api_key=%s",
@@ -247,6 +248,36 @@ def test_no_fault_of_an_override_shows_a_secret(
     printed = capsys.readouterr()
     assert "canary" not in printed.out + printed.err
     assert "--set 1" in printed.out
+
+
+@pytest.mark.parametrize("command", ["compare", "tune"])
+@pytest.mark.parametrize(
+    "vary",
+    [
+        "track=[{wandb: {api_key: %s",
+        "track={wandb: {api_key: %s}}",
+        "data.mylab.Files.password=%s",
+        "data.mylab.Files.password=[%s",
+        "api_key",
+    ],
+)
+def test_no_fault_of_vary_shows_a_secret(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    vary: str,
+) -> None:
+    """Nor of `--vary`, which is not part of any pipeline; nor a value that the environment has."""
+    monkeypatch.setenv("API_KEY", "canary-canary-2")
+    path = tmp_path / "p.yaml"
+    path.write_text(pipeline("data: digits\n"))
+    given = [f"--vary={vary.replace('%s', 'canary-canary')}", "--vary=canary-canary-2"]
+    assert main([command, str(path), *given]) == 2
+    printed = capsys.readouterr()
+    assert "canary" not in printed.out + printed.err
+    assert "--vary 1" in printed.err
+    assert "--vary 2" in printed.err
 
 
 def test_the_caret_stays_under_the_fault(loaded: Callable[..., LoadedPipeline]) -> None:

@@ -110,7 +110,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
     sides = []
     for number in range(trials + 2):
         run = SeedRun(make(folder / f"{number}", steps=200), code=0)
-        compare.read_run(run, 20)
+        compare.fill_from_records(run, 20)
         sides.append(VariantRuns(Variant(f"{number}", folder, twin=number == 1), [run]))
     outcome = SearchOutcome(
         tuned=figures.tuned,

@@ -9,12 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
+from ddprun import EXIT_SUCCESS
 from ddprun.cli.run import format_option
-
-_KINDS = (
-    *("model", "data", "loss", "optimizer", "schedule", "sync", "hook", "mutate", "update", "metric"),
-    *("collate", "sampler", "weight", "tracker", "stage", "cluster"),
-)
 
 _WIDTH = 100
 
@@ -35,10 +31,14 @@ class _KindOrName(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from ddprun.config.catalog import names_of_kind
+        return [CompletionItem(name) for name in dict.fromkeys(_words()) if name.startswith(incomplete)]
 
-        found = [*_KINDS, *(name for kind in _KINDS for name in names_of_kind(kind))]
-        return [CompletionItem(name) for name in dict.fromkeys(found) if name.startswith(incomplete)]
+
+def _words() -> list[str]:
+    """The kinds, and the names of entries."""
+    from ddprun.config.catalog import KIND_HEADINGS, names_of_kind
+
+    return [*KIND_HEADINGS, *(name for kind in KIND_HEADINGS for name in names_of_kind(kind))]
 
 
 @click.command()
@@ -49,26 +49,25 @@ def catalog(what: str | None, form: str) -> int:
 
     KIND shows one kind of it, such as hook; NAME shows one entry in full, such as diloco.
     """
-    from ddprun.config.catalog import KIND_HEADINGS, entries_named, entries_of_kind, names_of_kind
+    from ddprun.config.catalog import KIND_HEADINGS, entries_named, entries_of_kind
     from ddprun.config.choices import CHOICE_KINDS
-    from ddprun.config.faults import suggest
+    from ddprun_hooks.config.messages import format_message, suggest
 
-    if what is not None and what not in _KINDS:
+    if what is not None and what not in KIND_HEADINGS:
         entries = entries_named(what)
         if not entries:
-            near = suggest(what, [*_KINDS, *(name for kind in _KINDS for name in names_of_kind(kind))])
-            hint = f' (did you mean "{near}"?)' if near else ""
-            text = f'"{what}" is neither a kind nor the name of an entry{hint}'
-            raise click.UsageError(f"{text}; kinds: {', '.join(_KINDS)}")
+            text = f'"{what}" is neither a kind nor the name of an entry'
+            text = format_message(text, suggestion=suggest(what, _words()))
+            raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
         if form == "json":
             click.echo(json.dumps(entries, indent=1))
         else:
             click.echo("\n\n".join(map(_format_entry, entries)))
-        return 0
-    kinds = [what] if what else list(_KINDS)
+        return EXIT_SUCCESS
+    kinds = [what] if what else list(KIND_HEADINGS)
     if form == "json":
         click.echo(json.dumps([entry for name in kinds for entry in entries_of_kind(name)], indent=1))
-        return 0
+        return EXIT_SUCCESS
     for index, name in enumerate(kinds):
         if index:
             click.echo()
@@ -81,7 +80,7 @@ def catalog(what: str | None, form: str) -> int:
         if kind is not None and kind.dotted_description:
             text = f"{kind.dotted_description}; its options are keyword arguments"
             click.echo(f"  package.module.name: {text}")
-    return 0
+    return EXIT_SUCCESS
 
 
 def _format_entry(entry: dict[str, Any]) -> str:
@@ -128,11 +127,11 @@ def schema(output: Path | None) -> int:
     text = json.dumps(json_schema(), indent=1) + "\n"
     if output is None:
         click.echo(text, nl=False)
-        return 0
+        return EXIT_SUCCESS
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.UsageError(
             f"{output} cannot be written: {(error.strerror or str(error)).lower()}"
         ) from None
-    return 0
+    return EXIT_SUCCESS

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ddprun import EXIT_BAD_INPUT, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 
@@ -41,9 +42,7 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
         faults += found
         if form != "text":
             continue
-        if found:
-            stream = sys.stderr if resolved else sys.stdout
-            click.echo(printing.format_faults(found, printing.use_color(stream)), file=stream)
+        printing.print_faults(found, sys.stderr if resolved else sys.stdout)
         if good:
             click.echo(loaded.resolved_yaml() if resolved else f"{path}: ok", nl=not resolved)
     if form == "json":
@@ -53,4 +52,4 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
     elif form == "github":
         for fault in faults:
             click.echo(printing.github_annotation(fault))
-    return 2 if any(fault.severity == "error" for fault in faults) else 0
+    return EXIT_BAD_INPUT if any(fault.severity == "error" for fault in faults) else EXIT_SUCCESS

@@ -2,13 +2,19 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
 from ddprun.standard_streams import is_terminal
+
+if TYPE_CHECKING:
+    from ddprun.compare.compare import Variant
 
 _SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
@@ -50,9 +56,11 @@ _SEEDS_NOTE = (
 )
 @click.option("--nproc-per-node", help="Ranks, as in `ddprun run`.")
 @click.option(
-    "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for what is left behind."
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the runs, their logs and report.html; by default runs/compare/TIME.",
 )
-@format_option("text", "json", "csv", "markdown", text="Of the table.")
+@format_option("text", "json", "csv", "markdown", text="How the table is printed.")
 def compare(
     pipelines: tuple[Path, ...],
     vary: tuple[str, ...],
@@ -74,18 +82,19 @@ def compare(
     """
     from ddprun.cli import printing
     from ddprun.compare import compare as comparing
-    from ddprun.compare import learning
     from ddprun.config import load
     from ddprun.config.overrides import parse_alternatives
     from ddprun.config.resolved import flow_yaml
-    from ddprun.report import blocks, html
 
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     all_variants = comparing.make_variants(pipelines, shared_overrides, keys, noop=noop, twin=control)
     variants = [comparing.with_step_and_noop_overrides(one, steps) for one in all_variants]
     loaded = [load(variant.pipeline, variant.overrides) for variant in variants]
-    loaded[0].check_environment()
+    for one in loaded:
+        one.check_environment()
+    own = [one for variant, one in zip(variants, loaded, strict=True) if not (variant.twin or variant.noop)]
+    printing.print_faults(dict.fromkeys(fault for one in own for fault in one.warnings))
     first_seed = loaded[0].pipeline.seed
     if seeds > 1 and any(one.pipeline.seed != first_seed for one in loaded):
         raise click.BadParameter("the seed is not the same in all runs already", param_hint="--seeds")
@@ -94,14 +103,35 @@ def compare(
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
             click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)
     folder = output if output is not None else Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
+    arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
+    try:
+        return _run_and_show(variants, run_seeds, folder, turn, arguments, form)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        text = f"cannot write {error.filename or folder}: {error.strerror or error}"
+        raise click.ClickException(text) from None
+
+
+def _run_and_show(
+    variants: Sequence["Variant"],
+    seeds: Sequence[int | None],
+    folder: Path,
+    turn: int,
+    arguments: Sequence[str],
+    form: str,
+) -> int:
+    """Run the variants in an empty folder, and show what differs; gives the exit code."""
+    from ddprun.cli import printing
+    from ddprun.compare import compare as comparing
+    from ddprun.compare import learning
+    from ddprun.report import blocks, html
+
     if folder.exists() and any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
-    arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
     progress = printing.ProgressLine("ddprun compare")
     try:
-        sides = comparing.run_all(variants, run_seeds, folder, turn, arguments, progress)
-    except KeyboardInterrupt:
-        return 130
+        sides = comparing.run_all(variants, seeds, folder, turn, arguments, progress)
     finally:
         progress.close()
     rows = comparing.comparison_rows(sides)
@@ -109,7 +139,7 @@ def compare(
     merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
     if merged_digests:
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
-        if seeds > 1:
+        if len(seeds) > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
         (folder / "report.html").write_bytes(page.encode(errors="replace"))
@@ -118,4 +148,4 @@ def compare(
     for side, run in failed:
         text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"
         click.echo(text, err=True)
-    return 1 if failed else 0
+    return EXIT_FAILURE if failed else EXIT_SUCCESS

@@ -9,9 +9,6 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
-COMPLETION_VARIABLE = "_DDPRUN_COMPLETE"
-"""Environment variable by which a shell asks for completions; click derives its name from the program's."""
-
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -57,15 +54,12 @@ def complete_pipeline_file(incomplete: str) -> list[CompletionItem]:
 
 def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
-    from pydantic import BaseModel
-
+    from ddprun.config.errors import section_of
     from ddprun.config.schema import pipeline_class
+    from ddprun.plugins import CLUSTERS
 
     keys = []
-    for name, field in pipeline_class().model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel) and section.model_fields:
-            keys += [f"{name}.{key}" for key in section.model_fields]
-        else:
-            keys.append(name)
+    for name, field in pipeline_class(CLUSTERS.names()).model_fields.items():
+        section = section_of(field)
+        keys += [name] if section is None else [f"{name}.{key}" for key in section.model_fields]
     return [CompletionItem(f"{key}=") for key in sorted(keys) if key.startswith(incomplete)]

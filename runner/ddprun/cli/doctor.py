@@ -5,11 +5,11 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import standard_streams
+from ddprun import EXIT_BAD_INPUT, standard_streams
 from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
 from ddprun.units import format_count
 
@@ -47,12 +47,12 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
         done = run(given_flags(flags), timeout_s)
     except LauncherError as error:
         click.echo(f"ddprun doctor: {error}", err=True)
-        return 2
+        return EXIT_BAD_INPUT
     if done.report is not None:
         if form == "json":
             click.echo(json.dumps(done.report.as_dict(), indent=2, ensure_ascii=False))
         else:
-            click.echo(format_report(done.report, printing.use_color(sys.stdout)))
+            click.echo(format_report(done.report), color=printing.use_color(sys.stdout))
     if done.fault:
         click.echo(f"ddprun doctor: {done.fault}", err=True)
     if done.threads_may_hang:
@@ -61,14 +61,14 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     return done.code
 
 
-def format_report(report: "Report", color: bool = False) -> str:
-    """Findings by host, then by pair of hosts; below each that is not ok, what to do."""
+def format_report(report: "Report") -> str:
+    """Findings by host, then by pair of hosts; below each that is not ok, what to do. With colors."""
     lines = []
     for where in dict.fromkeys(finding.where for finding in report.findings):
-        lines.append(click.style(where, bold=True) if color else where)
+        lines.append(click.style(where, bold=True))
         for finding in report.findings:
             if finding.where == where:
-                lines += _lines(finding, color)
+                lines += _lines(finding)
     counts = [
         format_count(number, kind)
         for kind in ("problem", "warning", "note")
@@ -78,10 +78,9 @@ def format_report(report: "Report", color: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _lines(finding: "Finding", color: bool) -> Iterator[str]:
-    level = f"{finding.level:<9}"
-    if color:
-        level = click.style(level, fg=_LEVEL_COLORS[finding.level], bold=finding.level == "problem")
+def _lines(finding: "Finding") -> Iterator[str]:
+    style: dict[str, Any] = {"fg": _LEVEL_COLORS[finding.level], "bold": finding.level == "problem"}
+    level = click.style(f"{finding.level:<9}", **style)
     first, *rest = _wrapped(finding.found)
     yield f"  {level}{finding.check:<{_INDENT - 11}}{first}"
     for line in rest:

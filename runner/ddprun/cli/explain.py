@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import forecast_options, format_option, override_option
 
@@ -53,7 +54,7 @@ def _parse_links(rate: str | None, latency: str | None, flags: str) -> "Links":
 @click.option(
     "--from-link", metavar="RATE", help="The link between the hosts of that run; by default unlimited."
 )
-@click.option("--from-latency", metavar="TIME", help="And its latency.")
+@click.option("--from-latency", metavar="TIME", help="Latency of that link, one way; by default none.")
 @click.option(
     "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
 )
@@ -118,11 +119,11 @@ def explain(
         raise
     except ShortRunError as error:
         click.echo(secrets.redact(f"ddprun explain: {error}"), err=True)
-        return 1
+        return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
         message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)
-        return 1
+        return EXIT_FAILURE
     if form == "json":
         found = explained.to_json_data()
         if predicted is not None:
@@ -133,7 +134,7 @@ def explain(
         from ddprun.explain.text import render_text
 
         click.echo(secrets.redact(render_text(explained, predicted.lines if predicted is not None else None)))
-    return 0
+    return EXIT_SUCCESS
 
 
 def _forecast(

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from ddprun import EXIT_SUCCESS
+
 _STARTER = """\
 # A pipeline: what is trained, on what, and how the ranks exchange gradients.
 #
@@ -52,4 +54,4 @@ def init(file: Path) -> int:
         reason = (error.strerror or str(error)).lower()
         raise click.UsageError(f"{file} cannot be written: {reason}") from None
     click.echo(f"wrote {file}; run it with `ddprun {file}`")
-    return 0
+    return EXIT_SUCCESS

@@ -55,13 +55,14 @@ class _Commands(click.Group):
         word = args[0]
         command = self.get_command(ctx, word)
         if command is None:
-            from ddprun.config.faults import suggest
+            from ddprun_hooks.config.messages import format_message, suggest
 
-            near = suggest(word, self.commands)
-            hint = f' (did you mean "{near}"?)' if near else ""
+            problem = '"{}" is neither a command nor a pipeline file'
             if _is_key_value(word):
-                word, hint = _without_secret(word), f": write ddprun PIPELINE {_as_option(word)}"
-            raise click.UsageError(f'"{word}" is neither a command nor a pipeline file{hint}')
+                hint = f"write ddprun PIPELINE {_as_option(word)}"
+                raise click.UsageError(f"{problem.format(_without_secret(word))}: {hint}")
+            text = format_message(problem.format(word), suggestion=suggest(word, self.commands))
+            raise click.UsageError(text)
         if any("--set" in param.opts for param in command.params):
             for given in filter(_is_key_value, _positional_arguments(args[1:], command)):
                 raise click.UsageError(f'"{_without_secret(given)}" is not a file: write {_as_option(given)}')

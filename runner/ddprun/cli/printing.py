@@ -16,19 +16,15 @@ def use_color(stream: IO[str]) -> bool:
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def format_faults(faults: Iterable[Fault], color: bool = False) -> str:
-    """Faults for a reader, one below the other."""
-    return "\n".join(_colored(str(fault), fault) if color else str(fault) for fault in faults)
+def print_faults(faults: Iterable[Fault], stream: IO[str] | None = None) -> None:
+    """Print faults for a reader, one below the other; by default on stderr."""
+    stream = stream or sys.stderr
+    for fault in faults:
+        click.echo(_styled(fault), file=stream, color=use_color(stream))
 
 
-def print_faults(faults: Iterable[Fault]) -> None:
-    """Print faults, if there are any, on stderr."""
-    if shown := format_faults(faults, use_color(sys.stderr)):
-        click.echo(shown, err=True)
-
-
-def _colored(plain: str, fault: Fault) -> str:
-    head, _, quoted = plain.partition("\n")
+def _styled(fault: Fault) -> str:
+    head, _, quoted = str(fault).partition("\n")
     where, _, message = head.partition(": ")
     tone = "yellow" if fault.severity == "warning" else "red"
     lines = [f"{click.style(where, bold=True)}: {message}"]
@@ -53,7 +49,7 @@ def github_annotation(fault: Fault) -> str:
     """A fault as a workflow command, which GitHub shows beside the line."""
     properties = {"title": "ddprun"}
     message = f"{fault.path}: {fault.message}" if fault.path else fault.message
-    if fault.file.startswith("--set "):
+    if fault.order:
         message = f"{fault.file}: {message}"
     else:
         properties["file"] = fault.file

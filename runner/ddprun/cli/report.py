@@ -5,6 +5,7 @@ from typing import IO
 
 import click
 
+from ddprun import EXIT_SUCCESS
 from ddprun.run_files import replace_atomically
 
 
@@ -71,7 +72,7 @@ def report(
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot write {target}: {error.strerror or error}") from None
-    return 0
+    return EXIT_SUCCESS
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
 
@@ -75,7 +76,8 @@ def submit(
         raise click.UsageError(f"--set {key} holds a secret, which the job would show: write ${{env:NAME}}")
     if cluster.job_contains_pipeline and _holds_secret(loaded):
         text = f"{pipeline} holds a secret, which the job would show: write ${{env:NAME}}"
-        raise click.UsageError(text + _variables_hint(", and", cluster))
+        text += f", and have it set by {cluster.variables_source}" if cluster.variables_source else ""
+        raise click.UsageError(text)
     given = {name: value for name, value in flags.items() if value is not None}
     if foreign := sorted(given.keys() - cluster.flags.keys()):
         raise click.UsageError(f"--{foreign[0]} is not a flag for --to {to}")
@@ -84,11 +86,13 @@ def submit(
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
     if missing := job.missing_variables(loaded.referenced_variables()):
-        text = f"{', '.join(missing)}: only what the image sets is in the job" + _variables_hint(";", cluster)
+        them = "it" if len(missing) == 1 else "them"
+        text = f"{', '.join(missing)} will not be set in the job unless the image sets {them}"
+        text += f"; {cluster.variables_source} passes {them} on" if cluster.variables_source else ""
         click.echo(f"ddprun: warning: {text}", err=True)
     if dry_run:
         click.echo(job.text, nl=False)
-        return 0
+        return EXIT_SUCCESS
     try:
         job_id = job.send()
         click.echo(job_id)
@@ -112,7 +116,7 @@ def _collect_modules(
         if not cluster.job_contains_pipeline:
             why = f"needs none: its hosts read {loaded.folder} themselves"
         raise click.UsageError(f"--with-modules: --to {to} {why}")
-    beside = modules_beside(loaded.pipeline, loaded.folder) if cluster.job_contains_pipeline else {}
+    beside = modules_beside(loaded) if cluster.job_contains_pipeline else {}
     if not beside:
         return {}
     names = ", ".join(beside)
@@ -143,9 +147,9 @@ def _follow(job: "Cluster", job_id: str) -> int:
         outcome = job.follow(job_id, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
         click.echo(f"\nddprun: job {job_id} is still running, and is no longer followed", err=True)
-        return 130
+        return EXIT_INTERRUPTED
     click.echo(f"ddprun: job {job_id}: {outcome.state}", err=True)
-    return 0 if outcome.succeeded else 1
+    return EXIT_SUCCESS if outcome.succeeded else EXIT_FAILURE
 
 
 def _holds_secret(loaded: "LoadedPipeline") -> bool:
@@ -154,11 +158,6 @@ def _holds_secret(loaded: "LoadedPipeline") -> bool:
 
     text = loaded.path.read_text("utf-8")
     return REDACTED in loaded.resolved_yaml() or loaded.secrets.redact(text) != text
-
-
-def _variables_hint(joint: str, cluster: type["Cluster"]) -> str:
-    """The end of a sentence that says how to give the job an environment variable."""
-    return f"{joint} have it set by {cluster.variables_source}" if cluster.variables_source else ""
 
 
 def _backend_options(loaded: "LoadedPipeline", to: str, cluster: type["Cluster"]) -> Any:

@@ -109,12 +109,12 @@ class Submission:
             job: its name, which separates several jobs at one address.
         """
         launch = self.loaded.pipeline.launch
-        # The file may have another name there, and with it the pipeline had.
+        # A pipeline without `name` is called after its file, which may be called otherwise there.
         name = f"name={json.dumps(self.loaded.pipeline.name)}"
         found = ["run", str(file), "--run-dir", str(run_dir), "--or-resume", "--set", name]
         for override in self.overrides:
-            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS.names():  # applied already
-                found += ["--set", override]
+            if re.split(r"[.\[=]", override, maxsplit=1)[0] not in CLUSTERS:
+                found += ["--set", override]  # else the backend has taken these into its own options
         least, most = launch.host_range
         count = f"{least}:{hosts}" if least < min(most, hosts) else str(hosts)
         if count != str(launch.nnodes):

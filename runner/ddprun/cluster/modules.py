@@ -5,25 +5,24 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel
-
-from ddprun.config.choices import Choice
+from ddprun.config import LoadedPipeline
+from ddprun.config.secrets import pipeline_strings
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
-def modules_beside(pipeline: Any, folder: Path) -> dict[str, dict[str, Path]]:
-    """The top-level modules that a pipeline names and Python finds in `folder` alone, and those beside them
+def modules_beside(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
+    """The top-level modules that a pipeline names and Python finds in its folder alone, and those beside them
     that they import; of each its files, by their path in the folder. Nothing is imported.
     """
-    folder = folder.resolve()
+    folder = loaded.folder.resolve()
     found: dict[str, dict[str, Path]] = {}
-    wanted = [name.partition(".")[0] for name in _dotted_names(pipeline)]
+    # Names of somebody else's code; also what options only seem to name.
+    strings = (one.text for one in pipeline_strings(loaded.root.data()))
+    wanted = [text.partition(".")[0] for text in strings if _DOTTED.fullmatch(text)]
     while wanted:
         name = wanted.pop(0)
         if name in found or name in sys.stdlib_module_names:
@@ -33,29 +32,6 @@ def modules_beside(pipeline: Any, folder: Path) -> dict[str, dict[str, Path]]:
             found[name] = files
             wanted += [root for file in files.values() if file.suffix == ".py" for root in _imports(file)]
     return found
-
-
-def _dotted_names(value: Any) -> Iterator[str]:
-    """Names of somebody else's code in a pipeline; also what options only seem to name."""
-    if isinstance(value, str):
-        if _DOTTED.fullmatch(value):
-            yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _dotted_names(key)
-            yield from _dotted_names(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _dotted_names(item)
-    elif isinstance(value, Choice):
-        yield from _dotted_names(value.name)
-        yield from _dotted_names(value.options)
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _dotted_names(getattr(value, name))
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _dotted_names(getattr(value, field.name))
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:

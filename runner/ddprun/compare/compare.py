@@ -32,6 +32,7 @@ from rich.text import Text
 
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
+from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.launch.launcher import export_overrides
@@ -43,8 +44,7 @@ from ddprun.units import format_bytes, format_count
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
-_END_S = 15.0
-_NOOP_OVERRIDE = "hooks=[noop]"
+_TERMINATION_TIMEOUT_S = 15.0
 _SPEED_HEADS = {
     "variant": "",
     "steps_per_s": "steps/s",
@@ -53,7 +53,6 @@ _SPEED_HEADS = {
     "wire_bytes_per_step": "sent per step",
     "cosine": "fidelity",
 }
-Row = Mapping[str, Any]  # as `comparison_rows` makes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,7 @@ class Variant:
     pipeline: Path
     overrides: tuple[str, ...] = ()
     twin: bool = False  # the first variant once more: what differs between the two is noise
+    noop: bool = False  # the first variant with nothing sent
 
 
 def make_variants(
@@ -88,7 +88,8 @@ def make_variants(
         found.append(Variant(name, pipeline, (*overrides, *chosen)))
     first = found[0]
     if noop:
-        found.append(Variant("nothing sent (noop)", first.pipeline, (*first.overrides, _NOOP_OVERRIDE)))
+        overrides = (*first.overrides, "hooks=[noop]")
+        found.append(Variant("nothing sent (noop)", first.pipeline, overrides, noop=True))
     if twin:
         found.insert(1, Variant(f"{first.name} once more", first.pipeline, first.overrides, twin=True))
     return found
@@ -101,8 +102,7 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
     Raises:
         PipelineError: faults of the pipeline, or several of its stages take steps.
     """
-    noop = variant.overrides[-1:] == (_NOOP_OVERRIDE,)
-    if steps is None and not noop:
+    if steps is None and not variant.noop:
         return variant
     loaded = load(variant.pipeline, variant.overrides)
     stages = loaded.pipeline.step_stages()
@@ -112,7 +112,7 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
             text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
             raise loaded.error("stages", text, "leave --steps out, or name one stage")
         more.append(_steps_override(loaded, stages[0], steps))
-    if noop:
+    if variant.noop:
         own = [stage for stage in stages if "hooks" in stage.model_fields_set]
         more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
     return replace(variant, overrides=(*variant.overrides, *more))
@@ -227,7 +227,7 @@ def run_all(
         progress(f"starting {format_count(len(sides), 'run')}{with_seed}")
         asyncio.run(_take_turns(sides, turn_steps, arguments, progress, host))
         for side in sides:
-            read_run(side.runs[-1], turn_steps)
+            fill_from_records(side.runs[-1], turn_steps)
     return sides
 
 
@@ -303,7 +303,7 @@ def _is_alive(process: Popen[bytes]) -> bool:
 
 def _terminate(processes: Sequence[Popen[bytes]]) -> None:
     """End the processes that still run: all at once, and by force after a while."""
-    until = time.monotonic() + _END_S
+    until = time.monotonic() + _TERMINATION_TIMEOUT_S
     left = list(filter(_is_alive, processes))
     for process in left:
         process.send_signal(signal.SIGTERM)
@@ -318,8 +318,8 @@ def _terminate(processes: Sequence[Popen[bytes]]) -> None:
             process.wait()
 
 
-def read_run(run: SeedRun, turn_steps: int) -> None:
-    """Read a run's steps by turns of `turn_steps`.
+def fill_from_records(run: SeedRun, turn_steps: int) -> None:
+    """Read what a run has recorded, its steps by turns of `turn_steps`.
 
     The first turn warms up and does not count; nor do steps that measure fidelity, which takes time of its
     own.
@@ -464,7 +464,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
 
 
 def render(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """At least one row in one of `FORMATS`.
+    """At least one row as text, json, csv or markdown.
 
     `width`: columns of text; None: those of the terminal, on which it will be shown.
     """

@@ -84,14 +84,16 @@ def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, An
     alike = len({summary.get("samples") for summary in summaries}) == 1
     # Held-out data that was evaluated after other numbers of samples is no match.
     decisive = ("held_out_loss", "loss") if alike else ("loss",)
+    # Of the first, which is not compared with itself, there are none.
+    differences = [{}, *(_differences(values[0], known) for known in values[1:])]
     return [
         {
             "seeds": len(runs),
             "loss_after_samples": samples if runs else None,
-            **_metric_columns(values[0], known, names),
-            **_learning_verdict(runs, {} if index == 0 else _differences(values[0], known), decisive),
+            **_metric_columns(known, differing, names),
+            **_learning_verdict(runs, differing, decisive),
         }
-        for index, (runs, known) in enumerate(zip(variants, values, strict=True))
+        for runs, known, differing in zip(variants, values, differences, strict=True)
     ]
 
 
@@ -108,10 +110,9 @@ def _metric_values(runs: Sequence[RunDigest], samples: int) -> dict[str, list[fl
 
 
 def _metric_columns(
-    first: Mapping[str, Sequence[float]], known: Mapping[str, Sequence[float]], names: Sequence[str]
+    known: Mapping[str, Sequence[float]], differences: Mapping[str, SeedDifferences], names: Sequence[str]
 ) -> dict[str, float | None]:
     row: dict[str, float | None] = {}
-    differences = {} if known is first else _differences(first, known)
     for name in names:
         row[name] = statistics.fmean(known[name]) if name in known else None
         mean, half = (one.mean, one.half_interval) if (one := differences.get(name)) else (None, None)

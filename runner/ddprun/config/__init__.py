@@ -8,7 +8,6 @@ from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import LoadedPipeline, load
 from ddprun.config.schema import (
     BEST_FILE,
-    Audit,
     AverageStage,
     BroadcastStage,
     Compile,
@@ -25,7 +24,6 @@ from ddprun.config.schema import (
     Stage,
     StepStage,
     StepStageSettings,
-    Timings,
     TrainStage,
     metric_names,
 )
@@ -34,7 +32,6 @@ from ddprun.sync.plan import BufferSettings
 
 __all__ = [
     "BEST_FILE",
-    "Audit",
     "AverageStage",
     "BroadcastStage",
     "BufferSettings",
@@ -57,7 +54,6 @@ __all__ = [
     "Stage",
     "StepStage",
     "StepStageSettings",
-    "Timings",
     "TrainStage",
     "length_option",
     "load",

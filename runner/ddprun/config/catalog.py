@@ -53,12 +53,7 @@ def names_of_kind(kind: str) -> list[str]:
     """The names of a kind's entries, as a file would write them."""
     if kind == "stage":
         return [*STAGES]
-    if kind == "cluster":
-        return [*CLUSTERS.names()]
-    found = CHOICE_KINDS[kind]
-    of_torch = signatures.class_names(found.torch_kind) if found.torch_kind else ()
-    shown = [signatures.functional_name(name) if kind == "loss" else name for name in of_torch]
-    return [*found.built_in_options, *shown, *(found.plugins.installed() if found.plugins else ())]
+    return [*CLUSTERS.names()] if kind == "cluster" else CHOICE_KINDS[kind].names()
 
 
 def entries_named(name: str) -> list[Entry]:
@@ -66,9 +61,9 @@ def entries_named(name: str) -> list[Entry]:
     found = []
     for kind in KIND_HEADINGS:
         torch_kind = CHOICE_KINDS[kind].torch_kind if kind in CHOICE_KINDS else None
-        of_torch = signatures.find_class(torch_kind, name) if torch_kind else None
-        if of_torch is not None and kind == "loss":
-            of_torch = signatures.functional_name(of_torch)
+        of_torch = None
+        if torch_kind is not None and (torch_name := signatures.find_class(torch_kind, name)) is not None:
+            of_torch = signatures.written_name(torch_kind, torch_name)
         if name in names_of_kind(kind) or of_torch is not None:
             found += [entry for entry in entries_of_kind(kind) if entry["name"] in (name, of_torch)]
     return found
@@ -98,8 +93,7 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
 
 
 def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
-    found = signatures.signature(torch_kind, name)
-    shown = signatures.functional_name(name) if torch_kind == "loss" else name
+    shown = signatures.written_name(torch_kind, name)
     length = signatures.length_option(name) if torch_kind == "schedule" else None
     options = [
         {
@@ -109,9 +103,9 @@ def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
             "default": "the stage's steps" if item.name == length else _plain_default(item.default),
             "description": "",
         }
-        for item in found.parameters
+        for item in signatures.parameters(torch_kind, name)
     ]
-    summary = f"{found.summary}."
+    summary = f"{signatures.summary(torch_kind, name)}."
     return {"kind": kind, "name": shown, "source": "torch", "description": summary, "options": options}
 
 

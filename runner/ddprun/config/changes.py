@@ -51,7 +51,7 @@ def check_changes(
         PipelineError: changes that are not allowed, with both values.
     """
     try:
-        old = pipeline_class().model_validate(checkpoint_pipeline)
+        old = pipeline_class(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
         text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
         raise loaded.error("", text) from None
@@ -73,7 +73,10 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
     run, because of the length of any stage.
     """
     sides = []
-    for pipeline in (pipeline_class().model_validate(checkpoint_pipeline), loaded.pipeline):
+    for pipeline in (
+        pipeline_class(checkpoint_pipeline).model_validate(checkpoint_pipeline),
+        loaded.pipeline,
+    ):
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)

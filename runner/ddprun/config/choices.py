@@ -16,7 +16,7 @@ from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.signatures import TorchKind
 from ddprun.options import CustomValidator, KeyPath, combine, expected, problem, unknown_name
-from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry, plugin_options_model
+from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import (
@@ -81,23 +81,27 @@ class ChoiceKind:
     plugins: PluginRegistry | None = None
     """Plug-ins of this kind, built in and installed."""
 
+    def built_in(self) -> list[str]:
+        """The names of everything that is built in."""
+        return [*self.options, *(self.plugins.built_in() if self.plugins else ())]
+
+    def options_of(self, name: str) -> type[BaseModel] | None:
+        """The options of what is built in under this name; None if nothing is."""
+        if self.plugins is not None and name in self.plugins.built_in():
+            return self.plugins.options_model(name)
+        return self.options.get(name)
+
     @property
     def built_in_options(self) -> Mapping[str, type[BaseModel]]:
         """The options of everything that is built in."""
-        if self.plugins is None:
-            return self.options
-        return {
-            **self.options,
-            **{name: self.plugins.options_model(name) for name in self.plugins.built_in()},
-        }
+        return {name: model for name in self.built_in() if (model := self.options_of(name))}
 
     def names(self) -> list[str]:
-        """Every name without a dot that is known."""
-        found = list(self.built_in_options)
-        if self.torch_kind == "loss":
-            found += [signatures.functional_name(name) for name in signatures.class_names("loss")]
-        elif self.torch_kind:
-            found += signatures.class_names(self.torch_kind)
+        """Every name without a dot that is known, as a file would write it."""
+        found = self.built_in()
+        if self.torch_kind:
+            of_torch = signatures.class_names(self.torch_kind)
+            found += [signatures.written_name(self.torch_kind, name) for name in of_torch]
         return found + list(self.plugins.installed() if self.plugins else ())
 
     def allowed_names(self) -> list[str]:
@@ -261,7 +265,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if errors := list(_untrusted_objects(options, (name,))):
             raise combine(errors)
         return Choice(kind.name, name, options, "dotted")
-    if model := kind.built_in_options.get(name):
+    if model := kind.options_of(name):
         settings = validate(model, options, name, owner=name, context=VALIDATION_CONTEXT)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "built-in", settings)
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
@@ -273,7 +277,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if not kind.plugins.base_class_name:
             _require_trusted_plugin(kind.plugins, name, make_error)
             return Choice(kind.name, name, options, "installed")
-        model = plugin_options_model(load_installed_plugin(kind.plugins, name, make_error))
+        model = installed_options_model(kind.plugins, name, make_error)
         settings = validate(model, options, name, owner=name)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "installed", settings)
     if kind.torch_kind and signatures.torch_folder() is None:
@@ -319,15 +323,15 @@ def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _Mak
         )
 
 
-def load_installed_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[Any]:
-    """Import an installed plug-in, once `DDPRUN_TRUSTED` has allowed it.
+def installed_options_model(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[BaseModel]:
+    """The options of an installed plug-in, which is imported once `DDPRUN_TRUSTED` has allowed it.
 
     Raises:
         pydantic.ValidationError: it is not trusted, or cannot be imported.
     """
     _require_trusted_plugin(plugins, name, make_error)
     try:
-        return plugins.load(name)
+        return plugins.options_model(name)
     except DottedNameError as error:
         raise make_error(str(error)) from None
 
@@ -352,8 +356,8 @@ def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
 
 
 def _option_names(kind: ChoiceKind, name: str) -> set[str]:
-    if model := kind.built_in_options.get(name):
+    if model := kind.options_of(name):
         return set(model.model_fields)
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
-        return {parameter.name for parameter in signatures.signature(kind.torch_kind, found).parameters}
+        return {parameter.name for parameter in signatures.parameters(kind.torch_kind, found)}
     return set()

@@ -27,7 +27,6 @@ from ddprun.config.schema import (
     Stage,
     StageEvaluation,
     StepStage,
-    TrainStage,
     metric_names,
 )
 from ddprun.config.tree import KeyPath
@@ -52,6 +51,7 @@ class KeyConflict:
     problem: str
     allowed: str | None = None
     severity: Severity = "error"
+    suggestion: str | None = None
 
 
 _Check = Callable[[Pipeline], Iterator[KeyConflict]]
@@ -99,8 +99,7 @@ def _setting_path(stage: StepStage, key: str) -> KeyPath:
 
 def _setting_text(stage: StepStage, key: str, value: object) -> str:
     """The key, with the stage if it names the key, and the value, as a message shows them."""
-    own = f"{stage.path}." if key in stage.model_fields_set else ""
-    return f'"{own}{key}: {value.name if isinstance(value, Choice) else value}"'
+    return f'"{stage.key_path(key)}: {value.name if isinstance(value, Choice) else value}"'
 
 
 def _values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]]:
@@ -111,9 +110,15 @@ def _values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]
             yield _stage_key_path(stage, key), getattr(stage, key)
 
 
-def _updates(stage: TrainStage | ForwardStage) -> bool:
-    """Whether a stage updates the weights, by gradients or by its `update`."""
-    return isinstance(stage, TrainStage) or stage.update is not None
+def _sync_plans(pipeline: Pipeline) -> Iterator[tuple[KeyPath, SyncPlan]]:
+    """The plan of each stage with steps, and the place of the policy that makes it."""
+    for stage in pipeline.step_stages():
+        settings = stage.effective_settings(pipeline)
+        yield (*_setting_path(stage, "sync"), settings.sync.name), settings.plan
+
+
+def _updates(pipeline: Pipeline, stage: StepStage) -> bool:
+    return stage.effective_settings(pipeline).updates_weights
 
 
 # Model, data, loss and optimizer
@@ -214,8 +219,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 if item["type"] == "extra_forbidden":
                     known = list(model.model_fields)
                     text, allowed, near = unknown_option(optimizer.name, str(item["loc"][0]), known)
-                hint = f'{allowed} (did you mean "{near}"?)' if near else allowed
-                yield KeyConflict(("groups", index, *item["loc"]), text, hint)
+                yield KeyConflict(("groups", index, *item["loc"]), text, allowed, suggestion=near)
 
 
 @_register_check("model", "freeze", "groups")
@@ -465,12 +469,16 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @_register_check("ddp", "sync", "stages")
 def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    gradients = {stage.effective_settings(pipeline).gradient_averaging for stage in pipeline.train_stages()}
-    if pipeline.ddp.find_unused_parameters and "host" in gradients:
-        text = (
-            '"find_unused_parameters: true" slows "hierarchical_sgd" with "within: 1": at every step DDP '
-            "tells all ranks which parameters were used, so hosts wait for each other"
-        )
+    stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
+    gradients = {settings.gradient_averaging for _, settings in stages}
+    by_host = [
+        _setting_text(stage, "sync", settings.sync)
+        for stage, settings in stages
+        if settings.gradient_averaging == "host"
+    ]
+    if pipeline.ddp.find_unused_parameters and by_host:
+        text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
+        text += "parameters were used, so hosts wait for each other"
         hint = "remove it if every parameter is used"
         yield KeyConflict(("ddp", "find_unused_parameters"), text, hint, "warning")
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
@@ -579,9 +587,10 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
     ranks = _known_ranks(pipeline)
     sources = [
-        ((*path, sync.name, "source"), sync.options["source"])
-        for path, sync in _values_of_key(pipeline, "sync")
-        if "source" in sync.options
+        ((*path, "source"), one.source)
+        for path, plan in _sync_plans(pipeline)
+        for one in plan.transfers
+        if one.source is not None
     ]
     sources += [
         (_stage_key_path(stage, "source"), stage.source)
@@ -599,9 +608,10 @@ def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @_register_check("sync", "stages", "launch")
 def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, plan in _sync_plans(pipeline):
+        yield from _hosts_divide_ranks(pipeline, plan.hosts, (*path, "hosts"))
     for path, sync in _values_of_key(pipeline, "sync"):
-        hosts, within, across = (sync.options.get(key) for key in ("hosts", "within", "across"))
-        yield from _hosts_divide_ranks(pipeline, hosts, (*path, sync.name, "hosts"))
+        within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:
             text = f'"within: {within}" has no effect with "across: {across}": all ranks average as often'
             hint = "lengthen across, or use local_sgd"
@@ -637,19 +647,19 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{stage.name}" has no effect: {why}'
                 yield KeyConflict(("stages", stage.index), text, None, "warning")
             equal = True
-        elif isinstance(stage, (TrainStage, ForwardStage)):
+        elif isinstance(stage, StepStage):
             equal = _leaves_equal(pipeline, stage, before=equal)
         else:
             continue
         why = f"{stage.path} leaves all ranks with the same parameters"
 
 
-def _leaves_equal(pipeline: Pipeline, stage: TrainStage | ForwardStage, *, before: bool) -> bool:
+def _leaves_equal(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
     """Whether all ranks surely hold the same parameters after a stage."""
     settings = stage.effective_settings(pipeline)
     if pipeline.averages_after(stage):
         return True
-    if not _updates(stage) and settings.mutate is None:
+    if not settings.updates_weights and settings.mutate is None:
         return before
     sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
     return sent and (settings.mutate is None or isinstance(stage, ForwardStage))
@@ -673,9 +683,9 @@ def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if not isinstance(pipeline.model.settings, Cnn):
         return
-    last: TrainStage | ForwardStage | None = None
+    last: StepStage | None = None
     for stage in pipeline.stages:
-        if isinstance(stage, (TrainStage, ForwardStage)):
+        if isinstance(stage, StepStage):
             last = stage
         measures = isinstance(stage, EvaluateStage) or (stage is last and last.evaluate is not None)
         if measures and last and last.effective_settings(pipeline).buffers.when == "never":
@@ -693,7 +703,7 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if not isinstance(pipeline.schedule, RunSchedule):
         return
-    stages = [stage for stage in pipeline.step_stages() if _updates(stage)]
+    stages = [stage for stage in pipeline.step_stages() if _updates(pipeline, stage)]
     for stage in stages:
         for key in ("schedule", "warmup_steps", "optimizer"):
             if key in stage.model_fields_set:
@@ -710,9 +720,9 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @_register_check("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in filter(_updates, pipeline.step_stages()):
+    for stage in pipeline.step_stages():
         settings = stage.effective_settings(pipeline)
-        if isinstance(settings.schedule, RunSchedule):
+        if not settings.updates_weights or isinstance(settings.schedule, RunSchedule):
             continue
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
@@ -736,7 +746,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @_register_check("stages")
 def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.step_stages():
-        for key in _UPDATE_KEYS if not _updates(stage) else ():
+        for key in _UPDATE_KEYS if not _updates(pipeline, stage) else ():
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
                 yield KeyConflict(_setting_path(stage, key), text, "remove it, or name an update")
@@ -755,8 +765,8 @@ def _saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
     changed = False
     written: dict[str, int] = {}
     for stage in pipeline.stages:
-        if isinstance(stage, (TrainStage, ForwardStage)):
-            changed = changed or _updates(stage) or stage.mutate is not None
+        if isinstance(stage, StepStage):
+            changed = changed or _updates(pipeline, stage) or stage.mutate is not None
         if not isinstance(stage, SaveStage):
             continue
         if stage.to in written:
@@ -774,7 +784,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
         users = [
             stage
             for stage in pipeline.step_stages()
-            if key in type(stage).model_fields and (key not in _UPDATE_KEYS or _updates(stage))
+            if key in type(stage).model_fields and (key not in _UPDATE_KEYS or _updates(pipeline, stage))
         ]
         overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
         if not overridden or not _differs_from_default(pipeline, key):

@@ -56,12 +56,9 @@ def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, d
 
 _DEFINITIONS = {
     "optimizer": "an optimizer",
-    "any_schedule": "a schedule, with or without over: run",
     "mutate": "a mutation",
     "update": "an update",
     "data": "data",
-    "blocks": "auto, a pattern, a class, or a list of these, or null",
-    "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
 }
 """Types that functions of ours read, where `a` and their name do not say it."""

@@ -14,9 +14,7 @@ from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
 from ddprun_hooks.config.messages import (
-    BOUND_ERROR_TYPES,
     EXPECTED_BY_ERROR_TYPE,
-    OWN_ERROR_TYPE,
     MessageParts,
     describe_value,
     error_from_items,
@@ -33,17 +31,8 @@ _MAPPING_HINTS: dict[str | int, str] = {
 }
 """What to write for keys of a stage that are taken for lists or names."""
 
-WORDED_ERROR_TYPES = frozenset(
-    {
-        *(OWN_ERROR_TYPE, *EXPECTED_BY_ERROR_TYPE, *BOUND_ERROR_TYPES),
-        *("too_short", "too_long", "literal_error", "missing"),
-        *("string_pattern_mismatch", "string_too_short", "string_too_long"),
-    }
-)
-"""Types of pydantic errors that have a message of their own.
-
-A test compares them with all that the schema can raise.
-"""
+_EVALUATE_STAGE_HINT = "write {metrics: […]}"
+"""The same for the stage `evaluate`."""
 
 
 def validate(
@@ -84,6 +73,9 @@ def with_key_hints(
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section of the file; None for any other field."""
+    for mark in field.metadata if field else ():
+        if isinstance(mark, CustomValidator) and mark.section is not None:
+            return mark.section()
     kind = field.annotation if field else None
     if get_origin(kind) is UnionType and len(given := set(get_args(kind)) - {NoneType}) == 1:
         (kind,) = given  # a section that may be null
@@ -163,6 +155,8 @@ def _sentence(
     text, allowed, near = message_parts(item, got)
     if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
         form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
+        if form and isinstance(path[-2], int):  # an item of `stages`
+            form = _EVALUATE_STAGE_HINT
         allowed = form or _hint(wanted, node, value) or allowed
     return text, allowed, near
 

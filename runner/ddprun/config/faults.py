@@ -26,6 +26,9 @@ class Fault:
     file: str
     """The file as the user named it, or `--set 2` for the second override."""
 
+    order: int = 0
+    """0 in the file, n in the n-th override."""
+
     line: int = 0
     """From 1; 0 where the fault is the whole file's (it does not exist, say)."""
 

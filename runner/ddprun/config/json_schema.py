@@ -62,9 +62,9 @@ def json_schema() -> Schema:
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOST_RANGE_PATTERN}]},
     }
     for name, cluster in CLUSTERS.load_available().items():
-        definitions[cluster.__name__] = _model_schema(cluster.Options, definitions)
+        definitions[f"cluster.{name}"] = _model_schema(cluster.Options, definitions)
         text = f"What `ddprun submit --to {name}` asks for."
-        schema["properties"][name] = {"$ref": f"#/$defs/{cluster.__name__}", "description": text}
+        schema["properties"][name] = {"$ref": f"#/$defs/cluster.{name}", "description": text}
     del schema["properties"]["name"]["default"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -79,10 +79,12 @@ def _model_schema(model: type[BaseModel], definitions: dict[str, Schema]) -> Sch
     """Schema of one model; its sections go to the definitions, described by their docstrings."""
     schema = model.model_json_schema()
     sections = schema.pop("$defs", {})
-    for field in model.model_fields.values():
+    for key, field in model.model_fields.items():
         if section := section_of(field):
             name = section.__name__
             definitions[name] = _described(_with_references(sections[name]), section)
+            if field.default == {}:
+                schema["properties"][key]["default"] = section().model_dump(mode="json")
     return _described(_with_references(schema), model)
 
 
@@ -132,15 +134,13 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
             schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)
-            schema["description"] = signatures.signature(kind.torch_kind, name).summary
+            schema["description"] = signatures.summary(kind.torch_kind, name)
             definitions[f"{kind.name}.{name}"] = schema
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:
                 reference["required"] = schema["required"]
-            spellings = [name, name.lower()]
-            if kind.torch_kind == "loss":
-                spellings.append(signatures.functional_name(name))
-            options |= dict.fromkeys(spellings, reference)
+            written = signatures.written_name(kind.torch_kind, name)
+            options |= dict.fromkeys((name, name.lower(), written), reference)
     installed = kind.plugins.options_of_installed() if kind.plugins else {}
     for name, options_model in installed.items():
         options[name] = (

@@ -1,9 +1,10 @@
 """File and overrides to a checked pipeline, or to every fault of them at once."""
 
-import functools
+import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from ddprun.config.schema import Pipeline, Stage, pipeline_class
 from ddprun.config.secrets import (
     Secrets,
     fill_references,
+    map_strings,
     pipeline_strings,
     reference_problem,
     referenced_variables,
@@ -75,7 +77,7 @@ class LoadedPipeline:
         fault = found.node.place.fault(format_path(path), problem, allowed, suggestion)
         if path and found.missing_path == path:
             fault = replace(fault, line=0, column=0, source_line="")
-        return _redacted([fault], self.secrets)[0]
+        return self.secrets.redact_faults([fault])[0]
 
     def error(
         self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
@@ -83,7 +85,7 @@ class LoadedPipeline:
         """The error of this one `fault`."""
         return PipelineError([self.fault(key, problem, allowed, suggestion)])
 
-    def has(self, key_path: str) -> bool:
+    def is_given(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
         found = find_nearest(self.root, _segments(key_path))
         return found.node is not self.root and not found.missing_path
@@ -102,37 +104,30 @@ class LoadedPipeline:
         Raises:
             PipelineError: variables that are not set.
         """
-        faults: list[Fault] = []
-        made = self._fill_placeholders(_segments(key_path), value, faults)
+        path = _segments(key_path)
+        if isinstance(value, Choice):
+            filled, faults = self._fill_placeholders((*path, value.name), value.options)
+            filled = replace(value, options=filled)
+        else:
+            filled, faults = self._fill_placeholders(path, value)
         if faults:
             raise PipelineError(faults)
-        return made
+        return filled
 
-    def _fill_placeholders(self, path: KeyPath, value: Any, faults: list[Fault]) -> Any:
-        match value:
-            case Choice():
-                return replace(
-                    value, options=self._fill_placeholders((*path, value.name), value.options, faults)
-                )
-            case Mapping():
-                return {
-                    key: self._fill_placeholders((*path, key), item, faults) for key, item in value.items()
-                }
-            case list() | tuple():
-                return type(value)(
-                    self._fill_placeholders((*path, index), item, faults) for index, item in enumerate(value)
-                )
-            case str():
-                missing = [
-                    name for name in dict.fromkeys(referenced_variables(value)) if name not in os.environ
-                ]
-                for name in missing:
-                    text = f"the environment variable {name} is not set"
-                    faults.append(self.fault(path, text, "set it before the run"))
-                if missing:
-                    return value
-                return fill_references(value.replace(FOLDER_PLACEHOLDER, str(self.folder)), os.environ)
-        return value
+    def _fill_placeholders(self, path: KeyPath, value: Any) -> tuple[Any, list[Fault]]:
+        """Plain data with its placeholders replaced, and a fault for each variable that is not set."""
+        faults: list[Fault] = []
+
+        def fill(at: KeyPath, text: str) -> str:
+            missing = [name for name in dict.fromkeys(referenced_variables(text)) if name not in os.environ]
+            for name in missing:
+                problem = f"the environment variable {name} is not set"
+                faults.append(self.fault(at, problem, "set it before the run"))
+            if missing:
+                return text
+            return fill_references(text.replace(FOLDER_PLACEHOLDER, str(self.folder)), os.environ)
+
+        return map_strings(value, fill, path=path), faults
 
     def referenced_variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
@@ -146,8 +141,7 @@ class LoadedPipeline:
         Raises:
             PipelineError: those that are not, all at once.
         """
-        faults: list[Fault] = []
-        self._fill_placeholders((), self.root.data(), faults)
+        _, faults = self._fill_placeholders((), self.root.data())
         if faults:
             raise PipelineError(_sorted(faults))
 
@@ -165,11 +159,13 @@ class LoadedPipeline:
         return whole
 
     def digest(self) -> str:
-        """SHA-256 of the pipeline in hexadecimal; what the file says counts, not how it is written.
+        """SHA-256 in hexadecimal of everything the pipeline says; spelling, order and comments do not count.
 
-        Secrets do not count.
+        Secrets do not count, so that nobody can guess at them by their hash. The environment has no say: it
+        may differ between ranks.
         """
-        return resolving.digest(self.pipeline)
+        data = Secrets({}).redact_pipeline(resolving.to_plain_data(self.pipeline))
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) -> LoadedPipeline:
@@ -192,7 +188,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     if result.root is None:
         empty = Node(Place(Source.from_text(str(path), 0, ""), 1, 1), {})
         faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
-        raise PipelineError(_redacted(_sorted(faults), Secrets.collect()))
+        raise PipelineError(Secrets.collect().redact_faults(_sorted(faults)))
     root, refused = overriding.apply(result.root, overrides)
     faults += refused
     found = list(pipeline_strings(root.data()))
@@ -208,19 +204,10 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         pipeline, more = _validate_tree(root, path, secrets)
     finally:
         PIPELINE_FOLDER.reset(before)
-    faults = _redacted(_sorted([*faults, *more]), secrets)
+    faults = secrets.redact_faults(_sorted([*faults, *more]))
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
     return LoadedPipeline(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
-
-
-def _redacted(faults: Iterable[Fault], secrets: Secrets) -> list[Fault]:
-    """The faults as they may be shown. Many quote one line, and it may be long."""
-    redact_text, redact_line = functools.cache(secrets.redact), functools.cache(secrets.redact_line)
-    return [
-        fault.redacted(redact_text, functools.partial(redact_line, override=fault.file.startswith("--set ")))
-        for fault in faults
-    ]
 
 
 def _segments(key_path: str | KeyPath) -> KeyPath:
@@ -239,10 +226,11 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
     data = {"name": _name_of(path), **root.data()}
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
+    model = pipeline_class(data)
     try:
-        pipeline = pipeline_class().model_validate(data)
+        pipeline = model.model_validate(data)
     except ValidationError as error:
-        error = errors.with_key_hints(error, pipeline_class())
+        error = errors.with_key_hints(error, model)
         faults = errors.validation_faults(error, root, secrets.redact)
         faulty |= {str(item["loc"][0]) for item in error.errors(include_url=False)}
     checkable = pipeline
@@ -250,7 +238,7 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
         without_faulty = {key: value for key, value in data.items() if key not in faulty}
         without_faulty |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
         with suppress(ValidationError):
-            checkable = pipeline_class().model_validate(without_faulty)
+            checkable = model.model_validate(without_faulty)
     for conflict in find_conflicts(checkable, frozenset(faulty)) if checkable else ():
         found = find_nearest(root, conflict.path)
         place = (
@@ -258,8 +246,8 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
             if found.missing_path or isinstance(found.node.value, (str, list))
             else found.key_place
         )
-        path_text = format_path(conflict.path)
-        faults.append(place.fault(path_text, conflict.problem, conflict.allowed, severity=conflict.severity))
+        words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
+        faults.append(place.fault(format_path(conflict.path), *words))
     return pipeline, faults
 
 
@@ -279,9 +267,4 @@ def _name_of(path: Path) -> str:
 
 def _sorted(faults: list[Fault]) -> list[Fault]:
     """The file's faults from its top, then those of the overrides, none twice."""
-
-    def key(fault: Fault) -> tuple[int, int, int]:
-        number = int(fault.file.removeprefix("--set ")) if fault.file.startswith("--set ") else 0
-        return (number, fault.line, fault.column)
-
-    return sorted(dict.fromkeys(faults), key=key)
+    return sorted(dict.fromkeys(faults), key=lambda fault: (fault.order, fault.line, fault.column))

@@ -6,12 +6,14 @@ from typing import Any
 
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, parse_yaml
+from ddprun.config.secrets import Secrets
 from ddprun.config.tree import (
     Entry,
     KeyPath,
     Node,
     Place,
     Source,
+    chosen_name,
     find_nearest,
     format_path,
     is_choice_path,
@@ -77,7 +79,7 @@ def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[
         except PipelineError as refused:
             faults += refused.faults
     if faults:
-        raise PipelineError(faults)
+        raise PipelineError(Secrets.collect().redact_faults(faults))
     return found
 
 
@@ -137,8 +139,7 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
         items[key] = _set(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
     mapping = _mapping(node, path, place, key)
-    if is_choice_path(path) and len(mapping) == 1 and key not in mapping and not is_data_pair_key(path, key):
-        (chosen,) = mapping
+    if key not in mapping and (chosen := chosen_name(path, mapping, key)) is not None:
         if normalize_name(chosen) != normalize_name(key):
             problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
             hint = f"set {format_path(path)} itself, as in '{format_path(path)}={{{key}: {{…}}}}'"

@@ -1,7 +1,5 @@
 """A pipeline as it will run: every default filled in, each value's origin in a comment."""
 
-import hashlib
-import json
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,6 +9,7 @@ from ddprun.config.scalars import format_scalar
 from ddprun.config.schema import OVERRIDABLE_KEYS, ParameterGroup, Pipeline, Stage, StepStage
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
+from ddprun.plugins import CLUSTERS
 from ddprun.sync.plan import BufferSettings
 
 
@@ -23,7 +22,9 @@ def to_plain_data(value: Any) -> Any:
         return {value.name: {key: to_plain_data(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
         found = {key: getattr(value, key) for key in type(value).model_fields}
-        # The key of an installed cluster backend is left out where the file does not have it.
+        # Without its key a built-in cluster backend has its defaults, and an installed one is left out.
+        if isinstance(value, Pipeline):
+            found |= {key: CLUSTERS.options_model(key)() for key in CLUSTERS.built_in() if found[key] is None}
         hidden = {key for key, field in type(value).model_fields.items() if field.exclude}
         return {
             key: to_plain_data(item) for key, item in found.items() if item is not None or key not in hidden
@@ -45,16 +46,6 @@ def _keys(stage: Stage) -> list[str]:
         for key in keys
         if (key in stage.model_fields_set if key in OVERRIDABLE_KEYS else getattr(stage, key) is not None)
     ]
-
-
-def digest(pipeline: Pipeline) -> str:
-    """SHA-256 of everything the pipeline says, in hexadecimal; spelling, order and comments do not matter.
-
-    Secrets do not count, so that nobody can guess at them by their hash. The environment has no say: it may
-    differ between ranks.
-    """
-    text = json.dumps(Secrets({}).redact_pipeline(to_plain_data(pipeline)), sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:

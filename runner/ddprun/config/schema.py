@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -25,7 +26,7 @@ from ddprun.config.choices import (
     CHOICE_KINDS,
     Choice,
     choice_validator,
-    load_installed_plugin,
+    installed_options_model,
     parse_choice,
     parse_schedule,
 )
@@ -47,7 +48,7 @@ from ddprun.options import (
     problem,
     unknown_name,
 )
-from ddprun.plugins import CLUSTERS, plugin_options_model
+from ddprun.plugins import CLUSTERS
 from ddprun.sync.plan import BufferReduction, BufferSettings, GradientScope, StageFacts, SyncPlan, SyncPolicy
 
 _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -115,8 +116,6 @@ class DataPair(Options):
 
 
 def _parse_data(value: Any) -> Choice | DataPair:
-    if isinstance(value, DataPair):
-        return value
     if isinstance(value, dict) and ("train" in value or "evaluate" in value):
         return validate(DataPair, value)
     return parse_choice("data", value)
@@ -140,8 +139,6 @@ class Init(Options):
 
 
 def _parse_init(value: Any) -> Init:
-    if isinstance(value, Init):
-        return value
     if not isinstance(value, str | dict):
         raise expected("a file, or {file: …, missing: […], unexpected: […]}")
     return validate(Init, {"file": value} if isinstance(value, str) else value)
@@ -167,8 +164,6 @@ class _Match(Options):
 
 
 def _parse_parameter_group(value: Any) -> ParameterGroup:
-    if isinstance(value, ParameterGroup):
-        return value
     if not isinstance(value, dict) or "match" not in value:
         raise expected("a group of parameters", "write {match: pattern, option: value}")
     match = [value["match"]] if isinstance(value["match"], str) else value["match"]
@@ -290,9 +285,7 @@ class Compile(Options):
 
 
 def _parse_compile(value: Any) -> Compile | None:
-    if value is None or isinstance(value, Compile):
-        return value
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return Compile() if value else None
     if not isinstance(value, dict):
         raise expected("whether to compile the model", "write true, false, or {mode: …, blocks: …}")
@@ -300,8 +293,9 @@ def _parse_compile(value: Any) -> Compile | None:
 
 
 _BucketCap = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-_ONE_BUCKET_CAP = TypeAdapter(_BucketCap)
-_BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)])
+_DEFERRED = ConfigDict(defer_build=True)
+_ONE_BUCKET_CAP = TypeAdapter(_BucketCap, config=_DEFERRED)
+_BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)], config=_DEFERRED)
 
 
 def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
@@ -467,8 +461,6 @@ BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
 
 def parse_buffers(value: Any) -> BufferSettings:
     """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
-    if isinstance(value, BufferSettings):
-        return value
     name: Any = value
     options: Any = None
     make_error: Callable[..., ValidationError] = problem
@@ -798,8 +790,6 @@ STAGES: dict[str, type[Stage]] = {
 
 
 def parse_stage(value: Any) -> Stage:
-    if isinstance(value, Stage):
-        return value
     if isinstance(value, str):
         if value not in STAGES:
             raise unknown_name("stage", value, STAGES)
@@ -840,9 +830,6 @@ Stages = Annotated[
 class Pipeline(Options):
     """A whole pipeline file."""
 
-    # `pipeline_class()` adds the keys of cluster backends. It alone validates, so to defer this saves 50 ms.
-    model_config = ConfigDict(defer_build=True)
-
     misplaced_key_hints = MappingProxyType(
         {
             "mutate": "write it in a train or forward stage",
@@ -872,10 +859,10 @@ class Pipeline(Options):
     ]
     """What it is trained on; a built-in brings its own held-out part."""
 
-    loader: Loader = Loader()
+    loader: Loader = Field({}, validate_default=True)
     """How samples reach a rank."""
 
-    batch: Batch = Batch()
+    batch: Batch = Field({}, validate_default=True)
     """Which parts of a batch the model and the loss get."""
 
     weight_by: Annotated[Choice, choice_validator("weight")] | None = None
@@ -920,7 +907,7 @@ class Pipeline(Options):
     compile: Annotated[Compile, CustomValidator(_parse_compile, "compile")] | None = None
     """Compile the model with `torch.compile`: true, or how; null and false run it as it is."""
 
-    ddp: Ddp = Ddp()
+    ddp: Ddp = Field({}, validate_default=True)
     """What DistributedDataParallel is built with."""
 
     accumulate: PositiveInt = 1
@@ -939,16 +926,16 @@ class Pipeline(Options):
     stages: Stages = Field(default=[{"train": {"epochs": 1}}], validate_default=True)
     """What is done, in order."""
 
-    launch: Launch = Launch()
+    launch: Launch = Field({}, validate_default=True)
     """Where the ranks run."""
 
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = Field({}, validate_default=True)
     """When the whole state of the run is kept."""
 
-    timings: Timings = Timings()
+    timings: Timings = Field({}, validate_default=True)
     """What is recorded."""
 
-    audit: Audit = Audit()
+    audit: Audit = Field({}, validate_default=True)
     """Whether parameters are compared between ranks."""
 
     track: Trackers = ()
@@ -977,25 +964,33 @@ class Pipeline(Options):
         return self.data.train if isinstance(self.data, DataPair) else self.data
 
 
-@functools.cache
-def pipeline_class() -> type[Pipeline]:
-    """`Pipeline` with a key for each cluster backend, by its name.
+def pipeline_class(keys: Iterable[str] = ()) -> type[Pipeline]:
+    """`Pipeline` with a key for each cluster backend, by its name: for the installed ones only if one of the
+    file's `keys` may be one of theirs.
 
-    An installed backend is imported only if its key is in the file. Without it, it has no options.
+    A backend is imported only if its key is in the file. Without the key, the field is None.
     """
+    return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in()}.issuperset(keys))
+
+
+@functools.cache
+def _with_clusters(installed: bool) -> type[Pipeline]:
     fields: dict[str, Any] = {}
     for name in CLUSTERS.built_in():
-        options = CLUSTERS.options_model(name)
-        fields[name] = (options, options())
-    for name in CLUSTERS.installed():
-        if name.isidentifier() and name not in Pipeline.model_fields:
-            parse = functools.partial(_parse_installed_cluster, name)
-            fields[name] = (Annotated[Any, CustomValidator(parse, {})], Field(default=None, exclude=True))
+        section = functools.partial(CLUSTERS.options_model, name)
+        parse = CustomValidator(functools.partial(_parse_built_in_cluster, name), {}, section=section)
+        fields[name] = (Annotated[Any, parse], None)
+    for name in CLUSTERS.installed() if installed else ():
+        if name.isidentifier():
+            parse = CustomValidator(functools.partial(_parse_installed_cluster, name), {})
+            fields[name] = (Annotated[Any, parse], Field(default=None, exclude=True))
     return create_model("Pipeline", __base__=Pipeline, __module__=__name__, **fields)
 
 
-def _parse_installed_cluster(name: str, value: Any) -> Any:
-    """The options of an installed cluster backend."""
-    cluster = load_installed_plugin(CLUSTERS, name, functools.partial(problem, on_key=True))
-    model = plugin_options_model(cluster)
-    return value if isinstance(value, model) else validate(model, value)
+def _parse_built_in_cluster(name: str, value: Any) -> BaseModel:
+    return validate(CLUSTERS.options_model(name), value)
+
+
+def _parse_installed_cluster(name: str, value: Any) -> BaseModel:
+    model = installed_options_model(CLUSTERS, name, functools.partial(problem, on_key=True))
+    return validate(model, value)

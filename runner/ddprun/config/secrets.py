@@ -5,6 +5,7 @@ only, so that `key_dim: 64` and `monkey: banana` stay. So is the password in a U
 takes from the environment.
 """
 
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
+from ddprun.config.faults import Fault
 from ddprun.config.tree import KeyPath, is_choice_path
 from ddprun.plugins import CLUSTERS
 from ddprun_hooks.config.trust import TrustSettingError
@@ -233,15 +235,25 @@ class Secrets:
         return _without_passwords(self._replaced(text, self._secret_pattern))
 
     def redact_line(self, line: str, *, override: bool = False) -> str:
-        """As `redact`, for a line of a file or a `--set` that may be too broken to parse.
+        """As `redact`, for a line of a file or an override that may be too broken to parse.
 
         Values of keys with a secret's name are redacted, too.
         """
-        return self.redact((_OVERRIDE if override else _KEY_VALUE_LINE).sub(_without_value, line))
+        line = _OVERRIDE.sub(_without_value, line) if override else line
+        return self.redact(_KEY_VALUE_LINE.sub(_without_value, line))
+
+    def redact_faults(self, faults: Iterable[Fault]) -> list[Fault]:
+        """The faults as they may be shown."""
+        # Cached: many faults quote the same line.
+        redact_text, redact_line = functools.cache(self.redact), functools.cache(self.redact_line)
+        return [
+            fault.redacted(redact_text, functools.partial(redact_line, override=fault.order > 0))
+            for fault in faults
+        ]
 
     def redact_all(self, value: Any) -> Any:
         """Plain data with every string in it redacted."""
-        return _mapped(value, lambda _, text: self.redact(text), lambda _, key: self.redact(key))
+        return map_strings(value, lambda _, text: self.redact(text), lambda _, key: self.redact(key))
 
     def redact_pipeline(self, data: Any) -> Any:
         """A pipeline's data (`resolved.to_plain_data`) without its secrets, as it may be written to files.
@@ -260,7 +272,7 @@ class Secrets:
             pattern = self._substring_pattern
             return pattern.sub(REDACTED, key) if pattern and _has_own_keys(path) else key
 
-        return _mapped(data, text_of, key_of)
+        return map_strings(data, text_of, key_of)
 
     def _replaced(self, text: str, pattern: re.Pattern[str] | None) -> str:
         return pattern.sub(lambda match: self._replacements[match[0]], text) if pattern else text
@@ -324,12 +336,15 @@ _Replace = Callable[[KeyPath, str], str]
 """Gives what is written for a string at a path, or for a key of the mapping at a path."""
 
 
-def _mapped(data: Any, text_of: _Replace, key_of: _Replace, path: KeyPath = ()) -> Any:
+def map_strings(
+    data: Any, text_of: _Replace, key_of: _Replace = lambda _, key: key, path: KeyPath = ()
+) -> Any:
     """Plain data with its strings and keys replaced; keys that become equal are numbered."""
     if isinstance(data, str):
         return text_of(path, data)
     if isinstance(data, list | tuple):
-        return [_mapped(item, text_of, key_of, (*path, index)) for index, item in enumerate(data)]
+        items = [map_strings(item, text_of, key_of, (*path, index)) for index, item in enumerate(data)]
+        return tuple(items) if isinstance(data, tuple) else items
     if not isinstance(data, dict):
         return data
     made: dict[Any, Any] = {}
@@ -338,7 +353,7 @@ def _mapped(data: Any, text_of: _Replace, key_of: _Replace, path: KeyPath = ()) 
         numbers = count(2)
         while new in made:
             new = f"{first} {next(numbers)}"
-        made[new] = _mapped(item, text_of, key_of, (*path, key))
+        made[new] = map_strings(item, text_of, key_of, (*path, key))
     return made
 
 
@@ -354,7 +369,7 @@ def _has_own_keys(path: KeyPath) -> bool:
 
 def _cluster_options(path: KeyPath) -> type[BaseModel] | None:
     """The options of the cluster backend below whose key a path leads, if it may be imported."""
-    if len(path) < 2 or path[0] not in CLUSTERS.names():
+    if len(path) < 2 or str(path[0]) not in CLUSTERS:
         return None
     try:
         return CLUSTERS.options_model(str(path[0]))

@@ -72,15 +72,6 @@ class Parameter:
         return any(form is _TENSOR_SCHEMA for form in self.schema.get("anyOf", [self.schema]))
 
 
-@dataclass(frozen=True)
-class Signature:
-    """A torch class and the options that a file can give it."""
-
-    name: str
-    summary: str
-    parameters: tuple[Parameter, ...]
-
-
 @functools.cache
 def torch_folder() -> Path | None:
     """Where torch is installed; None if it is not."""
@@ -107,7 +98,10 @@ def find_class(kind: TorchKind, name: str) -> str | None:
 
     Case and underscores do not matter, nor the ending `loss`: `cross_entropy` is `CrossEntropyLoss`.
     """
-    return _by_spelling(kind).get(normalize_name(name))
+    wanted = normalize_name(name)
+    by_class = _by_spelling(kind).get(wanted)
+    # Of a loss the function's name, too, which its whole source has to be read for.
+    return _by_function().get(wanted) if by_class is None and kind == "loss" else by_class
 
 
 @functools.cache
@@ -123,11 +117,10 @@ def refusal(kind: TorchKind, name: str) -> str | None:
 
 
 @functools.cache
-def signature(kind: TorchKind, name: str) -> Signature:
-    """The options of a class that `find_class` returned."""
-    tree = _parse(_classes(kind)[name])
-    init = _method(tree, name, "__init__")
-    return Signature(name, _summary(tree, name), _parameters(init, kind) if init else ())
+def parameters(kind: TorchKind, name: str) -> tuple[Parameter, ...]:
+    """The options that a file can give a class that `find_class` returned."""
+    init = _method(_parse(_classes(kind)[name]), name, "__init__")
+    return _parameters(init, kind) if init else ()
 
 
 @functools.cache
@@ -138,7 +131,7 @@ def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
             Annotated[Any, CustomValidator(functools.partial(_check_value, item.schema), item.schema)],
             ... if item.required else None,
         )
-        for item in signature(kind, name).parameters
+        for item in parameters(kind, name)
     }
     return create_model(name, __base__=Options, **fields)
 
@@ -191,7 +184,7 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
         return None
     if name not in _classes("schedule"):
         return None
-    for parameter in signature("schedule", name).parameters:
+    for parameter in parameters("schedule", name):
         if parameter.name in _LENGTH_OPTIONS:
             return None if given.get(parameter.name) is not None else parameter.name
     return None
@@ -199,11 +192,16 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
 
 def tensor_options(kind: TorchKind, name: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    return frozenset(item.name for item in signature(kind, name).parameters if item.is_tensor)
+    return frozenset(item.name for item in parameters(kind, name) if item.is_tensor)
+
+
+def written_name(kind: TorchKind, name: str) -> str:
+    """A class as a file would write it: a loss by its function."""
+    return _functional_name(name) if kind == "loss" else name
 
 
 @functools.cache
-def functional_name(loss: str) -> str:
+def _functional_name(loss: str) -> str:
     """The function of `torch.nn.functional` that a loss class calls; the class's name if there is none."""
     forward = _method(_parse(_classes("loss")[loss]), loss, "forward")
     for node in ast.walk(forward) if forward else ():
@@ -214,8 +212,12 @@ def functional_name(loss: str) -> str:
 
 @functools.cache
 def _by_spelling(kind: TorchKind) -> dict[str, str]:
-    found = {normalize_name(functional_name(name)): name for name in _classes(kind)} if kind == "loss" else {}
-    return found | {normalize_name(name): name for name in _classes(kind)}
+    return {normalize_name(name): name for name in _classes(kind)}
+
+
+@functools.cache
+def _by_function() -> dict[str, str]:
+    return {normalize_name(_functional_name(name)): name for name in _classes("loss")}
 
 
 @functools.cache
@@ -328,10 +330,10 @@ def _union_schemas(annotation: ast.expr | None) -> Iterator[Schema | None]:
             yield None if name.startswith("Callable") else {}
 
 
-def _summary(tree: ast.Module, name: str) -> str:
+def summary(kind: TorchKind, name: str) -> str:
     """The first sentence of the class's docstring, or of the text that is assigned to its `__doc__`."""
     text = ""
-    for node in tree.body:
+    for node in _parse(_classes(kind)[name]).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             text = ast.get_docstring(node) or text
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"{name}.__doc__":

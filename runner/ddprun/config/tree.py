@@ -1,7 +1,7 @@
 """The tree of a pipeline file: plain values with their places, and key paths into them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Place:
         """A fault at this place."""
         return Fault(
             file=self.source.name,
+            order=self.source.order,
             line=self.line,
             column=self.column,
             path=path,
@@ -122,13 +123,10 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     for depth, segment in enumerate(path):
         value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
-            entry = value.get(segment)
-            named = [name for name in value if name != "over"]  # which stands beside a schedule
-            if entry is None and len(named) == 1 and is_choice_path(above):
-                entry = None if is_data_pair_key(above, segment, named[0]) else value[named[0]]
-            if entry is None:
+            name = segment if segment in value else chosen_name(above, value, segment)
+            if name is None:
                 return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
-            node, key_place = entry.node, entry.key_place
+            node, key_place = value[name].node, value[name].key_place
         elif isinstance(value, list) and isinstance(segment, int) and segment < len(value):
             node = value[segment]
             key_place = node.place
@@ -136,6 +134,17 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
             return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
         has_fault = has_fault or node.has_fault
     return NearestNode(node, key_place, (), has_fault)
+
+
+def chosen_name(path: Sequence[str | int], keys: Iterable[str], key: str) -> str | None:
+    """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
+    in another spelling, or a second choice; None where `key` is something else.
+    """
+    spans = tuple(path[-1:]) == ("schedule",)  # beside its name a schedule has `over`
+    named = [name for name in keys if not (spans and name == "over")]
+    if len(named) != 1 or not is_choice_path(path) or (spans and key == "over"):
+        return None
+    return None if is_data_pair_key(path, key, named[0]) else named[0]
 
 
 def normalize_name(name: str) -> str:
@@ -181,7 +190,7 @@ def format_path(path: Sequence[str | int]) -> str:
     return text
 
 
-_SEGMENT = re.compile(r'(?:(?P<dot>^|\.)(?P<key>"(?P<quoted>[^"]+)"|[^.\[\]="]+)|\[(?P<index>[0-9]{1,6})\])')
+_SEGMENT = re.compile(r'(?:(?:^|(?!^)\.)(?P<key>"(?P<quoted>[^"]+)"|[^.\[\]="]+)|\[(?P<index>[0-9]{1,6})\])')
 
 
 def parse_path(text: str) -> list[tuple[str | int, int]]:
@@ -197,7 +206,7 @@ def parse_path(text: str) -> list[tuple[str | int, int]]:
     offset = 0
     while offset < len(text):
         match = _SEGMENT.match(text, offset)
-        if match is None or (match["dot"] == "" and offset) or (match["index"] and not segments):
+        if match is None or (match["index"] and not segments):
             raise ValueError("invalid key path from here on; write one such as stages[0].train.steps", offset)
         if match["index"]:
             segments.append((int(match["index"]), offset + 1))

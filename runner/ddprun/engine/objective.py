@@ -312,7 +312,7 @@ class Objective:
     def unused_parameters_error(self, names: Sequence[str], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
         key = "ddp.find_unused_parameters"
-        false = "is false" if self._loaded.has(key) else "is false, its default"
+        false = "is false" if self._loaded.is_given(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         problem = f"{false}, but {shown} took no part in {loss_name}"
         return self._loaded.error(

@@ -334,7 +334,7 @@ class Search:
             sides = self._sides(candidates, self.folder / done.folder, done.turn_steps, done.steps)
             for side, code in zip(sides, done.codes, strict=True):
                 side.runs[0].code = code
-                compare.read_run(side.runs[0], done.turn_steps)
+                compare.fill_from_records(side.runs[0], done.turn_steps)
             self._record_results(outcome, chosen, sides)
         while len(self._state.rounds) < _MAX_ROUNDS:
             if not self._run_round(outcome):

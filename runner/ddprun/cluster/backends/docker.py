@@ -48,7 +48,7 @@ _VOLUME = pattern_constraint(
     r"^(/[^:\x00-\x1f]+|[A-Za-z0-9][A-Za-z0-9_.-]*)$", 'a volume\'s name, or a path from "/" on'
 )
 
-_SYSTEM = (
+_SYSTEM_FOLDERS = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/root", "/run", "/sbin",
     "/sys", "/usr/bin", "/usr/lib", "/usr/sbin", "/var/lib/containerd", "/var/lib/docker", "/var/lib/kubelet",
     "/var/log", "/var/run", "/var/spool",
@@ -69,15 +69,17 @@ def _check_mount_source(value: Any) -> Any:
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
     too_broad = plain in _TOO_BROAD_FOLDERS
-    if too_broad or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM):
+    if too_broad or any(plain == folder or plain.startswith(folder + "/") for folder in _SYSTEM_FOLDERS):
         why = "holds more than data" if too_broad else "is the system's own"
         raise problem(f'"{value}" {why}', "a folder for data or runs alone, as in /data/images")
     return value
 
 
 def _check_network(value: Any) -> Any:
-    """Raises:
-    pydantic.ValidationError: it is not a network of containers.
+    """The name of a network, as given.
+
+    Raises:
+        pydantic.ValidationError: it is not a network of containers.
     """
     if isinstance(value, str) and (value == "host" or value.startswith(("container:", "ns:"))):
         raise problem(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -139,8 +140,11 @@ _POD_SCHEMA = {
 
 
 def _check_pod_fields(value: Any) -> dict[str, Any]:
-    """Raises:
-    pydantic.ValidationError: a field that no pod can have, that is ddprun's own, or that is not restricted.
+    """The fields of a pod, as given.
+
+    Raises:
+        pydantic.ValidationError: a field that no pod can have, that is ddprun's own, or that is not
+            restricted.
     """
     if not isinstance(value, dict):
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
@@ -473,6 +477,8 @@ class _Log:
 
     def show_new(self) -> None:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
+        from kubernetes.client.exceptions import ApiException
+
         for pod in self.core.list_namespaced_pod(self.namespace, label_selector=self.selector).items:
             notes, state = pod.metadata.annotations or {}, (pod.status.container_statuses or [None])[0]
             if notes.get(_INDEX_ANNOTATION, "0") != "0":
@@ -484,7 +490,12 @@ class _Log:
                 continue
             container = pod.metadata.name, state.restart_count
             if self.read_s.get(container) != math.inf:
-                self._follow(*container)
+                try:
+                    self._follow(*container)
+                except ApiException as error:
+                    if error.status != HTTPStatus.NOT_FOUND:
+                        raise
+                    continue  # it was deleted after it was listed
                 self.read_s[container] = math.inf if state.state.terminated is not None else time.monotonic()
 
     def _follow(self, pod: str, start: int) -> None:

@@ -97,8 +97,10 @@ def _check_time(value: Any) -> str | int | None:
 
 
 def _check_options(value: Any) -> dict[str, str | int | float | bool]:
-    """Raises:
-    pydantic.ValidationError: an option that sbatch cannot have, or that is ddprun's own.
+    """The options of sbatch, as given.
+
+    Raises:
+        pydantic.ValidationError: an option that sbatch cannot have, or that is ddprun's own.
     """
     if not isinstance(value, dict):
         raise expected("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
