@@ -8,10 +8,9 @@ from pydantic import BaseModel
 from ddprun.config import load
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.scalars import format_scalar
-from ddprun.config.schema import (
+from ddprun.config.schema import pipeline_class
+from ddprun.config.sections import (
     BUFFER_TIMES,
-    OVERRIDABLE_KEYS,
-    STAGES,
     Audit,
     Batch,
     Checkpoint,
@@ -20,8 +19,8 @@ from ddprun.config.schema import (
     Launch,
     Loader,
     Timings,
-    pipeline_class,
 )
+from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES
 from ddprun.plugins import CLUSTERS, SYNC_POLICIES, TRACKERS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")

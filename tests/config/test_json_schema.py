@@ -15,7 +15,8 @@ from ddprun.config.catalog import KIND_HEADINGS, entries_of_kind
 from ddprun.config.choices import CHOICE_KINDS, parse_choice
 from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
-from ddprun.config.schema import OVERRIDABLE_KEYS, STAGES, parse_buffers, parse_stage
+from ddprun.config.sections import parse_buffers
+from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, parse_stage
 from ddprun.plugins import CLUSTERS
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"

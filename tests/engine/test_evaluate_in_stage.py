@@ -8,7 +8,7 @@ import pytest
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
-from ddprun.config.schema import MonitoredMetric
+from ddprun.config.stages import MonitoredMetric
 from ddprun.engine.save import saved_step
 from tests.checkpoint.runs import CNN, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary

@@ -6,20 +6,17 @@
 from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import LoadedPipeline, load
-from ddprun.config.schema import (
+from ddprun.config.schema import Pipeline
+from ddprun.config.sections import Compile, DataPair, Ddp, Launch, Loader
+from ddprun.config.signatures import length_option, tensor_options
+from ddprun.config.stages import (
     BEST_FILE,
     AverageStage,
     BroadcastStage,
-    Compile,
-    DataPair,
-    Ddp,
     EarlyStop,
     EvaluateStage,
     ForwardStage,
     KeepBest,
-    Launch,
-    Loader,
-    Pipeline,
     SaveStage,
     Stage,
     StepStage,
@@ -27,7 +24,6 @@ from ddprun.config.schema import (
     TrainStage,
     metric_names,
 )
-from ddprun.config.signatures import length_option, tensor_options
 from ddprun.sync.plan import BufferSettings
 
 __all__ = [

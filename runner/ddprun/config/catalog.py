@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS
-from ddprun.config.schema import STAGES
+from ddprun.config.stages import STAGES
 from ddprun.options import NoOptions
 from ddprun.plugins import CLUSTERS
 

@@ -9,7 +9,8 @@ from ddprun.config.choices import RunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import LoadedPipeline
 from ddprun.config.resolved import flow_yaml, to_plain_data
-from ddprun.config.schema import OVERRIDABLE_KEYS, Pipeline, StepStage, pipeline_class
+from ddprun.config.schema import Pipeline, pipeline_class
+from ddprun.config.stages import OVERRIDABLE_KEYS, StepStage
 from ddprun.config.tree import format_path
 
 _UNCHANGEABLE_KEYS = {

@@ -13,16 +13,15 @@ from ddprun.config.faults import Severity
 from ddprun.config.options import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
 from ddprun.config.patterns import matches, unmatched
 from ddprun.config.resolved import to_plain_data
-from ddprun.config.schema import (
+from ddprun.config.schema import Pipeline
+from ddprun.config.sections import DataPair, Ddp
+from ddprun.config.stages import (
     BEST_FILE,
     OVERRIDABLE_KEYS,
     AverageStage,
     BroadcastStage,
-    DataPair,
-    Ddp,
     EvaluateStage,
     ForwardStage,
-    Pipeline,
     SaveStage,
     Stage,
     StageEvaluation,

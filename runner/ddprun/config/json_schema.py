@@ -8,18 +8,9 @@ from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
 from ddprun.config.errors import section_of
-from ddprun.config.schema import (
-    BUFFER_TIMES,
-    OVERRIDABLE_KEYS,
-    STAGES,
-    BufferPeriod,
-    Compile,
-    DataPair,
-    Init,
-    Pipeline,
-    Stage,
-    StepStage,
-)
+from ddprun.config.schema import Pipeline
+from ddprun.config.sections import BUFFER_TIMES, BufferPeriod, Compile, DataPair, Init
+from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, Stage, StepStage
 from ddprun.plugins import CLUSTERS
 
 Schema = dict[str, Any]

@@ -6,8 +6,10 @@ from pydantic import BaseModel
 
 from ddprun.config.choices import Choice
 from ddprun.config.scalars import format_scalar
-from ddprun.config.schema import OVERRIDABLE_KEYS, ParameterGroup, Pipeline, Stage, StepStage
+from ddprun.config.schema import Pipeline
 from ddprun.config.secrets import Secrets
+from ddprun.config.sections import ParameterGroup
+from ddprun.config.stages import OVERRIDABLE_KEYS, Stage, StepStage
 from ddprun.config.tree import KeyPath, Node, find_nearest, is_choice_path
 from ddprun.plugins import CLUSTERS
 from ddprun.sync.plan import BufferSettings

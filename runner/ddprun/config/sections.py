@@ -1,0 +1,467 @@
+"""The sections of a pipeline file: one model for each, a docstring with the unit under each key."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, parse_choice, parse_schedule
+from ddprun.config.errors import validate
+from ddprun.config.faults import suggest
+from ddprun.config.options import parse_batch_key
+from ddprun.options import (
+    CustomValidator,
+    NonNegativeInt,
+    NoOptions,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    PositiveInts,
+    combine,
+    expected,
+    pattern_constraint,
+    problem,
+)
+from ddprun.sync.plan import BufferReduction, BufferSettings
+
+_HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+SAFETENSORS_CONSTRAINT = pattern_constraint(
+    r"^[^\x00-\x1f\x7f]*\.safetensors$",
+    'a file name that ends in ".safetensors", without control characters',
+)
+_TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
+
+ModelChoice = Annotated[Choice, choice_validator("model")]
+LossChoice = Annotated[Choice, choice_validator("loss")]
+OptimizerChoice = Annotated[Choice, choice_validator("optimizer")]
+
+
+def _parse_stage_schedule(value: Any) -> Choice:
+    """A schedule of one stage."""
+    if isinstance(value, dict) and "over" in value:
+        text = "the schedule of a stage is over that stage"
+        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
+    return parse_choice("schedule", value)
+
+
+ScheduleChoice = Annotated[
+    Choice, CustomValidator(_parse_stage_schedule, "schedule", CHOICE_KINDS["schedule"].allowed_names)
+]
+AnySchedule = Annotated[
+    Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].allowed_names)
+]
+SyncChoice = Annotated[Choice, choice_validator("sync")]
+MutateChoice = Annotated[Choice, choice_validator("mutate")]
+UpdateChoice = Annotated[Choice, choice_validator("update")]
+HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
+Metrics = Annotated[tuple[Annotated[Choice, choice_validator("metric")], ...], Field(strict=False)]
+Trackers = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
+
+
+def _parse_whole_data(value: Any) -> Choice:
+    """Data that is used whole: nothing of it is held out, and asking for that is a fault."""
+    choice = parse_choice("data", value)
+    if choice.settings is None or "held_out" not in choice.options or isinstance(value, Choice):
+        return choice
+    given = value[choice.name] if isinstance(value, dict) else None
+    nothing = 0 if choice.name == "synthetic" else None
+    if given and given.get("held_out"):
+        text = "held_out has no effect where train and evaluate are given separately: each is used whole"
+        raise problem(text, "remove it", at=(choice.name, "held_out"), on_key=True)
+    settings = choice.settings.model_copy(update={"held_out": nothing})
+    return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
+
+
+WholeData = Annotated[Choice, CustomValidator(_parse_whole_data, "data")]
+
+
+class DataPair(Options):
+    """Training and evaluation data given separately; each is used whole."""
+
+    train: WholeData
+    """What train stages read."""
+
+    evaluate: WholeData | None = None
+    """What evaluate stages read."""
+
+
+def parse_data(value: Any) -> Choice | DataPair:
+    if isinstance(value, dict) and ("train" in value or "evaluate" in value):
+        return validate(DataPair, value)
+    return parse_choice("data", value)
+
+
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+"""Names with `*`, `?` and `[…]`, as a shell's; `*` matches dots, too."""
+
+
+class Init(Options):
+    """The weights with which the model starts."""
+
+    file: Annotated[str, SAFETENSORS_CONSTRAINT]
+    """A file of safetensors, relative to the pipeline's folder."""
+
+    missing: Patterns = ()
+    """Weights that the file may lack, or hold in another shape: they stay as the model makes them."""
+
+    unexpected: Patterns = ()
+    """Weights that the file may hold and the model has not."""
+
+
+def parse_init(value: Any) -> Init:
+    if not isinstance(value, str | dict):
+        raise expected("a file, or {file: …, missing: […], unexpected: […]}")
+    return validate(Init, {"file": value} if isinstance(value, str) else value)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with options of their own."""
+
+    match: tuple[str, ...]
+    """Patterns of their names."""
+
+    options: dict[str, Any]
+    """The optimizer's, as far as they are other ones than those of all parameters."""
+
+    def to_plain_data(self) -> dict[str, Any]:
+        """As a file would hold it."""
+        return {"match": list(self.match), **self.options}
+
+
+class _Match(Options):
+    match: Annotated[Patterns, Field(min_length=1)]
+
+
+def _parse_parameter_group(value: Any) -> ParameterGroup:
+    if not isinstance(value, dict) or "match" not in value:
+        raise expected("a group of parameters", "write {match: pattern, option: value}")
+    match = [value["match"]] if isinstance(value["match"], str) else value["match"]
+    options = {key: option for key, option in value.items() if key != "match"}
+    if not options:
+        raise problem(
+            "a group needs options of its own", "write {match: pattern, weight_decay: 0}", at="match"
+        )
+    return ParameterGroup(validate(_Match, {"match": match}).match, options)
+
+
+ParameterGroups = Annotated[
+    tuple[Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")], ...],
+    Field(strict=False),
+]
+
+
+class Loader(Options):
+    """How samples reach a rank."""
+
+    batch_size: PositiveInt = 64
+    """Samples per rank and micro-step."""
+
+    shuffle: bool = True
+    """A new order in each epoch, the same on all ranks and for the same seed."""
+
+    workers: NonNegativeInt = 0
+    """Processes per rank that load samples; 0 loads in the training process."""
+
+    drop_last: bool = False
+    """Drop the last, smaller batch of an epoch."""
+
+    sharded: bool = False
+    """The data set gives each rank samples of its own, and is taken as it is."""
+
+    collate: Annotated[Choice, choice_validator("collate")] | None = None
+    """Makes a batch of a list of samples; null is torch's `default_collate`."""
+
+    sampler: Annotated[Choice, choice_validator("sampler")] | None = None
+    """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sampler_shuffles(cls, value: Any) -> Any:
+        """A sampler decides the order, so that `shuffle` is false where the file does not say it."""
+        named = isinstance(value, dict) and value.get("sampler") is not None
+        return {"shuffle": False, **value} if named else value
+
+
+def _parse_batch_parts(value: Any) -> Any:
+    """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
+    if isinstance(value, dict):
+        if wrong := next((name for name in value if not name.isidentifier()), None):
+            raise problem(
+                f'"{wrong}" is no name of an argument', "write argument: key", at=wrong, on_key=True
+            )
+        return {name: _parse_batch_part(key, name) for name, key in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_parse_batch_part(key, index) for index, key in enumerate(value))
+    return parse_batch_key(value)
+
+
+def _parse_batch_part(value: Any, at: str | int) -> Any:
+    try:
+        return parse_batch_key(value)
+    except ValidationError as error:
+        raise combine([error], at=(at,)) from None
+
+
+BatchParts = Annotated[Any, CustomValidator(_parse_batch_parts, "parts")]
+
+
+class Batch(Options):
+    """Which parts of a batch the model and the loss get."""
+
+    inputs: BatchParts | None = None
+    """The model's arguments: a key, a list of keys, or a mapping of keys by argument; null takes pairs
+    (input, target)."""
+
+    target: BatchParts | None = None
+    """What the loss compares the output with: a key, or a list or mapping of keys."""
+
+
+_BLOCKS_HINT = "write auto, a pattern of names, a class, or a list of these"
+
+
+def _parse_compile_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        raise expected("blocks to compile", _BLOCKS_HINT)
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            text = f"expected a pattern of names or a class, got {name!r:.40}"
+            raise problem(text, _BLOCKS_HINT, at=(index,) if names is value else ())
+    return tuple(names)
+
+
+class Compile(Options):
+    """`torch.compile` of the model, before DDP wraps it."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
+
+    blocks: Annotated[
+        tuple[str, ...] | Literal["auto"] | None, CustomValidator(_parse_compile_blocks, "blocks")
+    ] = None
+    """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
+    repeat. null compiles the whole model."""
+
+    dynamic: bool = False
+    """One kernel for all sizes of batches; false compiles once more for each size."""
+
+    fullgraph: bool = False
+    """What cannot be compiled is an error, not run as it is."""
+
+
+def parse_compile(value: Any) -> Compile | None:
+    if value is None or isinstance(value, bool):
+        return Compile() if value else None
+    if not isinstance(value, dict):
+        raise expected("whether to compile the model", "write true, false, or {mode: …, blocks: …}")
+    return validate(Compile, value)
+
+
+_BucketCap = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+_DEFERRED = ConfigDict(defer_build=True)
+_ONE_BUCKET_CAP = TypeAdapter(_BucketCap, config=_DEFERRED)
+_BUCKET_CAPS = TypeAdapter(Annotated[tuple[_BucketCap, ...], Field(min_length=1)], config=_DEFERRED)
+
+
+def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
+    if isinstance(value, list | tuple):
+        return _BUCKET_CAPS.validate_python(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise expected("a number or a list of numbers")
+    return _ONE_BUCKET_CAP.validate_python(value)
+
+
+class Ddp(Options):
+    """What DistributedDataParallel is built with."""
+
+    bucket_cap_mb: Annotated[float | tuple[float, ...], CustomValidator(_parse_bucket_cap, "bucket_cap")] = (
+        25.0
+    )
+    """Size in MiB at which a bucket is full. A list has one size for each bucket, in the order in which
+    backward fills them; the last counts for all that follow."""
+
+    gradient_as_bucket_view: bool = True
+    """Gradients are views into the buckets, which saves a copy of all gradients."""
+
+    static_graph: bool = False
+    """The same parameters take part in each step; DDP then prepares less."""
+
+    find_unused_parameters: bool = False
+    """Look in each step for parameters that take no part; needed where some take none, slower otherwise."""
+
+    @property
+    def bucket_caps_bytes(self) -> list[int]:
+        """The size at which each gradient bucket is full; the last counts for all that follow."""
+        caps = self.bucket_cap_mb if isinstance(self.bucket_cap_mb, tuple) else (self.bucket_cap_mb,)
+        return [int(cap * 2**20) for cap in caps]
+
+    @property
+    def largest_cap_bytes(self) -> int:
+        """The largest of these sizes, for what has no order of gradients: parameters and buffers."""
+        return max(self.bucket_caps_bytes)
+
+
+def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:
+    if steps[0] > steps[1]:
+        raise problem("the last step is before the first", "expected [first, last]")
+    return steps
+
+
+StepRange = Annotated[PositiveInts, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+
+
+class Timings(Options):
+    """What is recorded."""
+
+    every: PositiveInt = 1
+    """Record every n-th step."""
+
+    fidelity_every: NonNegativeInt = 0
+    """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
+
+    grad_norm_every: NonNegativeInt = 10
+    """Measure the norm of all gradients in every n-th step; 0 never does. `clip_norm` knows it in each."""
+
+    gradients: bool = False
+    """Record when each parameter's gradient was complete, and which one completed its bucket."""
+
+    profile: StepRange | None = None
+    """`[first, last]`: the steps that torch's profiler records, on all ranks; null does not use it."""
+
+    straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
+    """Steps in which ranks synchronise, over which is judged whether one is late."""
+
+    straggler_over: Annotated[float, Field(gt=0, lt=100)] = 0.1
+    """A rank is late if the others wait for it for more than this share of a step."""
+
+
+class Audit(Options):
+    """Whether parameters are compared between ranks."""
+
+    every: NonNegativeInt = 0
+    """Compare at every n-th step, and end the run on drift that `sync` does not allow; 0 never does."""
+
+
+class Checkpoint(Options):
+    """When the whole state of a run is kept, so that `ddprun resume` can continue from it. One is also
+    taken at the run's end and when it is interrupted.
+    """
+
+    every: NonNegativeInt = 500
+    """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
+
+    keep: NonNegativeInt = 3
+    """How many are kept, the newest; 0 takes none at all."""
+
+
+def _parse_nnodes(value: Any) -> int | str:
+    """A number of hosts, or the smallest and the largest."""
+    if isinstance(value, str) and (found := _HOST_RANGE.fullmatch(value)):
+        least, most = map(int, found.groups())
+        if 1 <= least <= most:
+            return value
+        raise problem(f'"{value}" is not a range of hosts', "MIN is at least 1, and MAX at least MIN")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise expected("a number of hosts or a range", 'write 2, or "1:2"')
+    if value < 1:
+        raise problem(f"must be greater than 0, got {value}")
+    return value
+
+
+class Launch(Options):
+    """Where the ranks run. The launcher's environment and flags go before these."""
+
+    nproc_per_node: PositiveInt | None = None
+    """Ranks per host; null is one for each GPU, or two on a host without."""
+
+    nnodes: Annotated[int | str, CustomValidator(_parse_nnodes, "nnodes")] = 1
+    """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is cuda where torch sees a GPU, else cpu."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto` is nccl where each rank of a host has a GPU of its own, else gloo."""
+
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a collective may take before the run fails."""
+
+    max_restarts: NonNegativeInt = 0
+    """How often the ranks are restarted after a failure, from the newest checkpoint."""
+
+    @property
+    def host_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of hosts."""
+        if isinstance(self.nnodes, int):
+            return self.nnodes, self.nnodes
+        least, _, most = self.nnodes.partition(":")
+        return int(least), int(most)
+
+
+class BufferReductionOptions(Options):
+    """How buffers are made equal, for a time that goes by a name."""
+
+    reduce: BufferReduction = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+
+class BufferPeriod(Options):
+    """Buffers are made equal after every n-th step."""
+
+    every: PositiveInt
+    """Steps from one time to the next."""
+
+    reduce: BufferReduction = "broadcast"
+    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+
+BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
+    "auto": BufferReductionOptions,
+    "every_forward": BufferReductionOptions,
+    "before_evaluate": BufferReductionOptions,
+    "never": NoOptions,
+}
+"""Times that go by a name, and what each takes. `{every: N, reduce: …}` is the other form."""
+
+
+def parse_buffers(value: Any) -> BufferSettings:
+    """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
+    name: Any = value
+    options: Any = None
+    make_error: Callable[..., ValidationError] = problem
+    if not isinstance(value, str):
+        if not isinstance(value, dict) or not value:
+            raise expected("a time for buffers", _TIMES_ALLOWED)
+        times = [key for key in value if key in BUFFER_TIMES or key == "every"]
+        if len(times) > 1:
+            text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
+            raise problem(text, "keep one", at=times[1], on_key=True)
+        if times == ["every"]:
+            period = validate(BufferPeriod, value)
+            return BufferSettings("every", period.every, period.reduce)
+        if len(value) > 1 and times:
+            stray = next(key for key in value if key not in BUFFER_TIMES)
+            hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
+            raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
+        name, options = next(iter(value.items()))
+        make_error = functools.partial(problem, at=name, on_key=True)
+    if name in ("every", "reduce"):
+        hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
+        raise make_error(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
+    if name not in BUFFER_TIMES:
+        near = suggest(name, [*BUFFER_TIMES, "every"])
+        raise make_error(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
+    settings = validate(BUFFER_TIMES[name], {} if options is None else options, name, owner=name)
+    reduction = settings.reduce if isinstance(settings, BufferReductionOptions) else "broadcast"
+    return BufferSettings(name, None, reduction)
+
+
+BuffersField = Annotated[BufferSettings, CustomValidator(parse_buffers, "buffers")]

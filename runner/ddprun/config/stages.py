@@ -1,0 +1,373 @@
+"""The stages of a pipeline: what each may name for itself, and the settings that then hold in it."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+
+from ddprun.config.choices import Choice, choice_validator
+from ddprun.config.errors import validate
+from ddprun.config.faults import allowed_values
+from ddprun.config.sections import (
+    SAFETENSORS_CONSTRAINT,
+    BuffersField,
+    HookStack,
+    Metrics,
+    MutateChoice,
+    ScheduleChoice,
+    SyncChoice,
+    UpdateChoice,
+    WholeData,
+)
+from ddprun.options import (
+    CustomValidator,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    expected,
+    problem,
+    unknown_name,
+)
+from ddprun.sync.plan import BufferSettings, GradientScope, StageFacts, SyncPlan, SyncPolicy
+
+if TYPE_CHECKING:
+    from ddprun.config.schema import Pipeline
+
+
+@dataclass(frozen=True)
+class StepStageSettings:
+    """The settings of one train or forward stage: its own, and the pipeline's for what it does not name."""
+
+    steps: int | None
+    epochs: int | None
+    hooks: tuple[Choice, ...]
+    sync: Choice
+    buffers: BufferSettings
+    accumulate: int
+    """1 in a forward stage."""
+
+    optimizer: Choice
+    clip_norm: float | None
+    clip_value: float | None
+    on_nan: Literal["continue", "stop"]
+    schedule: Choice | None
+    warmup_steps: int
+    mutate: Choice | None
+    data: Choice | None
+    """None: what the pipeline's `data` gives for training."""
+
+    update: Choice | None
+    """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
+
+    has_backward: bool
+    """The stage has backward passes."""
+
+    @cached_property
+    def plan(self) -> SyncPlan:
+        """What ranks exchange."""
+        changes_weights = self.has_backward or self.update is not None or self.mutate is not None
+        policy = self.sync.settings
+        assert isinstance(policy, SyncPolicy)
+        return policy.plan(StageFacts(self.has_backward, changes_weights))
+
+    @property
+    def updates_weights(self) -> bool:
+        """The stage's steps update the weights, by gradients or by its `update`."""
+        return self.has_backward or self.update is not None
+
+    @property
+    def hook_specs(self) -> list[Any]:
+        """The hooks as a file would have them."""
+        return [hook.to_plain_data() for hook in self.hooks]
+
+    @property
+    def uses_noop(self) -> bool:
+        """The `noop` hook gives each rank its own back, so ranks drift apart."""
+        return any(hook.name == "noop" for hook in self.hooks)
+
+    @property
+    def gradient_averaging(self) -> GradientScope:
+        """Among which ranks backward averages gradients."""
+        return self.plan.gradients
+
+
+class Stage(Options):
+    """Base of all stages."""
+
+    name: ClassVar[str]
+    _index: int = PrivateAttr(default=0)
+
+    @property
+    def index(self) -> int:
+        """Place in `stages`, from 0."""
+        return self._index
+
+    @property
+    def path(self) -> str:
+        """Key path such as `stages[0].train`, for faults."""
+        return f"stages[{self._index}].{self.name}"
+
+
+class StageEvaluation(Options):
+    """The held-out data is measured while a stage takes its steps, which changes no bit of training."""
+
+    every: PositiveInt
+    """Steps of the stage from one evaluation to the next; the last comes at the stage's end."""
+
+    metrics: Metrics = ()
+    """What to measure besides the loss."""
+
+
+class MonitoredMetric(Options):
+    """A metric by which evaluations are compared."""
+
+    metric: str
+    """`loss`, or one of the metrics of the stage's `evaluate`."""
+
+    mode: Literal["min", "max"] | None = None
+    """Which values are better; null is min for loss and perplexity, else max."""
+
+    def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than the best so far (None: there is none), by more than this."""
+        if not math.isfinite(value) or best is None:
+            return math.isfinite(value)
+        mode = self.mode or ("min" if self.metric in ("loss", "perplexity") else "max")
+        return value < best - by if mode == "min" else value > best + by
+
+
+class KeepBest(MonitoredMetric):
+    """The weights of the best evaluation stay in the run's folder, as `best.safetensors`."""
+
+
+class EarlyStop(MonitoredMetric):
+    """The stage ends when evaluations get no better."""
+
+    patience: PositiveInt
+    """So many evaluations in a row without improvement end the stage."""
+
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A value that is better by no more than this is no improvement."""
+
+
+BEST_FILE = "best.safetensors"
+"""Where `keep_best` writes, in the run's folder."""
+
+_RESERVED_METRIC_NAMES = frozenset(
+    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
+)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
+
+
+def metric_names(metrics: Sequence[Choice]) -> list[str]:
+    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
+    by another metric or by a field of the event.
+    """
+    last = [choice.name.rpartition(".")[2] for choice in metrics]
+    often = Counter(last)
+    return [
+        choice.name if short in _RESERVED_METRIC_NAMES or often[short] > 1 else short
+        for choice, short in zip(metrics, last, strict=True)
+    ]
+
+
+class StepStage(Stage):
+    """Base of the stages that take steps. Their keys apply to this stage only."""
+
+    name: ClassVar[str] = "step"
+
+    steps: PositiveInt | None = None
+    """Optimizer steps; in a forward stage, forward passes."""
+
+    epochs: PositiveInt | None = None
+    """Passes over the training data."""
+
+    data: WholeData | None = None
+    """What this stage reads, used whole; null is what `data` above gives for training."""
+
+    sync: SyncChoice = Field("every_step", validate_default=True)
+    """As `sync` above."""
+
+    hooks: HookStack = ()
+    """As `hooks` above."""
+
+    buffers: BuffersField = Field("auto", validate_default=True)
+    """As `buffers` above."""
+
+    optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
+    """Other settings of the optimizer above, whose state stays."""
+
+    schedule: ScheduleChoice | None = None
+    """As `schedule` above."""
+
+    warmup_steps: NonNegativeInt = 0
+    """As `warmup_steps` above."""
+
+    clip_norm: PositiveFloat | None = None
+    """As `clip_norm` above."""
+
+    clip_value: PositiveFloat | None = None
+    """As `clip_value` above."""
+
+    on_nan: Literal["continue", "stop"] = "stop"
+    """As `on_nan` above."""
+
+    mutate: MutateChoice | None = None
+    """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
+
+    evaluate: StageEvaluation | None = None
+    """Measure the held-out data after every n-th step."""
+
+    keep_best: KeepBest | None = None
+    """Keep the weights of the best evaluation."""
+
+    stop: EarlyStop | None = None
+    """End the stage when evaluations get no better."""
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            text = f"a {self.name} stage needs a length"
+            raise problem(text, "write steps: N or epochs: N", on_key=True)
+        if self.steps is not None and self.epochs is not None:
+            text = "steps and epochs both say how long the stage is"
+            raise problem(text, "keep one", at="epochs", on_key=True)
+        return self
+
+    def effective_settings(self, pipeline: "Pipeline") -> StepStageSettings:
+        """The settings of this stage; those that it does not name are the pipeline's."""
+        trains = isinstance(self, TrainStage)
+        settings: dict[str, Any] = {
+            key: getattr(self if key in self.model_fields_set else pipeline, key) for key in OVERRIDABLE_KEYS
+        }
+        if not trains:
+            settings["accumulate"] = 1
+        return StepStageSettings(
+            steps=self.steps,
+            epochs=self.epochs,
+            mutate=self.mutate,
+            data=self.data,
+            update=self.update if isinstance(self, ForwardStage) else None,
+            has_backward=trains,
+            **settings,
+        )
+
+    def key_path(self, key: str) -> str:
+        """Where a setting of this stage stands in the file: in the stage, or above."""
+        return f"{self.path}.{key}" if key in self.model_fields_set else key
+
+
+class TrainStage(StepStage):
+    """Train for a number of steps or epochs. The other keys apply to this stage only."""
+
+    name: ClassVar[str] = "train"
+    misplaced_key_hints = MappingProxyType({"update": "write it in a forward stage"})
+
+    accumulate: PositiveInt = 1
+    """As `accumulate` above."""
+
+
+class ForwardStage(StepStage):
+    """Forward passes only, for a number of steps or epochs; `update` trains without gradients."""
+
+    name: ClassVar[str] = "forward"
+    misplaced_key_hints = MappingProxyType(
+        {"accumulate": "remove it: without a backward pass nothing accumulates"}
+    )
+
+    update: UpdateChoice | None = None
+    """What changes the weights in each step; null changes nothing."""
+
+
+OVERRIDABLE_KEYS = (
+    *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
+    *("clip_value", "on_nan"),
+)
+"""Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
+
+
+class AverageStage(Stage):
+    """The parameters of all ranks become their mean, once."""
+
+    name: ClassVar[str] = "average"
+
+
+class BroadcastStage(Stage):
+    """The parameters of all ranks become those of one, once."""
+
+    name: ClassVar[str] = "broadcast"
+
+    source: NonNegativeInt = 0
+    """The rank whose parameters all take."""
+
+
+class EvaluateStage(Stage):
+    """Measure the loss, and the metrics named, on the held-out data."""
+
+    name: ClassVar[str] = "evaluate"
+
+    data: WholeData | None = None
+    """What to measure on, used whole; null is what `data` above holds out."""
+
+    metrics: Metrics = ()
+    """What to measure besides the loss."""
+
+
+class SaveStage(Stage):
+    """Write the model's weights to the run's folder."""
+
+    name: ClassVar[str] = "save"
+
+    to: Annotated[str, SAFETENSORS_CONSTRAINT] = "model.safetensors"
+    """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
+
+    only: Literal["trainable"] | None = None
+    """`trainable` leaves out buffers and the parameters that are frozen; null saves all."""
+
+
+STAGES: dict[str, type[Stage]] = {
+    stage.name: stage
+    for stage in (TrainStage, ForwardStage, AverageStage, BroadcastStage, EvaluateStage, SaveStage)
+}
+
+
+def parse_stage(value: Any) -> Stage:
+    if isinstance(value, str):
+        if value not in STAGES:
+            raise unknown_name("stage", value, STAGES)
+        return validate(STAGES[value], {}, owner=value)
+    if not isinstance(value, dict) or not value:
+        raise expected("a stage", allowed_values(STAGES))
+    if len(value) > 1:
+        first, second, *_ = value
+        hint = "write each stage as a list item of its own"
+        keys = STAGES[first].model_fields if first in STAGES else {}
+        others = list(value.items())[1:]
+        # `evaluate` is a stage, and with a period a key of others.
+        if all(
+            key in keys and (key not in STAGES or (isinstance(item, dict) and "every" in item))
+            for key, item in others
+        ):
+            hint = f'indent {", ".join(key for key, _ in others)} further, under "{first}"'
+        raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
+    ((name, settings),) = value.items()
+    if name not in STAGES:
+        raise unknown_name("stage", name, STAGES, at=name, on_key=True)
+    return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
+
+
+def _number_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    for index, stage in enumerate(stages):
+        stage._index = index
+    return stages
+
+
+Stages = Annotated[
+    tuple[Annotated[Stage, CustomValidator(parse_stage, "stage")], ...],
+    Field(strict=False, min_length=1),
+    AfterValidator(_number_stages),
+]
