@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
+from ddprun.config.checks import find_conflicts
 from ddprun.config.choices import PIPELINE_FOLDER, Choice
-from ddprun.config.cross_checks import find_conflicts
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.options import Mlp
 from ddprun.config.reader import read_file

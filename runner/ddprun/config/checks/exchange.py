@@ -1,0 +1,272 @@
+"""Checks of DDP, the launch, hooks, sync policies, the ranks there are, and buffers."""
+
+from collections.abc import Iterator
+
+from ddprun.config.checks.registry import (
+    KeyConflict,
+    known_ranks,
+    register_check,
+    setting_path,
+    setting_text,
+    stage_key_path,
+    sync_plans,
+    values_of_key,
+)
+from ddprun.config.options import Cnn, Mlp, Transformer
+from ddprun.config.schema import Pipeline
+from ddprun.config.sections import Ddp
+from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
+from ddprun.config.tree import KeyPath
+from ddprun.sync.plan import SyncPlan, SyncPolicy
+from ddprun_hooks.config import grammar
+
+
+@register_check("ddp", "accumulate", "sync", "stages")
+def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.train_stages():
+        settings = stage.effective_settings(pipeline)
+        if settings.accumulate == 1 or settings.gradient_averaging is None:
+            continue
+        effects = {
+            "static_graph": "DDP crashes or stops reducing",
+            "find_unused_parameters": "DDP reduces only what the last micro-step used",
+        }
+        for key, effect in effects.items():
+            if getattr(pipeline.ddp, key):
+                accumulate = setting_text(stage, "accumulate", settings.accumulate)
+                text = f'"{key}: true" clashes with {accumulate}: {effect}'
+                yield KeyConflict(("ddp", key), text, "remove one of the two")
+
+
+@register_check("ddp")
+def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
+        text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
+        yield KeyConflict(("ddp", "find_unused_parameters"), text, "remove one of the two")
+
+
+@register_check("ddp", "sync", "stages")
+def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
+    gradients = {settings.gradient_averaging for _, settings in stages}
+    by_host = [
+        setting_text(stage, "sync", settings.sync)
+        for stage, settings in stages
+        if settings.gradient_averaging == "host"
+    ]
+    if pipeline.ddp.find_unused_parameters and by_host:
+        text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
+        text += "parameters were used, so hosts wait for each other"
+        hint = "remove it if every parameter is used"
+        yield KeyConflict(("ddp", "find_unused_parameters"), text, hint, "warning")
+    for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
+        value = getattr(pipeline.ddp, key)
+        if gradients <= {None} and value != getattr(Ddp(), key):
+            text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
+            yield KeyConflict(("ddp", key), text, "remove it", "warning")
+
+
+@register_check("timings", "sync", "stages")
+def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    every = pipeline.timings.fidelity_every
+    if every and all(
+        stage.effective_settings(pipeline).gradient_averaging != "all" for stage in pipeline.train_stages()
+    ):
+        text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
+        yield KeyConflict(("timings", "fidelity_every"), text, "remove it", "warning")
+
+
+@register_check("launch")
+def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
+        text = '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only'
+        yield KeyConflict(("launch", "backend"), text, "use gloo, or device: cuda")
+
+
+@register_check("launch", "checkpoint")
+def _restarts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    least, most = pipeline.launch.host_range
+    restarts = pipeline.launch.max_restarts
+    if least < most and not restarts:
+        text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
+        yield KeyConflict(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
+    if restarts and not pipeline.checkpoint.keep:
+        text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
+        yield KeyConflict(("launch", "max_restarts"), text, "keep at least 1", "warning")
+
+
+@register_check()
+def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, hooks in values_of_key(pipeline, "hooks"):
+        for wrong in grammar.stack_problems([grammar.stack_entry(hook.name, hook.options) for hook in hooks]):
+            yield KeyConflict((*path, *wrong.path), wrong.text, None, wrong.severity)
+
+
+@register_check("hooks", "stages", "launch")
+def _hooks_and_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, hooks in values_of_key(pipeline, "hooks"):
+        for number, hook in enumerate(hooks):
+            here = (*path, number)
+            options = hook.options if hook.name == "hierarchical" else {}
+            in_leg = "shared_memory" in options.get("within", ())
+            if pipeline.launch.device == "cuda" and (hook.name == "shared_memory" or in_leg):
+                text = '"shared_memory" clashes with "device: cuda" of "launch": it sums tensors on the CPU'
+                at = (*here, "hierarchical", "within") if in_leg else here
+                yield KeyConflict(at, text, "remove it: NCCL uses shared memory by itself")
+            yield from _hosts_divide_ranks(pipeline, options.get("hosts"), (*here, "hierarchical", "hosts"))
+
+
+@register_check("hooks", "precision", "stages")
+def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, hooks in values_of_key(pipeline, "hooks"):
+        for number, hook in enumerate(hooks):
+            if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
+                setting = f'"precision: {pipeline.precision}"'
+                text = f'"{hook.name}" has no effect: with {setting} everything travels so'
+                hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
+                yield KeyConflict((*path, number), text, hint, "warning")
+
+
+def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) -> Iterator[KeyConflict]:
+    ranks = known_ranks(pipeline)
+    if hosts and ranks and ranks % hosts:
+        text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
+        yield KeyConflict(path, text, "each host needs the same number of ranks")
+
+
+@register_check("hooks", "sync", "stages")
+def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    inherit = [stage for stage in pipeline.step_stages() if "hooks" not in stage.model_fields_set]
+    unused = {
+        settings.sync.name: _why_hooks_unused(settings.plan)
+        for settings in (stage.effective_settings(pipeline) for stage in inherit)
+    }
+    if pipeline.hooks and unused and all(unused.values()):
+        by = " and ".join(f'"sync: {name}" {why}' for name, why in sorted(unused.items()))
+        yield KeyConflict(("hooks",), f'"hooks" has no effect: {by}', "remove it", "warning")
+    for stage in pipeline.step_stages():
+        settings = stage.effective_settings(pipeline)
+        if stage.hooks and (why := _why_hooks_unused(settings.plan)):
+            text = f'"hooks" clashes with {setting_text(stage, "sync", settings.sync)}, which {why}'
+            yield KeyConflict(setting_path(stage, "hooks"), text, "remove one of the two")
+
+
+def _why_hooks_unused(plan: SyncPlan) -> str:
+    """Why a policy uses no hooks; empty if it does, or if nothing in its stage could use them."""
+    if plan.uses_hooks or not plan.changes_weights:
+        return ""
+    return "sends parameters as they are" if plan.transfers else "sends nothing"
+
+
+# Sync policies, the ranks there are, and the lengths of stages
+
+
+@register_check("sync", "stages", "launch")
+def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    ranks = known_ranks(pipeline)
+    sources = [
+        ((*path, "source"), one.source)
+        for path, plan in sync_plans(pipeline)
+        for one in plan.transfers
+        if one.source is not None
+    ]
+    sources += [
+        (stage_key_path(stage, "source"), stage.source)
+        for stage in pipeline.stages
+        if isinstance(stage, BroadcastStage)
+    ]
+    for path, source in sources:
+        if ranks and source >= ranks:
+            there_are, allowed = (
+                (f"are {ranks} ranks", f"0 to {ranks - 1}") if ranks > 1 else ("is 1 rank", "0")
+            )
+            text = f'"source: {source}" clashes with "launch": there {there_are}'
+            yield KeyConflict(path, text, f"allowed: {allowed}")
+
+
+@register_check("sync", "stages", "launch")
+def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, plan in sync_plans(pipeline):
+        yield from _hosts_divide_ranks(pipeline, plan.hosts, (*path, "hosts"))
+    for path, sync in values_of_key(pipeline, "sync"):
+        within, across = (sync.options.get(key) for key in ("within", "across"))
+        if within is not None and within == across:
+            text = f'"within: {within}" has no effect with "across: {across}": all ranks average as often'
+            hint = "lengthen across, or use local_sgd"
+            yield KeyConflict((*path, sync.name, "within"), text, hint, "warning")
+
+
+@register_check("sync", "stages")
+def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.step_stages():
+        settings = stage.effective_settings(pipeline)
+        policy, period = settings.sync.settings, settings.plan.period
+        assert isinstance(policy, SyncPolicy)
+        key = policy.period_key
+        if settings.steps is None or period <= settings.steps:
+            continue
+        effect = "ranks synchronise only at its end"
+        if not pipeline.averages_after(stage):
+            effect = "ranks do not synchronise in it"
+        elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
+            effect = "some fragments are exchanged only at its end"
+        text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
+        own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
+        hint = "shorten the period or lengthen the stage"
+        yield KeyConflict(stage_key_path(stage, *own), text, hint, "warning")
+
+
+@register_check("sync", "hooks", "stages")
+def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    equal, why = True, "all ranks start with the same parameters"
+    for stage in pipeline.stages:
+        if isinstance(stage, (AverageStage, BroadcastStage)):
+            if equal:
+                text = f'"{stage.name}" has no effect: {why}'
+                yield KeyConflict(("stages", stage.index), text, None, "warning")
+            equal = True
+        elif isinstance(stage, StepStage):
+            equal = _leaves_equal(pipeline, stage, before=equal)
+        else:
+            continue
+        why = f"{stage.path} leaves all ranks with the same parameters"
+
+
+def _leaves_equal(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
+    """Whether all ranks surely hold the same parameters after a stage."""
+    settings = stage.effective_settings(pipeline)
+    if pipeline.averages_after(stage):
+        return True
+    if not settings.updates_weights and settings.mutate is None:
+        return before
+    sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
+    return sent and (settings.mutate is None or isinstance(stage, ForwardStage))
+
+
+# Buffers
+
+
+@register_check("buffers", "model", "stages")
+def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if not isinstance(pipeline.model.settings, (Mlp, Transformer)):
+        return
+    for path, buffers in values_of_key(pipeline, "buffers"):
+        if buffers.when not in ("auto", "never"):
+            when = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
+            text = f'"buffers: {when}" has no effect: "model: {pipeline.model.name}" has no buffers'
+            yield KeyConflict(path, text, "remove it", "warning")
+
+
+@register_check("buffers", "model", "stages")
+def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if not isinstance(pipeline.model.settings, Cnn):
+        return
+    last: StepStage | None = None
+    for stage in pipeline.stages:
+        if isinstance(stage, StepStage):
+            last = stage
+        measures = isinstance(stage, EvaluateStage) or (stage is last and last.evaluate is not None)
+        if measures and last and last.effective_settings(pipeline).buffers.when == "never":
+            text = f"{setting_text(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates "
+            text += f'with its own running statistics of "model: {pipeline.model.name}"'
+            yield KeyConflict(setting_path(last, "buffers"), text, "use before_evaluate", "warning")

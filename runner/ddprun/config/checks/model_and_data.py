@@ -1,0 +1,342 @@
+"""Checks of the model, the data, the loss, the optimizer, what is measured, and what is compiled."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from pydantic import ValidationError
+
+from ddprun.config import signatures
+from ddprun.config.checks.registry import (
+    KeyConflict,
+    register_check,
+    setting_text,
+    stage_key_path,
+    values_of_key,
+)
+from ddprun.config.choices import Choice
+from ddprun.config.options import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
+from ddprun.config.patterns import matches, unmatched
+from ddprun.config.schema import Pipeline
+from ddprun.config.sections import DataPair
+from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
+from ddprun.config.tree import KeyPath
+from ddprun_hooks.config.messages import describe_value, message_parts, unknown_option
+
+_MAX_COMPARED_NAMES = 100_000
+"""Most names that are compared with patterns: `check` has to stay quick, whatever the file says."""
+
+
+@register_check("model", "data", "stages")
+def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for data in _train_data(pipeline):
+        yield from _check_model_fits(pipeline, data)
+
+
+def _train_data(pipeline: Pipeline) -> list[Choice]:
+    """What stages train on."""
+    return [pipeline.train_data(), *(stage.data for stage in pipeline.step_stages() if stage.data)]
+
+
+def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]:
+    shape, tokens = _sample_shape(data)
+    model = pipeline.model.settings
+    if shape is None or model is None:
+        return
+    at: KeyPath = ("model", pipeline.model.name)
+    what = f'"data: {data.name}"'
+    if isinstance(model, Transformer) != tokens:
+        text = f'"{pipeline.model.name}" clashes with {what}: it takes '
+        text += "tokens, and these are numbers" if not tokens else "numbers, and these are tokens"
+        yield KeyConflict(at, text, "allowed: " + ("mlp, cnn" if not tokens else "transformer"))
+    elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
+        text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
+        yield KeyConflict((*at, "inputs"), text, f"write inputs: {math.prod(shape)}")
+    elif isinstance(model, Cnn) and model.inputs != shape:
+        text = f'"inputs: {list(model.inputs)}" clashes with {what}, whose samples have the shape '
+        hint = f"write inputs: {list(shape)}" if len(shape) == 3 else "a cnn takes [C, H, W]"
+        yield KeyConflict((*at, "inputs"), f"{text}{list(shape)}", hint)
+    elif isinstance(model, Transformer) and shape[-1] > model.context:
+        text = f'"context: {model.context}" clashes with {what}, whose samples hold {shape[-1]} tokens'
+        yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}, or shorten the samples")
+    elif isinstance(model, Transformer) and shape[-1] < model.context:
+        text = f'of "context: {model.context}" only {shape[-1]} are ever used: {what} gives no more'
+        yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}", "warning")
+
+
+def _sample_shape(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
+    """Shape of a built-in's samples and whether they are tokens; no shape for what is not built in."""
+    if data.name == "digits" and data.settings:
+        return (1, 8, 8), False
+    if isinstance(data.settings, TextData):
+        return (data.settings.context,), True
+    if isinstance(data.settings, Synthetic):
+        return data.settings.shape, data.settings.dtype == "int64"
+    return None, False
+
+
+@register_check("model", "data", "loss")
+def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    model, data = pipeline.model.settings, pipeline.train_data()
+    classes = 10 if data.name == "digits" and data.settings else None
+    if isinstance(data.settings, Synthetic) and data.settings.dtype != "int64":
+        classes = data.settings.classes
+    by_class = pipeline.loss.name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
+    if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
+        text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
+        yield KeyConflict(("model", pipeline.model.name, "outputs"), text, f"at least {classes}")
+    if isinstance(model, Transformer) and data.name == "text" and data.settings and model.vocabulary < 256:
+        text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
+        yield KeyConflict(("model", "transformer", "vocabulary"), text, "at least 256")
+
+
+@register_check()
+def _nesterov(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for path, optimizer in values_of_key(pipeline, "optimizer"):
+        options, at = optimizer.options, (*path, "SGD")
+        if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
+            continue
+        if not options.get("momentum"):
+            text = '"nesterov: true" needs "momentum", which is 0'
+            yield KeyConflict((*at, "nesterov"), text, "give a momentum such as 0.9")
+        if options.get("dampening"):
+            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
+            yield KeyConflict((*at, "dampening"), text, "nesterov needs a dampening of 0")
+
+
+@register_check("optimizer", "groups")
+def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Each option of a group is one of the optimizer, and of its type."""
+    optimizer = pipeline.optimizer
+    if optimizer.source != "torch":
+        return
+    model = signatures.torch_options_model("optimizer", optimizer.name)
+    for index, group in enumerate(pipeline.groups):
+        try:
+            model.model_validate({**optimizer.options, **group.options})
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                text, allowed, near = message_parts(
+                    item, describe_value(group.options.get(str(item["loc"][0])))
+                )
+                if item["type"] == "extra_forbidden":
+                    known = list(model.model_fields)
+                    text, allowed, near = unknown_option(optimizer.name, str(item["loc"][0]), known)
+                yield KeyConflict(("groups", index, *item["loc"]), text, allowed, suggestion=near)
+
+
+@register_check("model", "freeze", "groups")
+def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Of built-in models the names are known without building them."""
+    model = pipeline.model.settings
+    places: list[tuple[KeyPath, tuple[str, ...]]] = [(("freeze",), pipeline.freeze)]
+    places += [(("groups", index, "match"), group.match) for index, group in enumerate(pipeline.groups)]
+    if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
+        return
+    if isinstance(model, Transformer) and 12 * model.layers > _MAX_COMPARED_NAMES:
+        return
+    names = model.parameter_names()
+    if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
+        return  # the run will see
+    for path, patterns in places:
+        for index, text, allowed in unmatched(patterns, names):
+            yield KeyConflict((*path, index), text, allowed)
+    if all(matches(name, pipeline.freeze) for name in names):
+        yield KeyConflict(("freeze",), "no parameter is left to train", "freeze fewer")
+
+
+@register_check("model", "optimizer")
+def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
+        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes matrices, no biases'
+        yield KeyConflict(("optimizer",), text, "use another optimizer, such as adamw")
+
+
+@register_check("batch", "loss")
+def _batch_and_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    batch, loss = pipeline.batch, pipeline.loss
+    own = loss.name == "model" and loss.source == "built-in"
+    if batch.target is not None and own:
+        text = '"target" clashes with "loss: model": the model returns its loss'
+        yield KeyConflict(("batch", "target"), text, "name all that the model takes in inputs")
+    elif batch.target is not None and batch.inputs is None:
+        text = '"target" needs "inputs", which are the model\'s arguments'
+        yield KeyConflict(("batch", "target"), text, "write batch: {inputs: …, target: …}")
+    elif batch.inputs is not None and batch.target is None and not own:
+        text = f'"inputs" needs "target", with which "loss: {loss.name}" compares the output'
+        yield KeyConflict(("batch", "inputs"), text, "write batch: {inputs: …, target: …}, or loss: model")
+
+
+@register_check("loss", "weight_by")
+def _weight_of_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    weight, loss = pipeline.weight_by, pipeline.loss
+    if weight is None:
+        return
+    if loss.options.get("reduction") == "sum":
+        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum counts as it is'
+        yield KeyConflict(("weight_by",), text, "remove one of the two")
+    settings, ignored = weight.settings, loss.options.get("ignore_index")
+    own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
+    if None not in (own, ignored) and own != ignored:
+        text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
+        yield KeyConflict(("weight_by", weight.name, "ignore_index"), text, "remove it")
+
+
+@register_check("loader")
+def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
+        text = '"shuffle: true" clashes with "sampler", which decides the order'
+        yield KeyConflict(("loader", "shuffle"), text, "remove one of the two")
+
+
+@register_check("batch", "loss", "stages", "weight_by")
+def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    loss, warned = pipeline.loss, False
+    for path, metric in _metrics(pipeline):
+        if metric.source != "built-in":
+            continue
+        clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
+        own = loss.name == "model" and loss.source == "built-in"
+        if own and metric.name == "accuracy":
+            text = f"{clash}: what the model returns besides its loss is not known"
+            yield KeyConflict(path, text, "write a dotted function of (output, batch), or name a loss")
+        elif own and pipeline.weight_by is None and not warned:
+            text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
+            inputs = pipeline.batch.inputs
+            key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
+            hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, as the model counts"
+            yield KeyConflict(path, text, hint, "warning")
+            warned = True  # once, however many evaluations there are
+        elif own:
+            continue
+        elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):
+            text = f"{clash}: it is the exponential of a cross-entropy"
+            yield KeyConflict(path, text, "use the loss cross_entropy or nll_loss, or model")
+
+
+@register_check("stages")
+def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    seen = set[tuple[KeyPath, str]]()
+    for path, metric in _metrics(pipeline):
+        if (path[:-1], metric.name) in seen:
+            text = f'"{metric.name}" is in the list twice, and metrics need different names'
+            yield KeyConflict(path, text, "remove one, or give the other a function of its own name")
+        seen.add((path[:-1], metric.name))
+
+
+def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
+    """Every metric of the evaluations, with its place."""
+    for path, evaluation in find_evaluations(pipeline):
+        at = (*path, "evaluate") if isinstance(evaluation, EvaluateStage) else path
+        for number, metric in enumerate(evaluation.metrics):
+            yield (*at, "metrics", number), metric
+
+
+def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[KeyPath, EvaluateStage | StageEvaluation]]:
+    """Every evaluate stage, and the evaluations inside other stages, with their places."""
+    for stage in pipeline.stages:
+        if isinstance(stage, EvaluateStage):
+            yield ("stages", stage.index), stage
+        elif isinstance(stage, StepStage) and stage.evaluate is not None:
+            yield stage_key_path(stage, "evaluate"), stage.evaluate
+
+
+@register_check("data", "stages")
+def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    evaluations = [
+        (path, one)
+        for path, one in find_evaluations(pipeline)
+        if not (isinstance(one, EvaluateStage) and one.data)
+    ]
+    if reason := _why_nothing_held_out(pipeline.data):
+        for path, _ in evaluations:
+            text = f'"evaluate" has no data: {reason}'
+            yield KeyConflict(path, text, "give data: {train: …, evaluate: …}")
+    if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
+        text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate", or has it'
+        if any(isinstance(stage, EvaluateStage) for stage in pipeline.stages):
+            text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
+        yield KeyConflict(("data", "evaluate"), text, "add an evaluate stage", "warning")
+
+
+@register_check("sync", "stages")
+def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.step_stages():
+        settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
+        monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
+        if evaluation is None:
+            for key in monitors:
+                text = f'"{key}" needs "evaluate" in the same stage: it goes by what that measures'
+                yield KeyConflict(stage_key_path(stage, key), text, "write evaluate: {every: N}")
+            continue
+        known = ["loss", *metric_names(evaluation.metrics)]
+        for key, monitor in monitors.items():
+            if monitor.metric not in known:
+                text = f'"{monitor.metric}" is not measured by "evaluate" of {stage.path}'
+                yield KeyConflict(stage_key_path(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
+        if settings.plan.never_exchanges or settings.plan.keeps_apart:
+            text = (
+                f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: ranks train models '
+            )
+            text += "of their own and stop each for itself, so there is no model to measure"
+            hint = "use an evaluate stage after an average stage"
+            yield KeyConflict(stage_key_path(stage, "evaluate"), text, hint)
+        if settings.steps is not None and evaluation.every > settings.steps:
+            text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
+            text += "it is measured only at its end"
+            yield KeyConflict(stage_key_path(stage, "evaluate", "every"), text, "shorten it", "warning")
+
+
+@register_check("stages")
+def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    keeping = [stage for stage in pipeline.step_stages() if stage.keep_best is not None]
+    for stage in keeping[1:]:
+        if stage.keep_best != keeping[0].keep_best:
+            text = f'"keep_best" clashes with that of {keeping[0].path}: a run keeps one {BEST_FILE}, '
+            text += "the best by one metric"
+            hint = "write the same in both, or remove one"
+            yield KeyConflict(stage_key_path(stage, "keep_best"), text, hint)
+    for save in pipeline.stages:
+        if keeping and isinstance(save, SaveStage) and save.to == BEST_FILE:
+            text = f'"to: {BEST_FILE}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
+            yield KeyConflict(stage_key_path(save, "to"), text, "name another file")
+
+
+@register_check("data", "loader", "stages")
+def _sharded_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    built_in = next((data for data in _train_data(pipeline) if data.source == "built-in"), None)
+    if pipeline.loader.sharded and built_in is not None:
+        text = f'"sharded: true" clashes with "data: {built_in.name}": each rank would train on every sample'
+        yield KeyConflict(("loader", "sharded"), text, "remove it")
+
+
+def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
+    """Why there is nothing to evaluate on; None if there is."""
+    if isinstance(data, DataPair):
+        return '"data" gives "train" only' if data.evaluate is None else None
+    if data.settings is None:
+        return f'"data: {data.name}" holds nothing out'
+    return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
+
+
+@register_check("compile", "model")
+def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Which modules a built-in model has is known without building it, and which of them repeat."""
+    wanted, model = pipeline.compile, pipeline.model
+    if wanted is None or wanted.blocks != "auto" or not isinstance(model.settings, Mlp | Cnn):
+        return
+    text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
+    yield KeyConflict(("compile", "blocks"), text, "write compile: true, or name the modules")
+
+
+@register_check("compile", "launch", "deterministic")
+def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if pipeline.compile is None:
+        return
+    mode = pipeline.compile.mode
+    if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
+        text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
+        yield KeyConflict(("compile", "mode"), text, "remove it", "warning")
+    if mode.startswith("max-autotune") and pipeline.deterministic:
+        text = f'"mode: {mode}" clashes with "deterministic: true": each process takes the kernels that it '
+        text += "has timed as the fastest, and another time others"
+        yield KeyConflict(("compile", "mode"), text, "use another mode")

@@ -1,0 +1,92 @@
+"""Every check across keys, and what checks ask of a pipeline."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ddprun.config.choices import Choice
+from ddprun.config.faults import Severity
+from ddprun.config.schema import Pipeline
+from ddprun.config.stages import Stage, StepStage
+from ddprun.config.tree import KeyPath
+from ddprun.sync.plan import SyncPlan
+
+
+@dataclass(frozen=True)
+class KeyConflict:
+    """A conflict between two keys."""
+
+    path: KeyPath
+    """The key at which it is shown; the message names the other."""
+
+    problem: str
+    allowed: str | None = None
+    severity: Severity = "error"
+    suggestion: str | None = None
+
+
+_Check = Callable[[Pipeline], Iterator[KeyConflict]]
+_CHECKS: list[tuple[frozenset[str], _Check]] = []
+"""Every check with the top-level keys that it reads."""
+
+
+def register_check(*keys: str) -> Callable[[_Check], _Check]:
+    """Register a check that reads these top-level keys; it is skipped if one of them has faults.
+
+    A check that reads nothing but one key, by `values_of_key`, registers no keys and always runs: a
+    faulty value has been replaced by a valid one.
+    """
+
+    def register(check: _Check) -> _Check:
+        _CHECKS.append((frozenset(keys), check))
+        return check
+
+    return register
+
+
+def find_conflicts(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> Iterator[KeyConflict]:
+    """What the checks find; those that read a `faulty` key, which holds a placeholder, are left out."""
+    for keys, check in _CHECKS:
+        if not keys & faulty:
+            yield from check(pipeline)
+
+
+def known_ranks(pipeline: Pipeline) -> int | None:
+    """How many ranks the file says there are; None if it leaves that to the machine."""
+    launch = pipeline.launch
+    least, most = launch.host_range
+    return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
+
+
+def stage_key_path(stage: Stage, *keys: str | int) -> KeyPath:
+    """The path of a key of the stage itself."""
+    return ("stages", stage.index, stage.name, *keys)
+
+
+def setting_path(stage: StepStage, key: str) -> KeyPath:
+    """Path of the key that sets this for the stage: in the stage itself, or at the top of the file."""
+    return stage_key_path(stage, key) if key in stage.model_fields_set else (key,)
+
+
+def setting_text(stage: StepStage, key: str, value: object) -> str:
+    """The key, with the stage if it names the key, and the value, as a message shows them."""
+    return f'"{stage.key_path(key)}: {value.name if isinstance(value, Choice) else value}"'
+
+
+def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]]:
+    """The value of a key at the top and in each stage that names it, with its place."""
+    yield (key,), getattr(pipeline, key)
+    for stage in pipeline.step_stages():
+        if key in stage.model_fields_set:
+            yield stage_key_path(stage, key), getattr(stage, key)
+
+
+def sync_plans(pipeline: Pipeline) -> Iterator[tuple[KeyPath, SyncPlan]]:
+    """The plan of each stage with steps, and the place of the policy that makes it."""
+    for stage in pipeline.step_stages():
+        settings = stage.effective_settings(pipeline)
+        yield (*setting_path(stage, "sync"), settings.sync.name), settings.plan
+
+
+def updates_weights(pipeline: Pipeline, stage: StepStage) -> bool:
+    return stage.effective_settings(pipeline).updates_weights

@@ -1,0 +1,132 @@
+"""Checks of stages: what they name for themselves, and their order."""
+
+from collections.abc import Iterator
+
+from ddprun.config.checks.model_and_data import find_evaluations
+from ddprun.config.checks.registry import (
+    KeyConflict,
+    register_check,
+    setting_path,
+    stage_key_path,
+    updates_weights,
+)
+from ddprun.config.choices import RunSchedule
+from ddprun.config.resolved import to_plain_data
+from ddprun.config.schema import Pipeline
+from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
+
+_UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")
+"""What a stage uses only if it updates the weights."""
+
+
+@register_check("schedule", "warmup_steps", "stages")
+def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if not isinstance(pipeline.schedule, RunSchedule):
+        return
+    stages = [stage for stage in pipeline.step_stages() if updates_weights(pipeline, stage)]
+    for stage in stages:
+        for key in ("schedule", "warmup_steps", "optimizer"):
+            if key in stage.model_fields_set:
+                text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", by which one '
+                text += "schedule and one warm-up span all stages"
+                yield KeyConflict(stage_key_path(stage, key), text, "remove one of the two")
+    lengths = [stage.steps for stage in stages]
+    total = sum(length or 0 for length in lengths)
+    if None not in lengths and pipeline.warmup_steps >= max(1, total):
+        text = f'"warmup_steps: {pipeline.warmup_steps}" is not less than the {total} steps of the run: the '
+        text += "full learning rate would never be used"
+        yield KeyConflict(("warmup_steps",), text, "shorten the warm-up or lengthen a stage")
+
+
+@register_check("schedule", "warmup_steps", "stages")
+def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.step_stages():
+        settings = stage.effective_settings(pipeline)
+        if not settings.updates_weights or isinstance(settings.schedule, RunSchedule):
+            continue
+        if settings.steps is not None and settings.warmup_steps >= settings.steps:
+            text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
+            text += f"{stage.path}: the full learning rate would never be used"
+            key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps"
+            hint = "shorten the warm-up or lengthen the stage"
+            yield KeyConflict(stage_key_path(stage, key), text, hint)
+
+
+@register_check("optimizer", "stages")
+def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    above = pipeline.optimizer
+    for stage in pipeline.step_stages():
+        own = stage.optimizer
+        if own is not None and (own.name, own.source) != (above.name, above.source):
+            text = f'"optimizer: {own.name}" of {stage.path} clashes with "optimizer: {above.name}": a stage '
+            text += "changes the optimizer's settings, not the optimizer, whose state would be lost"
+            yield KeyConflict(setting_path(stage, "optimizer"), text, f"write {above.name}: {{…}}")
+
+
+@register_check("stages")
+def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.step_stages():
+        for key in _UPDATE_KEYS if not updates_weights(pipeline, stage) else ():
+            if key in stage.model_fields_set and getattr(stage, key):
+                text = f'"{key}" clashes with "forward" without "update": nothing is updated'
+                yield KeyConflict(setting_path(stage, key), text, "remove it, or name an update")
+
+
+@register_check("ema", "stages")
+def _ema_of_nothing(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    read = [
+        *find_evaluations(pipeline),
+        *(stage for stage in pipeline.stages if isinstance(stage, SaveStage)),
+    ]
+    if pipeline.ema is not None and not read:
+        text = '"ema" has no effect: nothing evaluates or saves the average'
+        yield KeyConflict(("ema",), text, "add an evaluate or a save stage", "warning")
+
+
+@register_check("stages")
+def _saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    changed = False
+    written: dict[str, int] = {}
+    for stage in pipeline.stages:
+        if isinstance(stage, StepStage):
+            changed = changed or updates_weights(pipeline, stage) or stage.mutate is not None
+        if not isinstance(stage, SaveStage):
+            continue
+        if stage.to in written:
+            text = f'{stage.path} writes "{stage.to}", as stages[{written[stage.to]}].save does'
+            yield KeyConflict(stage_key_path(stage, "to"), text, "name another file")
+        written.setdefault(stage.to, stage.index)
+        if not changed:
+            text = '"save" comes before every "train": it saves the initial weights'
+            yield KeyConflict(("stages", stage.index), text, None, "warning")
+
+
+@register_check("stages", *OVERRIDABLE_KEYS)
+def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for key in OVERRIDABLE_KEYS:
+        users = [
+            stage
+            for stage in pipeline.step_stages()
+            if key in type(stage).model_fields
+            and (key not in _UPDATE_KEYS or updates_weights(pipeline, stage))
+        ]
+        overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
+        if not overridden or not _differs_from_default(pipeline, key):
+            continue
+        names = " and ".join(dict.fromkeys(stage.name for stage in users))
+        text = f'"{key}" has no effect: every {names} stage of "stages" has its own "{key}"'
+        hint = "remove it here or there"
+        if key == "optimizer":
+            text = f"the options of {text.replace('has no effect', 'have no effect')}"
+            hint = "remove them here or there"
+        yield KeyConflict((key,), text, hint, "warning")
+
+
+def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
+    """Whether the file gives a key another value than its default; of the optimizer, which must be given, its
+    options.
+    """
+    if key == "optimizer":
+        return bool(pipeline.optimizer.options)
+    said, default = to_plain_data(getattr(pipeline, key)), to_plain_data(Pipeline.model_fields[key].default)
+    return bool(said != default)
