@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 from benchmarks.loops import BATCH, LR, MOST
 
-from ddprun.compare.compare import bootstrap_ratio
+from ddprun.compare.runs import bootstrap_ratio
 
 MODELS = {"small": [64], "medium": [512, 512], "wide": [1280, 1280], "large": [2048, 2048]}
 BY_HAND, AGAIN, OURS, AGAINST = "by hand", "by hand again", "ddprun", "ddprun of the other checkout"

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddprun.compare.compare import bootstrap_ratio
+from ddprun.compare.runs import bootstrap_ratio
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.steps import StepMarks
 

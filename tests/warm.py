@@ -43,7 +43,7 @@ def fork_server() -> ForkServerContext:
         [
             "ddprun.engine.worker",
             "ddprun.launch.local",
-            "ddprun.compare.compare",
+            "ddprun.compare.runs",
             "tests.ranks",
             "torch._dynamo",
             "tests.frozen",
@@ -190,7 +190,7 @@ def _start(
     """What the fork server's child does: become `ddprun`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    from ddprun.compare import compare
+    from ddprun.compare import runs as compare
 
     added = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     path = [*added, *installed_path()]

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from ddprun.cli import main
-from ddprun.compare import compare, learning
-from ddprun.compare.compare import (
+from ddprun.compare import learning
+from ddprun.compare import runs as compare
+from ddprun.compare.runs import (
     SeedRun,
     Variant,
     VariantRuns,

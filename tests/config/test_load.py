@@ -16,8 +16,8 @@ from ddprun.config import (
     TrainStage,
     load,
 )
+from ddprun.config.built_ins import Digits, Mlp, Synthetic
 from ddprun.config.load import _name_of
-from ddprun.config.options import Digits, Mlp, Synthetic
 
 Load = Callable[..., LoadedPipeline]
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))

@@ -15,7 +15,7 @@ from ddprun.config import (
     PipelineError,
     StepStage,
     TrainStage,
-    options,
+    built_ins,
 )
 from ddprun.config.resolved import to_plain_data
 from ddprun.sync.policies.average import Average
@@ -154,12 +154,12 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
     assert [hook.name for hook in first.hooks] == ["fp16"]
     assert first.buffers == BufferSettings("never")
     assert first.update is not None
-    assert first.update.settings == options.EvolutionStrategies(std=0.05, population=4)
+    assert first.update.settings == built_ins.EvolutionStrategies(std=0.05, population=4)
     assert first.mutate is None
     assert first.optimizer == pipeline.optimizer
     assert (second.accumulate, second.update) == (4, None)
     assert second.mutate is not None
-    assert second.mutate.settings == options.Noise(std=1.0)
+    assert second.mutate.settings == built_ins.Noise(std=1.0)
     assert second.optimizer.options == {"lr": 0.5}
     assert (third.epochs, third.hooks, third.clip_norm, third.update) == (2, (), None, None)
     assert (third.sync.name, third.buffers) == ("average", BufferSettings("every", 2))

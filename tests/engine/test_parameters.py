@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from ddprun.config import PipelineError, load
-from ddprun.config.options import Cnn, Mlp, Transformer
+from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.engine import build
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker

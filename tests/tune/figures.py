@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddprun.compare.compare import SpeedRatio
+from ddprun.compare.runs import SpeedRatio
 from ddprun.config import load
 from ddprun.predict.model import StepPrediction
 from ddprun.predict.timeline import SimulatedStep

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddprun.compare import compare
-from ddprun.compare.compare import SeedRun, Variant, VariantRuns
+from ddprun.compare import runs as compare
+from ddprun.compare.runs import SeedRun, Variant, VariantRuns
 from ddprun.config import load
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links

@@ -14,7 +14,7 @@ from ddprun.cli.run import format_option, override_option
 from ddprun.standard_streams import is_terminal
 
 if TYPE_CHECKING:
-    from ddprun.compare.compare import Variant
+    from ddprun.compare.runs import Variant
 
 _SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
@@ -81,7 +81,7 @@ def compare(
     all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
     from ddprun.cli import printing
-    from ddprun.compare import compare as comparing
+    from ddprun.compare import runs as comparing
     from ddprun.config import load
     from ddprun.config.overrides import parse_alternatives
     from ddprun.config.resolved import flow_yaml
@@ -123,8 +123,8 @@ def _run_and_show(
 ) -> int:
     """Run the variants in an empty folder, and show what differs; gives the exit code."""
     from ddprun.cli import printing
-    from ddprun.compare import compare as comparing
     from ddprun.compare import learning
+    from ddprun.compare import runs as comparing
     from ddprun.report import blocks, html
 
     if folder.exists() and any(folder.iterdir()):

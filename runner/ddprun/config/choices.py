@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from ddprun.config import options as built_in
-from ddprun.config import signatures, sources
+from ddprun.config import built_ins, name_origins, signatures
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.signatures import TorchKind
@@ -115,17 +114,17 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
     for kind in (
         ChoiceKind(
             "model",
-            built_in.MODELS,
+            built_ins.MODELS,
             dotted_description="an nn.Module class or a function that returns a module",
         ),
         ChoiceKind(
             "data",
-            built_in.DATA,
+            built_ins.DATA,
             dotted_description="a Dataset class or a function that returns a dataset",
         ),
         ChoiceKind(
             "loss",
-            built_in.LOSSES,
+            built_ins.LOSSES,
             "loss",
             "a function of (output, target), or a module class with such a forward",
         ),
@@ -135,18 +134,18 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
         ChoiceKind("hook", HOOK_OPTIONS, dotted_description="a hook class or function", plugins=HOOKS),
         ChoiceKind(
             "mutate",
-            built_in.MUTATIONS,
+            built_ins.MUTATIONS,
             dotted_description="a function of (model) that changes its weights in place",
         ),
         ChoiceKind(
             "update",
-            built_in.UPDATES,
+            built_ins.UPDATES,
             dotted_description="a function of (model, closure) that changes the model's weights in place or "
             "sets their grad, where closure() is the loss of the weights as they are",
         ),
         ChoiceKind(
             "metric",
-            built_in.METRICS,
+            built_ins.METRICS,
             dotted_description="a function of (output, target), or with loss: model of (output, batch), that "
             "returns a number; or a class with update(output, target) and compute()",
         ),
@@ -161,7 +160,7 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
         ),
         ChoiceKind(
             "weight",
-            built_in.WEIGHTS,
+            built_ins.WEIGHTS,
             dotted_description="a function of (batch) that returns how much its mean loss counts: a number",
         ),
         ChoiceKind("tracker", plugins=TRACKERS),
@@ -302,12 +301,12 @@ def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -
     if reason := trust.name_refusal(name, kind):
         raise make_error(f"{refused}: {reason}", trust.allowed_message())
     root = name.partition(".")[0]
-    if sources.only_in_folder(root, trust, folder):
+    if name_origins.only_in_folder(root, trust, folder):
         raise make_error(
             f'{refused}: "{root}" is not installed, and the pipeline\'s folder is not searched for it',
             f"{trust.allowed_message()}, and {FOLDER_PREFIX}{root} would name the one in the folder",
         )
-    found = sources.origins(name, trust, folder)
+    found = name_origins.origins(name, trust, folder)
     reasons = [trust.refusal(origin.name, kind) for origin in found]
     if found and all(reasons):
         raise make_error(f"{shown} is {found[0].name}: {reasons[0]}", trust.allowed_message())

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
+from ddprun.config.built_ins import Mlp
 from ddprun.config.checks import find_conflicts
 from ddprun.config.choices import PIPELINE_FOLDER, Choice
 from ddprun.config.faults import Fault, PipelineError
-from ddprun.config.options import Mlp
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline, Stage, pipeline_class
 from ddprun.config.secrets import (

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from ddprun.config.built_ins import parse_batch_key
 from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, parse_choice, parse_schedule
 from ddprun.config.errors import validate
 from ddprun.config.faults import suggest
-from ddprun.config.options import parse_batch_key
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError
-from ddprun.config.options import WeightByTargets
+from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.parallel.ddp import DdpReplica, restore_buffers_on_exit

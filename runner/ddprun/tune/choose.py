@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddprun.compare.compare import SpeedRatio
+from ddprun.compare.runs import SpeedRatio
 from ddprun.predict.model import StepPrediction
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 

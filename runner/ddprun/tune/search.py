@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ddprun import __version__
-from ddprun.compare import compare, learning
-from ddprun.compare.compare import ComparisonHost, SeedRun, Variant, VariantRuns
+from ddprun.compare import learning
+from ddprun.compare import runs as compare
+from ddprun.compare.runs import ComparisonHost, SeedRun, Variant, VariantRuns
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain

@@ -1,3 +1,3 @@
-"""Built-in models and data. Each factory takes the options of `ddprun.config.options` as keyword
+"""Built-in models and data. Each factory takes the options of `ddprun.config.built_ins` as keyword
 arguments.
 """

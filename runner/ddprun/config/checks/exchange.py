@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
     known_ranks,
@@ -12,7 +13,6 @@ from ddprun.config.checks.registry import (
     sync_plans,
     values_of_key,
 )
-from ddprun.config.options import Cnn, Mlp, Transformer
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Ddp
 from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import ValidationError
 
 from ddprun.config import signatures
+from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
 from ddprun.config.checks.registry import (
     KeyConflict,
     register_check,
@@ -14,7 +15,6 @@ from ddprun.config.checks.registry import (
     values_of_key,
 )
 from ddprun.config.choices import Choice
-from ddprun.config.options import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
 from ddprun.config.patterns import matches, unmatched
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
