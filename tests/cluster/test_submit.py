@@ -445,7 +445,7 @@ def test_a_character_that_is_cut_in_the_output_is_whole(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.yaml").write_text(PIPELINE)
     loaded = load(tmp_path / "p.yaml")
-    job = backend.Slurm(vars(loaded.pipeline)["slurm"], Submission(loaded))
+    job = backend.Slurm(backend.Slurm.Options(), Submission(loaded))
     output = tmp_path / "runs" / "digits" / "slurm-7.out"
     output.parent.mkdir(parents=True)
     answers = iter(
