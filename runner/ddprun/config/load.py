@@ -20,7 +20,7 @@ from ddprun.config.checks import find_conflicts
 from ddprun.config.choices import PIPELINE_FOLDER, Choice
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.reader import read_file
-from ddprun.config.schema import Pipeline, Stage, pipeline_class
+from ddprun.config.schema import Pipeline, pipeline_class
 from ddprun.config.secrets import (
     Secrets,
     fill_references,
@@ -29,6 +29,7 @@ from ddprun.config.secrets import (
     reference_problem,
     referenced_variables,
 )
+from ddprun.config.stages import Stage
 from ddprun.config.tree import KeyPath, Node, Place, Source, find_nearest, format_path, parse_path
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
