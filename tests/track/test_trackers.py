@@ -78,20 +78,16 @@ class Listening(Tracker):
         self.closed = True
 
 
-def about(folder: Path) -> RunInfo:
-    return RunInfo("p", folder, {})
-
-
 def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
     """Whether when it is made or later."""
     good, bad = Listening(), Listening(fail_at=2)
 
-    def broken(about: RunInfo) -> Listening:
+    def broken() -> Listening:
         raise OSError("no network")
 
     told: list[tuple[str, str]] = []
-    makers = {"good": lambda _: good, "bad": lambda _: bad, "broken": broken}
-    it = Trackers(makers, about(tmp_path), lambda name, why: told.append((name, why)))
+    makers = [("good", lambda: good), ("bad", lambda: bad), ("broken", broken)]
+    it = Trackers(makers, lambda name, why: told.append((name, why)))
     for step in range(1, 5):
         it.step(StepInfo({"step": step}, {}))
     it.metrics(4, {"accuracy": 0.5})
@@ -107,11 +103,11 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trackers, "_QUEUE_LIMIT", 5)
     release = threading.Event()
 
-    def hanging(about: RunInfo) -> Listening:
+    def hanging() -> Listening:
         release.wait(30)
         return Listening()
 
-    it = Trackers({"hanging": hanging}, about(tmp_path), lambda name, why: None)
+    it = Trackers([("hanging", hanging)], lambda name, why: None)
     started = time.monotonic()
     for step in range(100):
         it.step(StepInfo({"step": step}, {}))
@@ -192,20 +188,21 @@ def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path) -> None:
-    """Its own file in the run's folder has curves, metrics and the pipeline."""
+    """A file in the run's folder has curves, metrics and the pipeline: one for each tracker of two."""
     pytest.importorskip("wandb", reason="no wandb here")
-    text = TEXT.replace("TRACK", "[{wandb: {project: digits, mode: offline, every: 4}}]")
-    (tmp_path / "p.yaml").write_text(text)
+    both = [f"wandb: {{project: {name}, mode: offline, every: 4}}" for name in ("digits", "others")]
+    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", f"[{', '.join(both)}]"))
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 0, done.stderr
     folder = tmp_path / done.stdout.strip()
     assert not [event for event in events(folder) if event["event"] == "tracker_failed"]
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    kept = file.read_bytes()
-    for name in (b"loss/mean", b"time/backward_seconds", b"communication/bytes", b"evaluate/accuracy"):
-        assert name in kept
-    assert kept.count(b"loss/rank_0") >= 3, "steps 4, 8 and 12"
-    assert b"batch_size" in kept
+    files = [file.read_bytes() for file in folder.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len(files) == 2, "one of each project"
+    for kept in files:
+        for name in (b"loss/mean", b"time/backward_seconds", b"communication/bytes", b"evaluate/accuracy"):
+            assert name in kept
+        assert kept.count(b"loss/rank_0") >= 3, "steps 4, 8 and 12"
+        assert b"batch_size" in kept
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -224,21 +221,27 @@ def test_a_trackers_folder_is_not_followed_elsewhere(tmp_path: Path, name: str) 
 
 
 def test_mlflow_gets_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read back by its own client: metrics with their steps, parameters, and how the run ended."""
+    """Read back by its own client: metrics with their steps, parameters, and how the run ended. Two trackers
+    of the kind each have a run.
+    """
     pytest.importorskip("mlflow.tracking", reason="no mlflow here")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     store = (tmp_path / "store").as_uri()
-    options = f"[{{mlflow: {{tracking_uri: '{store}', experiment: digits, every: 4}}}}]"
-    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", options))
+    other = (tmp_path / "other").as_uri()
+    both = [
+        f"mlflow: {{tracking_uri: '{uri}', experiment: digits, every: {every}}}"
+        for uri, every in ((store, 4), (other, 5))
+    ]
+    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", f"[{', '.join(both)}]"))
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 0, done.stderr
     folder = tmp_path / done.stdout.strip()
-    client = MlflowClient(store)
-    place = client.get_experiment_by_name("digits")
-    assert place is not None
-    (found,) = client.search_runs([place.experiment_id])
+    for client in (MlflowClient(other), MlflowClient(store)):
+        place = client.get_experiment_by_name("digits")
+        assert place is not None
+        (found,) = client.search_runs([place.experiment_id])
     assert (found.info.status, found.info.run_name) == ("FINISHED", folder.name)
     assert found.data.params["loader.batch_size"] == "8"
     losses = {line["step"]: line["mean_loss"] for line in lines(folder, "steps")}

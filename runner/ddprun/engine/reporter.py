@@ -118,8 +118,8 @@ class Reporter:
         if self._overflows == 1:
             self.note(
                 f"step {step}: bucket {found.bucket} ({names[0]} … {names[-1]}) overflowed in "
-                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or a smaller "
-                "loss (clip_norm comes too late)"
+                f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or scale the "
+                "loss down (clip_norm acts only after the exchange)"
             )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
@@ -213,15 +213,15 @@ def open_trackers(loaded: LoadedPipeline, run_dir: Path, reporter: Reporter, rec
         reporter.note(f"{name} has failed and gets no more of this run: {why}")
 
     run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()))
-    makers = {}
+    makers = []
     for index, choice in enumerate(loaded.pipeline.track):
         filled = loaded.fill_placeholders(f"track[{index}]", choice).options
         changed = {key: value for key, value in filled.items() if value != choice.options[key]}
         assert choice.settings is not None
         options = choice.settings.model_copy(update=changed)
         tracker: type[Tracker] = TRACKERS.load(choice.name)
-        makers[choice.name] = partial(tracker, options)
-    trackers = reporter.trackers = Trackers(makers, run, failed)
+        makers.append((choice.name, partial(tracker, options, run)))
+    trackers = reporter.trackers = Trackers(makers, failed)
     _fail_trackers_on_sigterm(trackers)
 
     def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:

@@ -3,11 +3,11 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ddprun.track import RunInfo, StepInfo, Tracker, finite_only
+from ddprun.track import StepInfo, Tracker, finite_only
 
 _CLOSE_TIMEOUT_S = 20.0
 """How long the end of a run waits for all trackers together."""
@@ -19,17 +19,15 @@ to close them first.
 
 _QUEUE_LIMIT = 10_000
 
-TrackerFactory = Callable[[RunInfo], Tracker]
+TrackerFactory = Callable[[], Tracker]
 
 
 class _TrackerThread:
     """One tracker, its queue and its thread."""
 
-    def __init__(
-        self, name: str, make: TrackerFactory, run: RunInfo, on_failure: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, name: str, make: TrackerFactory, on_failure: Callable[[str, str], None]) -> None:
         self.name, self.dropped = name, 0
-        self._make, self._run_info, self._on_failure = make, run, on_failure
+        self._make, self._on_failure = make, on_failure
         self._queue: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"ddprun-{name}", daemon=True)
         self.thread.start()
@@ -47,7 +45,7 @@ class _TrackerThread:
 
     def _work(self) -> None:
         try:
-            tracker = self._make(self._run_info)
+            tracker = self._make()
             while call := self._queue.get():
                 call(tracker)
         except Exception as error:  # a tracker may raise anything, and the run continues
@@ -56,24 +54,28 @@ class _TrackerThread:
 
 
 class Trackers:
-    """All trackers of a run. Each is made by one of `makers`, on a thread of its own.
+    """All trackers of a run. Each is made by one of `makers`, which come with its name, on a thread of its
+    own.
 
     If a tracker fails, `on_failure` is called on its thread with its name and the reason, and it gets no
     further calls.
     """
 
     def __init__(
-        self, makers: Mapping[str, TrackerFactory], run: RunInfo, on_failure: Callable[[str, str], None]
+        self, makers: Iterable[tuple[str, TrackerFactory]], on_failure: Callable[[str, str], None]
     ) -> None:
-        self._threads = [_TrackerThread(name, make, run, on_failure) for name, make in makers.items()]
+        self._threads = [_TrackerThread(name, make, on_failure) for name, make in makers]
         self._may_close_as_failed = threading.Event()
         self._may_close_as_failed.set()
         self._closed, self._close_lock = False, threading.Lock()
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many calls each tracker was too slow for."""
-        return {worker.name: worker.dropped for worker in self._threads}
+        """How many calls the trackers of each name were too slow for."""
+        found = Counter[str]()
+        for worker in self._threads:
+            found[worker.name] += worker.dropped
+        return found
 
     def step(self, step: StepInfo) -> None:
         """Pass on a step."""
@@ -115,4 +117,4 @@ class Trackers:
 
 def no_trackers() -> Trackers:
     """No trackers."""
-    return Trackers({}, RunInfo("", Path(), {}), lambda name, why: None)
+    return Trackers((), lambda name, why: None)

@@ -223,6 +223,18 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
         seen.add((path[:-1], metric.name))
 
 
+@register_check("track")
+def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Two trackers of one kind have to differ in more than how often they take a point."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    for index, tracker in enumerate(pipeline.track):
+        target = tracker.name, {key: value for key, value in tracker.options.items() if key != "every"}
+        if target in seen:
+            text = f'"{tracker.name}" is in the list twice, and both write to the same place'
+            yield KeyConflict(("track", index), text, "remove one, or give it other options")
+        seen.append(target)
+
+
 def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
     """Every metric of the evaluations, with its place."""
     for path, evaluation in find_evaluations(pipeline):

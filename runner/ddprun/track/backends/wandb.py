@@ -38,6 +38,7 @@ class Wandb(CurveTracker):
             group=run.name,
             dir=str(run.own_folder("wandb").parent),
             config=dict(run.pipeline),
+            reinit="create_new",  # another tracker of this kind has a run of its own
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
 
