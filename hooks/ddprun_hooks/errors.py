@@ -4,6 +4,7 @@
 HooksError
 ├── DottedNameError     a dotted name that leads nowhere, or where it may not
 ├── HookSetupError      a name, an option or a stack that cannot work: mend the configuration
+│   └── UnequalHostsError   hosts with different numbers of ranks, where exchanges have two levels
 └── ExchangeError       an exchange that went wrong while running
     └── DisagreementError   ranks are about to exchange payloads that do not match
 ```
@@ -28,6 +29,10 @@ class DottedNameError(HooksError, ValueError):
 
 class HookSetupError(HooksError, ValueError):
     """A hook's name, options or place in the stack cannot work."""
+
+
+class UnequalHostsError(HookSetupError):
+    """Two levels, inside hosts and between, need equally many ranks on each host."""
 
 
 class ExchangeError(HooksError, RuntimeError):

@@ -164,7 +164,7 @@ def register(
     control = open_control_channel(timeout)
     control.check_agreement("the hooks", stack.description)
     device = next(param.device for param in model.parameters() if param.requires_grad)
-    hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode()[:64])]
+    hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode())]
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
     exchange = Exchange.open(
         control=control,

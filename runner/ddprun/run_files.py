@@ -22,6 +22,8 @@ ResumeMode = Literal["no", "yes", "if begun"]
 Mode = Literal["rb", "r+b", "a+b", "ab", "wb", "xb"]
 """As `open` has them; `a+b` is also for files that are locked."""
 
+RUN_INFO_FILE = "run.json"
+_MAX_RUN_INFO_BYTES = 1 << 20
 MAX_JSON_DEPTH = 100
 """Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
@@ -148,6 +150,19 @@ def read_json_object(
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
+
+
+def pipeline_folder(run_dir: Path) -> Path:
+    """The folder of the pipeline file that a run began with: what the file names is looked up there.
+
+    Raises:
+        OSError: the run's `run.json` cannot be read.
+        ValueError: it does not say.
+    """
+    folder = read_json_object(run_dir, RUN_INFO_FILE, _MAX_RUN_INFO_BYTES).get("pipeline_folder")
+    if not isinstance(folder, str):
+        raise ValueError(f"{RUN_INFO_FILE} names no folder")
+    return Path(folder)
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> Any:

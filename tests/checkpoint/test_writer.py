@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from safetensors.torch import save
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
+from ddprun.host.device import DeviceAndBackend
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import PinnedStaging
 from tests.fake_gpu import FakeGpu
+from tests.ranks import as_processes
 
 RANKS = 3
 
@@ -145,6 +150,49 @@ def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
     hog.unlink()
     assert everyone(ranks, 30).problem is None
     close(ranks)
+
+
+def sent_to_rank_0(root: Path) -> list[str | None]:
+    """On rank 0: what came of a checkpoint of which it cannot write rank 1's files, and of the next. On the
+    others: where their files lay meanwhile.
+    """
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(root / "attempt" / "0" / "error.json")
+    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks.connect()
+    ranks.join(DeviceAndBackend(torch.device("cpu"), "gloo"))
+    control = open_control_channel(timedelta(seconds=5))
+    writer = CheckpointWriter(
+        root,
+        ranks.store,
+        token="t",
+        rank=ranks.rank,
+        world_size=RANKS,
+        keep=2,
+        remote_ranks=(1, 2),
+        control=control,
+        parts_timeout_s=5.0,
+    )
+    if ranks.rank == 0:
+        first, *_ = folder.part_paths(folder.unfinished_path(root, 10, "t-0"), folder.rank_part_name(1))
+        first.mkdir(parents=True)  # a folder in the place of the file
+    control.barrier()
+    for step in (10, 20):
+        writer.enqueue(step, parts(ranks.rank), wait=True)
+    writer.close()
+    return [writer.outcomes.get().problem for _ in range(2)] if ranks.rank == 0 else [str(writer.root.parent)]
+
+
+def test_a_disk_that_is_full_for_one_ranks_files_leaves_out_one_checkpoint(tmp_path: Path) -> None:
+    """The ranks that come after it have sent theirs all the same. They keep them where they go with the
+    launch, since a rank that fails has no time to remove them.
+    """
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    (first, second), *others = as_processes(RANKS, sent_to_rank_0, tmp_path)
+    assert others == [[str(attempt)]] * 2
+    assert "rank 0 cannot write it: " in str(first)
+    assert second is None
+    assert folder.steps_in(tmp_path) == [20]
 
 
 def test_writing_goes_on_beside_training(tmp_path: Path) -> None:

@@ -48,10 +48,15 @@ class Stream(IterableDataset[tuple[int, int]]):
         return iter((index, index) for index in range(self.size))
 
 
+def value_error(problem: str, allowed: str | None) -> ValueError:
+    return ValueError(problem if allowed is None else f"{problem}; {allowed}")
+
+
 def feed(dataset: Any, rank: int, ranks: int, **changes: Any) -> Feed:
-    own = {key: changes.pop(key) for key in ("on_samples_lost", "refuse") if key in changes}
+    own: dict[str, Any] = {"make_error": value_error}
+    own |= {key: changes.pop(key) for key in ("on_samples_lost",) if key in changes}
     loader = {"batch_size": 4, "shuffle": not isinstance(dataset, IterableDataset), **changes}
-    return Feed(dataset, Loader(**loader), seed=3, rank=rank, ranks=ranks, **own)
+    return Feed(dataset, Loader(**loader), seed=3, rank=rank, world_size=ranks, **own)
 
 
 def epoch(source: Feed, accumulate: int = 1) -> list[list[tuple[list[int], int]]]:
@@ -484,6 +489,44 @@ class PartStream(IterableDataset[tuple[int, int]]):
 
 def compare(group: RankGroup, source: Feed) -> list[int]:
     return source.compare_ranks(ControlChannel(group.process_groups[0]))
+
+
+def test_data_that_is_looked_at_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has seeded its own; they would be equal if looking seeded them."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    lost: list[str] = []
+
+    def body(group: RankGroup) -> None:
+        source = feed(OneSource(64), 0, 1, workers=2, on_samples_lost=lost.append)
+        compare(group, source)
+        epoch(source)
+
+    run_ranks(1, body)
+    assert len(lost) == 1, "it was read a second time"
+    assert seeds == []
+
+
+def test_the_order_of_an_epoch_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very large data that takes seconds."""
+    made: list[int] = []
+    randperm = torch.randperm
+
+    def counted(size: int, **named: Any) -> torch.Tensor:
+        made.append(size)
+        return randperm(size, **named)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+
+    def body(group: RankGroup) -> None:
+        source = feed(Ids(25), 0, 1)
+        compare(group, source)
+        source.first_batch()
+        for _ in range(2):
+            epoch(source)
+
+    run_ranks(1, body)
+    assert made == [25, 25]
 
 
 @pytest.mark.parametrize("kind", [Part, PartStream])

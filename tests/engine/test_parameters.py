@@ -1,5 +1,7 @@
 """What a file says about parameters: those to start with, frozen ones, groups, clipping, what is saved."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.data import default_collate
 from ddprun.config import PipelineError, load
 from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.engine import build
+from ddprun.engine.save import _replace_atomically
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -293,3 +296,19 @@ def test_the_resolved_pipeline_loads_again(tmp_path: Path) -> None:
     loaded = load(tmp_path / "p.yaml")
     (tmp_path / "q.yaml").write_text(loaded.resolved_yaml())
     assert load(tmp_path / "q.yaml").as_dict() == loaded.as_dict()
+
+
+def test_a_file_gets_the_mode_of_the_umask_while_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask is the process's: other threads make files meanwhile."""
+    umask = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.delattr(os, "umask")
+            with _replace_atomically(tmp_path / "weights") as unfinished:
+                unfinished.write_text("new")
+    finally:
+        os.umask(umask)
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("weights", "new", 0o640)

@@ -9,7 +9,8 @@ import pytest
 
 from ddprun.config import load
 from ddprun.engine import run_folder
-from ddprun.engine.run_folder import RUN_INFO_FILE, SUMMARY_FILE, FolderInUseError, RunFolderError
+from ddprun.engine.run_folder import SUMMARY_FILE, FolderInUseError, RunFolderError
+from ddprun.run_files import RUN_INFO_FILE
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}

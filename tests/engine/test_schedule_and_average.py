@@ -89,7 +89,7 @@ def launch(folder: Path, kill: str = "", text: str = KILLED, ranks: int = 2) -> 
 
 def test_schedule_and_average_survive_a_kill(tmp_path: Path) -> None:
     """In the second stage, between two averages of local SGD: the same bits, and the same rates. A stage that
-    is added goes on from where the schedule was.
+    is added, or made longer, goes on from where the schedule was, also after a resume that had nothing to do.
     """
     whole = launch(tmp_path / "whole")
     launch(tmp_path / "broken", kill=f"1 {2 * 14 + 1}")
@@ -98,10 +98,13 @@ def test_schedule_and_average_survive_a_kill(tmp_path: Path) -> None:
     for name in ("model.safetensors", "best.safetensors"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes()
     assert rates(broken) == rates(whole)
-    longer = KILLED + "  - train: {steps: 5}\n"
-    launch(tmp_path / "whole", text=longer)
-    expected = [0.01 * (1 + math.cos(math.pi * step / 24)) / 2 for step in range(19, 24)]
-    assert rates(whole)[19:] == pytest.approx(expected, rel=1e-9)
+    more, total = "", 19
+    for steps in (5, 8):
+        launch(tmp_path / "whole", text=KILLED + more)  # nothing is left to do
+        more, before, total = f"  - train: {{steps: {steps}}}\n", total, 19 + steps
+        launch(tmp_path / "whole", text=KILLED + more)
+        expected = [0.01 * (1 + math.cos(math.pi * step / total)) / 2 for step in range(before, total)]
+        assert rates(whole)[before:] == pytest.approx(expected, rel=1e-9)
 
 
 def test_another_number_of_ranks_goes_on_with_the_mean_of_the_averages(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ def measured(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, float]]:
     for size in sizes:
         loaded = session.runtime.loaded = load(folder / "p.yaml", [f"loader.batch_size={size}"])
         stage: Any = loaded.pipeline.stages[-1]
-        values, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
+        held_out = session.runtime.held_out
+        values, samples = measure(session, held_out, stage.metrics, f"{stage.path}.metrics")
         found.append(values | {"samples": samples})
     return found
 

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from ddprun.config import load
+from ddprun.engine.build import build_data
+from ddprun.engine.feeds import open_feeds
+from ddprun.engine.setup import _check_shared_memory
 from ddprun.host import dev_shm
 from ddprun.host.dev_shm import (
     PAGE_BYTES,
@@ -15,6 +20,7 @@ from ddprun.host.dev_shm import (
     shortage,
     startup_bytes,
 )
+from ddprun.parallel.ranks import Environment, Ranks
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Finished, Running
 
@@ -63,6 +69,55 @@ def run_with(folder: Path, size: str, *, workers: int, batch: int, ranks: int) -
     flags = [f"--nproc-per-node={ranks}", "--run-dir=run"]
     with hosts(1) as (host,), Running("p.yaml", *flags, cwd=folder, host=host, setup=setup) as running:
         return running.wait(90)
+
+
+WRAPPED = """
+from collections import UserDict
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import default_collate
+
+
+@dataclass
+class Batch:
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+def in_object(samples):
+    return Batch(*default_collate(samples))
+
+
+def in_mapping(samples):
+    return UserDict(zip(("image", "label"), default_collate(samples)))
+
+
+def large():
+    return torch.utils.data.TensorDataset(torch.zeros(64, 1000), torch.zeros(64, dtype=torch.long))
+"""
+
+
+@pytest.mark.parametrize("collate", ["in_object", "in_mapping"])
+def test_all_tensors_of_the_largest_batches_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], collate: str
+) -> None:
+    """In whatever a collate function puts them, and of a stage's own data, too."""
+    name = f"wrapped_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(WRAPPED)
+    text = PIPELINE.format(batch=16, workers=2).replace(
+        "workers: 2", f"workers: 2, collate: {name}.{collate}"
+    )
+    text = text.replace("steps: 4", f"steps: 4, data: {name}.large")
+    (tmp_path / "p.yaml").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = load(tmp_path / "p.yaml")
+    feeds = open_feeds(loaded, build_data(loaded).train, rank=0, world_size=1)
+    needed = needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
+    for free, told in ((needed, 0), (needed - 1, 1)):
+        monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))
+        _check_shared_memory(loaded, feeds, Ranks(Environment(0, 1, 0, 1, 1), timedelta(1)), "gloo")
+        assert capfd.readouterr().err.count("ddprun: warning: ") == told
 
 
 @needs_namespaces

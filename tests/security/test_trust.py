@@ -13,6 +13,7 @@ from torch import nn
 
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import build
+from ddprun.engine.stacks import build_stack
 from ddprun_hooks import HookSetupError, registry
 from ddprun_hooks.config import import_path as installing
 from ddprun_hooks.config.import_path import import_trusted
@@ -428,7 +429,7 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
         ),
         (
             "hooks=[{tests.security.lab.computed_shell: {command: 'touch ran'}}]",
-            lambda loaded: build.build_stack(loaded, "hooks", loaded.pipeline.hooks),
+            lambda loaded: build_stack(loaded, "hooks", loaded.pipeline.hooks),
         ),
     ],
 )

@@ -1,11 +1,15 @@
 """The records of a resumed run end with its checkpoint's step, in whole lines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry.writer import truncate_records, truncate_torn_event
+from ddprun.telemetry.writer import RecordFiles, truncate_records, truncate_torn_event
+from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.testing import run_ranks
 
 
 def lines(*steps: int) -> bytes:
@@ -43,3 +47,29 @@ def test_events_are_history(tmp_path: Path) -> None:
     truncate_torn_event(tmp_path)
     truncate_records(tmp_path, 2)
     assert (tmp_path / "events.jsonl").read_bytes() == lines(1, 9)
+
+
+def test_a_host_without_the_disk_keeps_records_in_a_folder_of_its_launch(tmp_path: Path) -> None:
+    """A rank that fails has no time to remove them."""
+    made: list[str] = []
+
+    def body(group: RankGroup) -> Path:
+        control = ControlChannel(group.process_groups[0])
+
+        def from_rank_0(_: str, make: Callable[[], str]) -> str:
+            if group.rank == 0:
+                made.append(make())
+            control.barrier()
+            return made[0]
+
+        own = tmp_path / f"disk-{group.rank}"
+        own.mkdir()
+        records = RecordFiles(own, control, from_rank_0, tmp_path)
+        folder = records.writer.folder
+        records.close()
+        return folder
+
+    ours, theirs = run_ranks(2, body)
+    assert ours == tmp_path / "disk-0"
+    assert theirs.parent == tmp_path
+    assert not theirs.exists()

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from ddprun.engine.outcome import prepare_nccl
+from ddprun.engine.worker import prepare_nccl
 
 
 @pytest.mark.parametrize(("timeout_s", "heartbeat"), [(600.0, "660"), (8.0, "480")])

@@ -20,8 +20,6 @@ from ddprun_hooks.comm.observer import (
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
-_MAX_GATHERED_BYTES = 64
-
 
 @dataclass(slots=True)
 class PendingMessage:
@@ -75,11 +73,16 @@ class ControlChannel:
         return self.all_gather_async(numbers, what).wait()
 
     def all_gather_bytes(self, data: bytes, what: str = "bytes of every rank") -> list[bytes]:
-        """Every rank's bytes, at most 64, in rank order."""
-        if len(data) > _MAX_GATHERED_BYTES:
-            raise ValueError(f"at most {_MAX_GATHERED_BYTES} bytes can be gathered, got {len(data)}")
-        messages = self.all_gather([float(len(data)), *map(float, data.ljust(_MAX_GATHERED_BYTES))], what)
-        return [bytes(int(byte) for byte in row[1 : 1 + int(row[0])]) for row in messages.tolist()]
+        """Every rank's bytes, as many as there are, in rank order."""
+        lengths = [int(length) for length in self.all_gather([len(data)], what)[:, 0].tolist()]
+        padded = bytearray(data.ljust(-(-max(1, *lengths) // 8) * 8, b"\0"))  # as numbers, copied bit for bit
+        rows = self.all_gather_async(torch.frombuffer(padded, dtype=torch.float64), what).wait()
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def differing_ranks(self, data: bytes, what: str) -> list[int]:
+        """The ranks whose bytes are others than rank 0's."""
+        of_ranks = self.all_gather_bytes(data, what)
+        return [rank for rank, one in enumerate(of_ranks) if one != of_ranks[0]]
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait until every rank is here."""
@@ -91,9 +94,8 @@ class ControlChannel:
         Raises:
             DisagreementError: names the ranks that differ from rank 0.
         """
-        digests = self.all_gather_bytes(hashlib.sha256(description.encode()).digest(), f"agreement on {what}")
-        odd = [rank for rank in range(self.size) if digests[rank] != digests[0]]
-        if odd:
+        digest = hashlib.sha256(description.encode()).digest()
+        if odd := self.differing_ranks(digest, f"agreement on {what}"):
             raise DisagreementError(
                 f"{format_ranks(odd)} and rank 0 disagree about {what}; "
                 f"on rank {self.rank} it is: {description}"

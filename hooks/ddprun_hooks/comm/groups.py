@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence, Observer, observed_wait
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.errors import HookSetupError, UnequalHostsError
 from ddprun_hooks.shm.group import ShmGroup
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.shm.setup import open_shm_groups
@@ -216,18 +216,18 @@ class Placement:
         ranks of one host together as far as possible, or (None) as they were launched.
 
         Raises:
-            HookSetupError: the hosts would not hold equally many ranks.
+            UnequalHostsError: the hosts would not hold equally many ranks.
         """
         launched = self.ranks_by_host()
         if host_count is None:
             if len({len(ranks) for ranks in launched}) > 1:
                 counts = ", ".join(f"{self.hosts[ranks[0]]}: {len(ranks)}" for ranks in launched)
-                raise HookSetupError(
+                raise UnequalHostsError(
                     f"two levels need equally many ranks on each host; here they are {counts}"
                 )
             return launched
         if self.size % host_count:
-            raise HookSetupError(
+            raise UnequalHostsError(
                 f"two levels with hosts: {host_count} need equally many ranks on each host, but {host_count} "
                 f"does not divide {self.size} ranks"
             )
@@ -263,7 +263,7 @@ class GroupFactory:
     """Makes a new process group of a unique name and these ranks. Every rank calls it for every set of ranks,
     as `new_group` demands; the result is dropped for sets without this rank."""
 
-    all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes (at most 64)
+    all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes
     timeout_s: float
     progress_thread: ProgressThread
     observer: Observer = NULL_OBSERVER  # sees every collective

@@ -80,8 +80,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     if isinstance(value, Counter):
         return {_TAG: "counter", "items": _encode(list(value.items()), path, tensors)}
     if type(value) not in (dict, OrderedDict, defaultdict):
-        kind = type(value)
-        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        name = torch.typename(type(value))
         raise UnstorableError(f"{path.replace('/', '.')} is of type {name}, which a checkpoint cannot hold")
     items = {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if all(isinstance(key, str) for key in items) and _TAG not in items:

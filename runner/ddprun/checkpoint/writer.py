@@ -22,10 +22,10 @@ import torch.distributed as dist
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, FileRecords
+from ddprun.host.rank_files import attempt_folder
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
-STILL_WRITING_TEXT = "was still writing the checkpoint of step"  # so that the next one was skipped
 _LAST_FINISHED_KEY = "over"
 """In the store: the number of the checkpoint that was finished last, and whether it was written."""
 
@@ -38,6 +38,7 @@ class CheckpointOutcome:
     seconds: float
     checkpoint: Checkpoint | None = None
     problem: str | None = None  # why it was not written
+    skipped: bool = False  # because a rank was still writing the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class CheckpointWriter:
     token: str  # of this attempt at the run; the same on all ranks
     rank: int
     world_size: int
-    interval_steps: int = 0  # steps from one to the next; 0: only at the end
     keep: int  # how many checkpoints are kept
     remote_ranks: Sequence[int]  # ranks that do not see the run's folder
     control: ControlChannel | None  # for these threads alone; None if no rank is remote
@@ -81,7 +81,9 @@ class CheckpointWriter:
         self.final_problem: str | None = None
         self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
         self._scratch = (
-            tempfile.TemporaryDirectory(prefix="ddprun-") if self.rank in self.remote_ranks else None
+            tempfile.TemporaryDirectory(prefix="ddprun-", dir=attempt_folder())
+            if self.rank in self.remote_ranks
+            else None
         )
         if self._scratch is not None:
             self.root = Path(self._scratch.name)
@@ -108,7 +110,8 @@ class CheckpointWriter:
             self._current_job = job
             self._jobs.put(job)
         else:
-            self._report_to_rank_0(job, f"rank {self.rank} {STILL_WRITING_TEXT} {before.step}")
+            text = f"rank {self.rank} was still writing the checkpoint of step {before.step}"
+            self._report_to_rank_0(job, text, skipped=True)
             self.after_write(job.enqueued_ns, False)
             if staged is not None:
                 staged.wait()
@@ -150,8 +153,9 @@ class CheckpointWriter:
                 if job.parts:
                     self._write(job)
                 if self.rank == 0:
-                    checkpoint, problem = self._assemble(job)
-                    outcome = CheckpointOutcome(job.step, time.monotonic() - started, checkpoint, problem)
+                    checkpoint, problem, skipped = self._assemble(job)
+                    seconds = time.monotonic() - started
+                    outcome = CheckpointOutcome(job.step, seconds, checkpoint, problem, skipped)
                 elif job.parts and self._scratch is not None:
                     self._send(job)
             except Exception as error:
@@ -161,7 +165,7 @@ class CheckpointWriter:
                 job.staged.release()
             if self._current_job is job:
                 self._current_job = None
-            if outcome is not None and job.step:  # without a step: this rank had not come to it
+            if outcome is not None and job.step:  # step 0: from `skip_to`; this rank had stopped before it
                 self.outcomes.put(outcome)
             self._jobs.task_done()
             self._broadcast_outcome(job, outcome)
@@ -196,47 +200,64 @@ class CheckpointWriter:
             for name, state in job.parts.items():
                 files |= folder.write_part(job.unfinished, name, state)
         except OSError as error:
-            self._report_to_rank_0(job, f"rank {self.rank} cannot write it: {error.strerror or error}")
+            self._report_to_rank_0(job, self._cannot_write(error))
         else:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
             self._report_to_rank_0(job, None, files, folder.worst_nonfinite(found))
 
     def _report_to_rank_0(
-        self, job: _Job, problem: str | None, files: FileRecords | None = None, nonfinite: str | None = None
+        self,
+        job: _Job,
+        problem: str | None,
+        files: FileRecords | None = None,
+        nonfinite: str | None = None,
+        *,
+        skipped: bool = False,
     ) -> None:
-        self.store.set(f"{job.number}/{self.rank}", json.dumps([problem, files or {}, nonfinite]))
+        report = [problem, skipped, files or {}, nonfinite]
+        self.store.set(f"{job.number}/{self.rank}", json.dumps(report))
 
-    def _assemble(self, job: _Job) -> tuple[Checkpoint | None, str | None]:
-        """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none."""
-        problems: list[str] = []
+    def _assemble(self, job: _Job) -> tuple[Checkpoint | None, str | None, bool]:
+        """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none, and whether
+        it was skipped.
+        """
+        problems: list[tuple[str, bool]] = []
         sizes: dict[int, FileRecords] = {}
         nonfinite: list[str | None] = []
         until = time.monotonic() + self.parts_timeout_s
         for rank in range(self.world_size):
             key = f"{job.number}/{rank}"
             if not _wait_until(partial(self.store.check, [key]), until):
-                problems.append(f"rank {rank} has not written its part within {self.parts_timeout_s:g} s")
+                late = f"rank {rank} has not written its part within {self.parts_timeout_s:g} s"
+                problems.append((late, False))
                 continue
-            problem, sizes[rank], not_finite = json.loads(self.store.get(key))
+            problem, skipped, sizes[rank], not_finite = json.loads(self.store.get(key))
             self.store.delete_key(key)
             nonfinite.append(not_finite)
-            problems += [problem] if problem else []
+            problems += [(problem, skipped)] if problem else []
         if self.remote_ranks:
             self.store.set(f"{job.number}/verdict", "drop" if problems else "send")
         if not problems:
-            try:
-                for rank in self.remote_ranks:
-                    assert self.control is not None
+            for rank in self.remote_ranks:  # all of them send, also after one whose files cannot be written
+                assert self.control is not None
+                try:
                     folder.receive_files(self.control, rank, job.unfinished, sizes[rank])
+                except OSError as error:
+                    problems.append((self._cannot_write(error), False))
+        if not problems:
+            try:
                 files = {name: described for part in sizes.values() for name, described in part.items()}
                 worst = folder.worst_nonfinite(nonfinite)
                 checkpoint = folder.commit(job.unfinished, job.step, self.world_size, files, worst)
                 folder.prune(self.root, self.keep)
-                return checkpoint, None
+                return checkpoint, None, False
             except OSError as error:
-                problems.append(f"rank 0 cannot write it: {error.strerror or error}")
+                problems.append((self._cannot_write(error), False))
         folder.remove(job.unfinished)
-        return None, problems[0]
+        return None, *problems[0]
+
+    def _cannot_write(self, error: OSError) -> str:
+        return f"rank {self.rank} cannot write it: {error.strerror or error}"
 
     # Ranks that do not see the run's folder.
 

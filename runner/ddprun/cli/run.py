@@ -9,7 +9,7 @@ import click
 
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.cli.completion import PipelineFile, complete_setting
-from ddprun.run_files import ResumeMode, open_file, read_json_object
+from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 
 FlagValue = str | int | float | bool | None
 
@@ -127,9 +127,9 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
     order of samples stays the same.
     """
     try:
-        folder = Path(read_json_object(run, "run.json", 1 << 20)["pipeline_folder"])
+        folder = pipeline_folder(run)
         open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         if not run.is_dir():
             problem: object = "there is no such folder"
         elif isinstance(error, FileNotFoundError):

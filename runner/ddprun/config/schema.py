@@ -182,6 +182,12 @@ class Pipeline(Options):
         """The stages that take steps, in order."""
         return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
+    @property
+    def has_automatic_buffers(self) -> bool:
+        """Whether, in some stage, `buffers` goes by what training does with them."""
+        settings = [self.buffers, *(stage.effective_settings(self).buffers for stage in self.step_stages())]
+        return any(setting.when == "auto" for setting in settings)
+
     def averages_after(self, stage: Stage) -> bool:
         """Whether parameters are averaged at the end of a stage that lets ranks differ.
 

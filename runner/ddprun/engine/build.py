@@ -5,8 +5,8 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,67 +29,19 @@ from ddprun.config import (
 from ddprun.config.choices import parse_object_ref
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.data import ErrorFactory, Feed, is_iterable
+from ddprun.engine.data import is_iterable
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, parameter_groups
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.zoo.data import DATASETS, DataError, Split
+from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_trusted
-from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
-from ddprun_hooks.errors import DottedNameError, HookSetupError
-from ddprun_hooks.registry import make_hook
-from ddprun_hooks.stack import Stack
+from ddprun_hooks.errors import DottedNameError
 
 _T = TypeVar("_T")
-
-
-def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that is trained;
-    `std` is in units of the weights.
-    """
-    with torch.no_grad():
-        for param in trainable_parameters(model).values():
-            param.add_(torch.randn_like(param), alpha=std)
-
-
-def evolution_strategies(
-    model: nn.Module, closure: Callable[[], Tensor], *, std: float, population: int
-) -> None:
-    """Leave an estimate of the gradient in the parameters' `grad`, for the optimizer to step on.
-
-    Each of `population` random directions ε is tried forwards and backwards (antithetic sampling), and the
-    estimate is the mean of ε (L(w + std ε) - L(w - std ε)) / (2 std)
-    (Salimans et al. 2017, arXiv:1703.03864, section 2).
-    `closure` gives the loss of the model as it is, shape (); `std` is in units of the weights, which end as
-    they were.
-    """
-    params = [param for param in model.parameters() if param.requires_grad]
-    own = [param.detach().clone() for param in params]
-    estimate = [torch.zeros_like(param) for param in params]
-    with torch.no_grad():
-        for _ in range(population):
-            direction = [torch.randn_like(param) for param in params]
-            losses = []
-            for sign in (1.0, -1.0):
-                for param, value, change in zip(params, own, direction, strict=True):
-                    torch.add(value, change, alpha=sign * std, out=param)
-                losses.append(closure())
-            slope = (losses[0] - losses[1]) / (2 * std * population)
-            for total, change in zip(estimate, direction, strict=True):
-                total.add_(change * slope.to(change.dtype))
-        for param, value in zip(params, own, strict=True):
-            param.copy_(value)
-    for param, total in zip(params, estimate, strict=True):
-        param.grad = total
-
-
-_BUILT_IN_FUNCTIONS: dict[str, Callable[..., None]] = {
-    "noise": noise,
-    "evolution_strategies": evolution_strategies,
-}
 
 _REQUIREMENTS_BY_KIND = {
     expected.kind: expected
@@ -134,28 +86,24 @@ _REQUIREMENTS_BY_KIND = {
 }  # by the kind of a choice
 
 
-class _ChoiceBuilder:
+@dataclass(slots=True)
+class ChoiceBuilder:
     """Builds what a choice of the file, or an object in its options, names; errors point at its place in the
     file.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedPipeline,
-        key: KeyPath,
-        kind: str,
-        name: str,
-        source: str,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.loaded, self.key, self.kind, self.name, self.source = loaded, key, kind, name, source
-        self.options = dict(options)
+    loaded: LoadedPipeline
+    key: KeyPath
+    kind: str
+    name: str
+    source: str
+    options: dict[str, Any]
 
     @classmethod
-    def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "_ChoiceBuilder":
+    def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "ChoiceBuilder":
         """A choice at a key path. The objects in the options of a dotted name are made."""
         key = tuple(segment for segment, _ in parse_path(path))
-        options = loaded.fill_placeholders(path, choice).options
+        options = dict(loaded.fill_placeholders(path, choice).options)
         if choice.source == "dotted":
             options = {
                 name: _build_option(loaded, value, (*key, choice.name, name))
@@ -277,7 +225,7 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
         options = {
             name: _build_option(loaded, item, (*key, name)) for name, item in (wanted.options or {}).items()
         }
-        chosen = _ChoiceBuilder(loaded, key, "", wanted.name, "dotted", options)
+        chosen = ChoiceBuilder(loaded, key, "", wanted.name, "dotted", options)
         return chosen.import_target() if wanted.options is None else chosen.call()
     if isinstance(value, dict):
         return {name: _build_option(loaded, item, (*key, name)) for name, item in value.items()}
@@ -288,7 +236,7 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
 
 def build_model(loaded: LoadedPipeline) -> nn.Module:
     """The model that the file chooses, on the CPU, with what it freezes."""
-    chosen = _ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
+    chosen = ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
     made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
         raise chosen.error(chosen.describe_result(made), _REQUIREMENTS_BY_KIND["model"].description)
@@ -302,13 +250,14 @@ def build_data(loaded: LoadedPipeline) -> Split:
     """Training data, and evaluation data where there is any."""
     data = loaded.pipeline.data
     if isinstance(data, DataPair):
-        evaluate = _dataset(loaded, "data.evaluate", data.evaluate).train if data.evaluate else None
-        return Split(_dataset(loaded, "data.train", data.train).train, evaluate)
-    return _dataset(loaded, "data", data)
+        evaluate = build_dataset(loaded, "data.evaluate", data.evaluate).train if data.evaluate else None
+        return Split(build_dataset(loaded, "data.train", data.train).train, evaluate)
+    return build_dataset(loaded, "data", data)
 
 
-def _dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
-    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
+def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
+    """The data that a choice names: training data, and evaluation data if a built-in brings some."""
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
         try:
             return DATASETS[chosen.name](folder=loaded.folder, **chosen.options)
@@ -350,7 +299,7 @@ def build_held_out(loaded: LoadedPipeline, dataset: Any) -> HeldOutData:
 def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
     """The data of evaluate stages that name some, by their index in `stages`."""
     return {
-        stage.index: HeldOutData(_dataset(loaded, path, stage.data).train, path, stage.data)
+        stage.index: HeldOutData(build_dataset(loaded, path, stage.data).train, path, stage.data)
         for stage in loaded.pipeline.stages
         if isinstance(stage, EvaluateStage) and stage.data is not None and (path := f"{stage.path}.data")
     }
@@ -361,7 +310,7 @@ def build_collate(loaded: LoadedPipeline) -> Collate | None:
     choice = loaded.pipeline.loader.collate
     if choice is None:
         return None
-    chosen = _ChoiceBuilder.from_path(loaded, "loader.collate", choice)
+    chosen = ChoiceBuilder.from_path(loaded, "loader.collate", choice)
     if not inspect.isclass(chosen.import_target()):
         return chosen.bound_callable([])
     made: Collate = chosen.call()
@@ -380,7 +329,7 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     choice = loaded.pipeline.loader.sampler
     if choice is None:
         return None
-    chosen = _ChoiceBuilder.from_path(loaded, "loader.sampler", choice)
+    chosen = ChoiceBuilder.from_path(loaded, "loader.sampler", choice)
     make = chosen.factory_over_dataset(dataset)
 
     def order(epoch: int) -> list[int]:
@@ -407,91 +356,17 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class Feeds:
-    """The training data of all stages, batch by batch."""
-
-    main: Feed
-    by_stage: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
-
-    def for_stage(self, stage: int) -> Feed:
-        """What a stage reads."""
-        return self.by_stage.get(stage, self.main)
-
-    def by_name(self) -> dict[str, Feed]:
-        """Each once, by its name in messages."""
-        named = {f"data of stages[{index}]": feed for index, feed in self.by_stage.items()}
-        return {"data": self.main} | named
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in each."""
-        return {str(index): feed.state_dict() for index, feed in self.by_stage.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was taken; a stage that has no position begins its data."""
-        for index, feed in self.by_stage.items():
-            if str(index) in state:
-                feed.load_state_dict(state[str(index)])
-
-
-def open_feeds(
-    loaded: LoadedPipeline,
-    dataset: Any,
-    *,
-    rank: int,
-    ranks: int,
-    pin: bool = False,
-    workers: int | None = None,
-) -> Feeds:
-    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
-    by_stage = dict[int, Feed]()
-    share: dict[str, Any] = {"rank": rank, "ranks": ranks, "pin": pin, "workers": workers}
-    for stage in loaded.pipeline.step_stages():
-        if stage.data is not None:
-            path = f"{stage.path}.data"
-            make_error = functools.partial(data_error, loaded, path, stage.data)
-            train = _dataset(loaded, path, stage.data).train
-            by_stage[stage.index] = open_feed(loaded, train, make_error=make_error, **share)
-    return Feeds(open_feed(loaded, dataset, **share), by_stage)
-
-
-def open_feed(
-    loaded: LoadedPipeline,
-    dataset: Any,
-    *,
-    rank: int,
-    ranks: int,
-    pin: bool = False,
-    workers: int | None = None,
-    make_error: ErrorFactory | None = None,
-) -> Feed:
-    """Training data, batch by batch; `workers`: not those of the file."""
-    path = "data.train" if isinstance(loaded.pipeline.data, DataPair) else "data"
-    loader = loaded.pipeline.loader
-    return Feed(
-        dataset,
-        loader if workers is None else loader.model_copy(update={"workers": workers}),
-        seed=loaded.pipeline.seed,
-        rank=rank,
-        ranks=ranks,
-        collate=build_collate(loaded),
-        sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
-        pin=pin,
-        make_error=make_error or functools.partial(data_error, loaded, path, loaded.pipeline.train_data()),
-    )
-
-
 def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     """The user's `weight_by` function of a batch: the weight of its mean loss. None: there is none."""
     choice = loaded.pipeline.weight_by
     if choice is None or choice.source == "built-in":
         return None
-    return _ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
+    return ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
 
 
 def build_loss(loaded: LoadedPipeline, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
     """The loss as a function of (output, target); None where the model returns its own."""
-    chosen = _ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
+    chosen = ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
     if chosen.source == "torch":
@@ -523,7 +398,7 @@ def build_optimizer(
             own = {key: getattr(read, key) for key in own}
         options.append(own)
     params = parameter_groups(loaded, model, options)
-    return _ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
+    return ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
 
 
 def optimizer_settings(
@@ -543,7 +418,7 @@ def build_schedule(
     """A schedule; a length that is left out becomes the `steps` of the stage, or of the run."""
     if choice is None:
         return None
-    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
@@ -555,106 +430,11 @@ def build_schedule(
     return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
 
 
-def build_stack(
-    loaded: LoadedPipeline, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False
-) -> Stack:
-    """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
-    named = []
-    for index, written in enumerate(hooks):
-        chosen = _ChoiceBuilder.from_path(loaded, f"{path}[{index}]", written)
-        specs = [(chosen.name, chosen.options)]
-        if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
-            specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
-        for name, options in specs:
-            try:
-                named.append((name, make_hook(name, options)))
-            except HookSetupError as error:
-                raise chosen.error(str(error)) from None
-    try:
-        return Stack(named, description=repr([choice.to_plain_data() for choice in hooks]))
-    except HookSetupError as error:
-        raise loaded.error(path, str(error)) from None
-
-
-@dataclass(slots=True)
-class Stacks:
-    """The hook stacks of each stage, by the stage's index. Stages with the same hooks share a stack, so its
-    state carries over.
-    """
-
-    all_ranks: dict[int, Stack] = field(default_factory=dict)
-    # Among the ranks of one host, where `hierarchical` has one level less.
-    within_hosts: dict[int, Stack] = field(default_factory=dict)
-    by_description: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
-
-    @property
-    def first(self) -> Stack:
-        """Of the first stage."""
-        return next(iter(self.by_description.values()), Stack([]))
-
-    def enter(self, stage: int) -> None:
-        """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
-        for stacks in (self.all_ranks, self.within_hosts):
-            stack = stacks[stage]
-            stack.adopt_state([other for other in stacks.values() if other is not stack])
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of every stack."""
-        return {description: stack.state_dict() for description, stack in self.by_description.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. A stack whose description has changed takes over the state of hooks with the
-        same names.
-        """
-        for description, own in self._assign_states(state).items():
-            self.by_description[description].load_state_dict(own)
-
-    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One state from those of all ranks, for ranks of another world or with other buckets."""
-        assigned = [self._assign_states(state) for state in states]
-        return {
-            description: stack.merge([hooks[description] for hooks in assigned])
-            for description, stack in self.by_description.items()
-        }
-
-    def _assign_states(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The state of each stack; no hook's state goes to two of them."""
-        stacks = self.by_description
-        assigned = {description: dict(state.get(description, {})) for description in stacks}
-        for hooks in [hooks for description, hooks in state.items() if description not in stacks]:
-            for name, own in hooks.items():
-                heirs = (d for d, stack in stacks.items() if name in stack.names and name not in assigned[d])
-                if heir := next(heirs, None):
-                    assigned[heir][name] = own
-        return assigned
-
-
-def open_stacks(loaded: LoadedPipeline) -> Stacks:
-    """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
-    opened = Stacks()
-    names: dict[tuple[str, bool], str] = {}
-    for stage in loaded.pipeline.step_stages():
-        hooks = stage.effective_settings(loaded.pipeline).hooks
-        path = stage.key_path("hooks")
-        for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):
-            wanted = repr([hook.to_plain_data() for hook in hooks]), inside
-            if wanted not in names:
-                # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
-                name = f"{loaded.secrets.redact_pipeline([hook.to_plain_data() for hook in hooks])!r}"
-                name += ", inside a host" if inside else ""
-                while name in opened.by_description:
-                    name += "'"
-                names[wanted] = name
-                opened.by_description[name] = build_stack(loaded, path, hooks, inside_host=inside)
-            stacks[stage.index] = opened.by_description[names[wanted]]
-    return opened
-
-
 def build_function(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
     """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure)."""
-    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
-        return functools.partial(_BUILT_IN_FUNCTIONS[chosen.name], **chosen.options)
+        return functools.partial(FUNCTIONS[chosen.name], **chosen.options)
     return chosen.bound_callable(*([None] if choice.kind == "mutate" else [None, None]))
 
 
@@ -662,7 +442,7 @@ def build_metric(
     loaded: LoadedPipeline, path: str, choice: Choice, device: torch.device
 ) -> Callable[..., Any] | StatefulMetric:
     """A dotted metric: a function of (output, target) that returns a number, or one that accumulates."""
-    chosen = _ChoiceBuilder.from_path(loaded, path, choice)
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if not inspect.isclass(target := chosen.import_target()):
         return chosen.bound_callable(None, None)
     if not (hasattr(target, "update") and hasattr(target, "compute")):
@@ -681,7 +461,7 @@ def check_metrics(loaded: LoadedPipeline, device: torch.device) -> None:
                 build_metric(loaded, f"{stage.path}{inside}.metrics[{index}]", choice, device)
 
 
-def check_sync(loaded: LoadedPipeline, model: nn.Module, ranks: int) -> None:
+def check_sync(loaded: LoadedPipeline, model: nn.Module, world_size: int) -> None:
     """Refuse, by a PipelineError, what only a run of so many ranks can see of sync policies and hooks: a
     source that is no rank, more fragments than parameters, hooks on complex gradients.
     """
@@ -703,8 +483,8 @@ def check_sync(loaded: LoadedPipeline, model: nn.Module, ranks: int) -> None:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"
                 faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
         for source in sources:
-            if source >= ranks:
-                text = f"there is no rank {source}: the run has {ranks} ranks"
-                faults.append(loaded.fault(f"{path}.source", text, f"0 to {ranks - 1}"))
+            if source >= world_size:
+                text = f"there is no rank {source}: the run has {world_size} ranks"
+                faults.append(loaded.fault(f"{path}.source", text, f"0 to {world_size - 1}"))
     if faults:
         raise PipelineError(faults)

@@ -8,7 +8,6 @@ its gradients are there when its backward pass is over, and the next block's ove
 import itertools
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,6 @@ class GraphCompiler:
 
     def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: tuple[int, int] | None) -> None:
         self.graphs: list[CompiledGraph] = []
-        self.seconds = 0.0  # that the backend has taken
         self.reported_graphs = 0  # how many have been reported
         self._backend, self._cut_bytes = backend, cut_bytes
         self._names = {id(param): name for name, param in model.named_parameters()}
@@ -71,7 +69,6 @@ class GraphCompiler:
         self._reasons_with_graph: set[str] = set()  # of breaks
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        started = time.monotonic()
         self._note_break(graph)
         named = dict(self._parameters(graph))
         training = torch.is_grad_enabled() and bool(named)
@@ -86,7 +83,6 @@ class GraphCompiler:
         else:
             made = self._backend(graph, inputs)
         self.graphs.append(CompiledGraph(tuple(tuple(dict.fromkeys(part)) for part in parts), training))
-        self.seconds += time.monotonic() - started
         return made
 
     @property

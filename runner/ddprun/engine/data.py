@@ -34,7 +34,10 @@ class MicroBatch:
     """What one rank computes in one forward and backward."""
 
     content: Any  # collated samples: tensors with a leading batch dimension
-    samples: int  # that count; 0: this rank has none left and computes along on a batch that counts nothing
+    samples: int
+    """Samples that count; 0: this rank's data is used up, and it computes along only so that collectives
+    match."""
+
     weight: float | None = None  # of its mean loss in means over batches; None: its samples
 
     @property
@@ -74,10 +77,6 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _value_error(problem: str, allowed: str | None) -> Exception:
-    return ValueError(problem if allowed is None else f"{problem}; {allowed}")
-
-
 @dataclass(eq=False)
 class Feed:
     """An endless stream of optimizer steps, epoch after epoch, that knows its position."""
@@ -87,11 +86,11 @@ class Feed:
     _: KW_ONLY
     seed: int
     rank: int
-    ranks: int
+    world_size: int
+    make_error: ErrorFactory  # makes the error for data that cannot be trained on
     collate: Collate | None = None  # makes a batch; None: as torch does
     sampler_order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
-    make_error: ErrorFactory = _value_error  # makes the error for data that cannot be trained on
     on_samples_lost: Callable[[str], None] = lambda text: None
     """Is called if samples that were read early are lost."""
 
@@ -105,14 +104,14 @@ class Feed:
         self.differing_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
-        self._cached_sampler_order: tuple[int, list[int]] | None = None  # an epoch, and its indices
+        self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
         self._first_samples: tuple[list[Any], list[int]] | None = None  # this rank's, and their numbers
         self._stream = _PeekableStream(self.dataset)
         self._control: ControlChannel | None = None
         # Samples of each rank's dataset.
         self._lengths: list[int] = []
         if not self.iterable:
-            self._lengths = [len(self._epoch_indices())] * self.ranks
+            self._lengths = [self._own_epoch_samples()] * self.world_size
         if self.iterable and (loader.shuffle or self.sampler_order):
             key = "shuffle must be false" if loader.shuffle else "sampler must be left out"
             raise self.make_error(f"an iterable dataset has an order of its own: loader.{key}", None)
@@ -125,7 +124,7 @@ class Feed:
         """
         self._control = control
         with preserve_rng_state(torch.device("cpu")):
-            seed_everything(self.seed)
+            seed_host(self.seed)
             if self.iterable:
                 first_digest = self._peek_first_samples()
             else:
@@ -133,29 +132,26 @@ class Feed:
         if not self.iterable:
             if self.sampler_order is not None and not self.sharded:
                 self._compare_orders(control)
-            self._lengths = all_gather_number(control, len(self._epoch_indices()), "the data sets' lengths")
+            self._lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
             if self.sharded:
                 self._check_length()
             else:
                 require_equal_lengths(self._lengths, self.make_error)
-        digests = control.all_gather_bytes(first_digest, "a digest of the first samples")
-        self.differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        self.differing_ranks = control.differing_ranks(first_digest, "a digest of the first samples")
         return self.differing_ranks
 
     def _compare_orders(self, control: ControlChannel) -> None:
         """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
         own = digest_of([torch.tensor(self._epoch_indices())])
-        digests = control.all_gather_bytes(own, "the sampler's order")
-        differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if differing is not None:
+        if differing := control.differing_ranks(own, "the sampler's order"):
             raise self.make_error(
-                f"loader.sampler gives rank {differing} other indices than rank 0",
+                f"loader.sampler gives rank {differing[0]} other indices than rank 0",
                 "have it draw from torch, NumPy or random, which are seeded alike on all ranks",
             )
 
     def _micro_batches_left(self, consumed: int) -> int:
         """How many micro-batches are left in the epoch after `consumed` samples."""
-        full, rest = divmod(self._nominal_epoch_samples - consumed, self.batch_size * self.ranks)
+        full, rest = divmod(self._nominal_epoch_samples - consumed, self.batch_size * self.world_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     @property
@@ -165,7 +161,7 @@ class Feed:
         """
         if not self.sharded:
             return self._lengths[0]
-        return (min if self.drop_last else max)(self._lengths) * self.ranks
+        return (min if self.drop_last else max)(self._lengths) * self.world_size
 
     def steps_per_epoch(self, accumulate: int) -> int | None:
         """Optimizer steps in an epoch, whose last one may have fewer micro-batches; None: nobody knows."""
@@ -195,12 +191,12 @@ class Feed:
 
     def _peek_first_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        rank, ranks = (0, 1) if self.sharded else (self.rank, self.ranks)
-        digest, ahead = self._stream.peek(self.batch_size * ranks)
-        mine = ahead[rank::ranks]
+        rank, world_size = (0, 1) if self.sharded else (self.rank, self.world_size)
+        digest, ahead = self._stream.peek(self.batch_size * world_size)
+        mine = ahead[rank::world_size]
         if not mine:
-            raise self.make_error(f"the dataset yields too few samples for {self.ranks} ranks", None)
-        self._first_samples = mine, list(range(rank, rank + ranks * len(mine), ranks))
+            raise self.make_error(f"the dataset yields too few samples for {self.world_size} ranks", None)
+        self._first_samples = mine, list(range(rank, rank + world_size * len(mine), world_size))
         return digest
 
     def start_epoch(self) -> None:
@@ -223,7 +219,7 @@ class Feed:
                         "it can be read only once",
                         "train for fewer steps or one epoch, or have its __iter__ begin again",
                     )
-                problem = f"the dataset yields too few samples for one step of {self.ranks} ranks"
+                problem = f"the dataset yields too few samples for one step of {self.world_size} ranks"
                 raise self.make_error(problem, None)
             self.epoch, self._consumed_samples = self.epoch + 1, 0
             epochs = None if epochs is None else epochs - 1
@@ -245,7 +241,7 @@ class Feed:
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        order, world = self._epoch_indices(), self.batch_size * self.ranks
+        order, world = self._epoch_indices(), self.batch_size * self.world_size
         consumed = self._consumed_samples
         starts = [consumed + micro * world for micro in range(self._micro_batches_left(consumed))]
         shares = [self._rank_indices(order, start) for start in starts]
@@ -269,22 +265,30 @@ class Feed:
     ) -> Iterator[MicroBatch]:
         for share in shares:
             content = self._batch_or_raise(next(batches))
-            self._consumed_samples = min(self._consumed_samples + self.batch_size * self.ranks, end)
+            self._consumed_samples = min(self._consumed_samples + self.batch_size * self.world_size, end)
             yield MicroBatch(content, len(share))
 
+    def _own_epoch_samples(self) -> int:
+        """Samples of an epoch in this rank's map-style data."""
+        return len(self.dataset if self.sampler_order is None else self._epoch_indices())
+
     def _epoch_indices(self) -> list[int]:
+        """The epoch's samples in order, kept while it lasts."""
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, self._make_order()
+        return self._order[1]
+
+    def _make_order(self) -> list[int]:
         if self.sampler_order is not None:
-            if self._cached_sampler_order is None or self._cached_sampler_order[0] != self.epoch:
-                with preserve_rng_state(torch.device("cpu")):
-                    seed_host(self.seed + self.epoch)
-                    indices = self.sampler_order(self.epoch)
-                self._cached_sampler_order = self.epoch, indices
-                before = self._lengths[self.rank] if self._lengths else len(indices)
-                if len(indices) != before:
-                    problem = f"loader.sampler gives {len(indices)} indices in epoch {self.epoch + 1}"
-                    problem += f", and gave {before} in the one before"
-                    raise self.make_error(problem, "give equally many")
-            return self._cached_sampler_order[1]
+            with preserve_rng_state(torch.device("cpu")):
+                seed_host(self.seed + self.epoch)
+                indices = self.sampler_order(self.epoch)
+            before = self._lengths[self.rank] if self._lengths else len(indices)
+            if len(indices) != before:
+                problem = f"loader.sampler gives {len(indices)} indices in epoch {self.epoch + 1}"
+                problem += f", and gave {before} in the one before"
+                raise self.make_error(problem, "give equally many")
+            return indices
         size = len(self.dataset)
         if not self.shuffle:
             return list(range(size))
@@ -293,41 +297,41 @@ class Feed:
 
     def _rank_indices(self, order: list[int], start: int) -> list[int]:
         if self.sharded:
-            return order[start // self.ranks : start // self.ranks + self.batch_size]
-        return order[start : start + self.batch_size * self.ranks][self.rank :: self.ranks]
+            return order[start // self.world_size : start // self.world_size + self.batch_size]
+        return order[start : start + self.batch_size * self.world_size][self.rank :: self.world_size]
 
     def _global_micro_batch_size(self, start: int) -> int:
         """Samples of all ranks in the micro-batch that begins there."""
         if not self.sharded:
-            return min(self.batch_size * self.ranks, self._lengths[0] - start)
-        own = start // self.ranks
+            return min(self.batch_size * self.world_size, self._lengths[0] - start)
+        own = start // self.world_size
         return sum(min(self.batch_size, max(0, length - own)) for length in self._lengths)
 
     def _padding_indices(self, order: list[int], start: int) -> list[int]:
         """Indices for a rank that has no sample left in a micro-batch: the first of its epoch, as many as the
         largest share holds (1 unless data is sharded).
         """
-        largest = min(self.batch_size, max(self._lengths) - start // self.ranks) if self.sharded else 1
+        largest = min(self.batch_size, max(self._lengths) - start // self.world_size) if self.sharded else 1
         return self._rank_indices(order, 0)[:largest]
 
     def _check_length(self) -> None:
-        size, world, problem = self._nominal_epoch_samples, self.batch_size * self.ranks, None
+        size, world, problem = self._nominal_epoch_samples, self.batch_size * self.world_size, None
         if self.sharded and not min(self._lengths):
             problem = f"rank {self._lengths.index(0)}'s part of the data has no sample"
         elif self.drop_last and size < world:
             problem = (
                 f"{size} samples are fewer than one step needs: {world} (batch_size {self.batch_size} x "
-                f"{self.ranks} ranks), and drop_last leaves out what is less"
+                f"{self.world_size} ranks), and drop_last leaves out what is less"
             )
-        elif size < self.ranks:
-            problem = f"{size} samples are too few for {self.ranks} ranks: each needs at least one"
+        elif size < self.world_size:
+            problem = f"{size} samples are too few for {self.world_size} ranks: each needs at least one"
         if problem is not None:
             raise self.make_error(problem, None)
 
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load(self.rank, self.ranks, self._consumed_samples))
+        batches = self._warn_if_samples_lost(self._load(self.rank, self.world_size, self._consumed_samples))
         while read := list(islice(batches, accumulate)):
             group = [MicroBatch(self._batch_or_raise(content), samples) for content, samples, _ in read]
             total = sum(of_all_ranks for *_, of_all_ranks in read)
@@ -337,7 +341,7 @@ class Feed:
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
     def _sharded_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load(0, 1, self._consumed_samples // self.ranks))
+        batches = self._warn_if_samples_lost(self._load(0, 1, self._consumed_samples // self.world_size))
         while True:
             read = islice(batches, accumulate)
             mine = [(self._batch_or_raise(content), samples) for content, samples, _ in read]
@@ -348,7 +352,7 @@ class Feed:
                 counts = [[int(one) for one in row] for row in gathered.tolist()]
             totals = [sum(column) for column in zip(*counts, strict=True)]
             if self.drop_last:
-                totals = [total if total == self.batch_size * self.ranks else 0 for total in totals]
+                totals = [total if total == self.batch_size * self.world_size else 0 for total in totals]
             micro_batch_count = sum(1 for total in totals if total)
             if not micro_batch_count:
                 return
@@ -357,10 +361,10 @@ class Feed:
                 MicroBatch(self.first_batch(max(column)) if content is None else content, samples)
                 for (content, samples), column in with_samples
             ]
-            self._consumed_samples += micro_batch_count * self.batch_size * self.ranks
+            self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
             yield StepBatches(group, micro_batch_count, sum(totals))
 
-    def _load(self, rank: int, ranks: int, skip: int) -> Iterator[Any]:
+    def _load(self, rank: int, world_size: int, skip: int) -> Iterator[Any]:
         """A rank's share of the epoch from a sample on, as `_RankShareDataset` gives it."""
         if self._workers:
             samples, already_read = self._stream.for_loader_workers(), 0
@@ -368,7 +372,7 @@ class Feed:
             samples, already_read = self._stream.resume(self.epoch, skip)
         drop_last = self.drop_last and not self.sharded
         share = _RankShareDataset(
-            samples, self.batch_size, rank, ranks, skip, already_read, drop_last, self.collate
+            samples, self.batch_size, rank, world_size, skip, already_read, drop_last, self.collate
         )
         return iter(DataLoader(share, generator=self._loading_generator(), **self._loader_options))
 
@@ -400,7 +404,7 @@ class Feed:
     def _second_iteration_differs(self) -> bool:
         """Whether an iterable dataset read again begins with another sample, under equal generators."""
         with preserve_rng_state(torch.device("cpu")):
-            seed_everything(self.seed)
+            seed_host(self.seed)
             again = digest_of(islice(iter(self.dataset), 1))
         return again != self._stream.first_digest
 
@@ -409,7 +413,7 @@ class Feed:
         return torch.Generator().manual_seed(self._loading_seed())
 
     def _loading_seed(self) -> int:
-        return (self.seed + self.epoch) * self.ranks + self.rank
+        return (self.seed + self.epoch) * self.world_size + self.rank
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
@@ -523,8 +527,8 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
 
     samples: Iterable[Any]
     batch_size: int
-    rank: int  # it takes every ranks-th sample from this one on
-    ranks: int
+    rank: int  # it takes every `world_size`-th sample from this one on
+    world_size: int
     skip: int  # leave out so many samples of the epoch
     already_read: int  # so many of these are not in `samples` any more
     drop_last: bool
@@ -538,17 +542,17 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
         if worker is not None:
             loading_process._worker_info = None
         samples = islice(self.samples, self.skip - self.already_read, None)
-        at, world = self.skip, self.batch_size * self.ranks
+        at, world = self.skip, self.batch_size * self.world_size
         for micro in count():
             items = list(islice(samples, world))
-            if not items or (len(items) < self.ranks and micro == self.skip == 0):
+            if not items or (len(items) < self.world_size and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
             if len(items) < world and self.drop_last:
                 return
             # The loader takes batches from its processes in turn: every workers-th is this one's.
             if micro % workers == mine:
-                share = items[self.rank :: self.ranks]
-                numbers = range(at + self.rank, at + len(items), self.ranks)
+                share = items[self.rank :: self.world_size]
+                numbers = range(at + self.rank, at + len(items), self.world_size)
                 if not share:  # a rank without a sample computes along on another one's
                     numbers = range(at, at + 1)
                 yield collate(share or items[:1], numbers, self.collate), len(share), len(items)

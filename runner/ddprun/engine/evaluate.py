@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
 from ddprun.engine import build, seeding
+from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import (
     BatchDataset,
     ErrorFactory,
@@ -52,8 +53,9 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     """Run an evaluate stage; gives its entry in the summary."""
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
-    with averaged_weights(session), session.runtime.use_stage_held_out(stage):
-        found, samples = measure(session, stage.metrics, f"{stage.path}.metrics")
+    held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
+    with averaged_weights(session):
+        found, samples = measure(session, held_out, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": samples}
@@ -67,7 +69,8 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     evaluations, wanted = state.evaluations, stage.evaluate
     assert wanted is not None, "the stage evaluates"
     with model_for_evaluation(session):
-        found, _ = measure(session, wanted.metrics, f"{stage.path}.evaluate.metrics")
+        held_out = session.runtime.held_out
+        found, _ = measure(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
         evaluations.step = state.step
         shown = _report(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
@@ -84,7 +87,7 @@ def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
     best, at_end = state.evaluations.best, state.evaluations.step == state.step
     found: dict[str, Any] = {"metrics": state.metrics if at_end else None}
     if run.stage.stop is not None:
-        found |= {"stopped_early": run.stopped_early, "best": None if best is None else asdict(best)}
+        found |= {"stopped_early": run.stopped_early, "best": best and best.model_dump()}
     return found
 
 
@@ -105,7 +108,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     written = runtime.exchange.control.all_gather([problem is None], "rank 0's file")[0, 0]
     about = {"step": state.step, "metric": wanted.metric, "value": value, "file": BEST_FILE}
     if written:
-        state.evaluations.kept = Best(wanted.metric, value, state.step)
+        state.evaluations.kept = Best(metric=wanted.metric, value=value, step=state.step)
         events.info("best_kept", **about)
     else:
         events.warning("best_not_kept", **about, reason=problem)
@@ -136,7 +139,7 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
     if best is not None and best.metric != wanted.metric:
         best = None  # a resumed run goes by another one
     if wanted.improves(value, None if best is None else best.value, by=wanted.min_delta):
-        evaluations.best, evaluations.since = Best(wanted.metric, value, state.step), 0
+        evaluations.best, evaluations.since = Best(metric=wanted.metric, value=value, step=state.step), 0
         return
     evaluations.since += 1
     if run.stopped_early:
@@ -155,7 +158,9 @@ def _report(session: Session, stage: Stage, found: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
 
-def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dict[str, float], int]:
+def measure(
+    session: Session, held_out: HeldOutData, metrics: Sequence[Choice], path: str
+) -> tuple[dict[str, float], int]:
     """The loss and these metrics, which are at `path` in the file, and how many samples they are of; equal on
     all ranks.
 
@@ -170,7 +175,7 @@ def measure(session: Session, metrics: Sequence[Choice], path: str) -> tuple[dic
     sums = torch.zeros((len(means), 2), dtype=torch.float64, device=runtime.device)
     counted = 0
     with torch.no_grad():
-        for content, samples in _batches(session):
+        for content, samples in _batches(session, held_out):
             with runtime.precision.autocast():
                 result = runtime.objective(runtime.model, runtime.precision.to_device(content))
             if not samples:
@@ -248,28 +253,28 @@ def _custom_metric(
     return float(metric(result.output, result.target)) * count if count else 0.0, count
 
 
-def _batches(session: Session) -> Iterator[tuple[Any, int]]:
+def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     """This rank's share as (collated batch, samples): sample i goes to rank i modulo ranks, or each rank has
     its own if the data shards itself. A rank that has none left for a call computes along on a batch of 0.
     """
-    iterable = is_iterable(session.runtime.held_out.dataset)
-    for content, samples in _iterable_batches(session) if iterable else _map_style_batches(session):
+    batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
+    for content, samples in batches(session, held_out):
         if isinstance(content, BatchError):
-            raise _error_factory(session)(content.problem, content.allowed)
+            raise _error_factory(session, held_out)(content.problem, content.allowed)
         yield content, samples
 
 
-def _map_style_batches(session: Session) -> Iterator[tuple[Any, int]]:
+def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     """Of map-style data: all ranks know all lengths from the start."""
-    runtime, dataset = session.runtime, session.runtime.held_out.dataset
+    runtime, dataset = session.runtime, held_out.dataset
     loader, rank, ranks = runtime.loaded.pipeline.loader, runtime.ranks.rank, runtime.ranks.size
     lengths = all_gather_number(runtime.exchange.control, len(dataset), "samples to evaluate on")
-    if not _may_be_sharded(session):
-        require_equal_lengths(lengths, _error_factory(session))
-    _require_samples(session, lengths)
+    if not _may_be_sharded(session, held_out):
+        require_equal_lengths(lengths, _error_factory(session, held_out))
+    _require_samples(session, held_out, lengths)
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
-    if len(set(lengths)) > 1 or _is_sharded(session, lambda: [dataset[index] for index in compared]):
+    if len(set(lengths)) > 1 or _is_sharded(session, held_out, lambda: [dataset[one] for one in compared]):
         samples_per_rank = lengths
     else:
         samples_per_rank = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
@@ -286,16 +291,16 @@ def _map_style_batches(session: Session) -> Iterator[tuple[Any, int]]:
     yield from zip(batches, [count for _, count in padded], strict=True)
 
 
-def _iterable_batches(session: Session) -> Iterator[tuple[Any, int]]:
+def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     """Of iterable data: a batch of every rank at a time."""
     runtime = session.runtime
     control, rank, ranks = runtime.exchange.control, runtime.ranks.rank, runtime.ranks.size
     size = runtime.loaded.pipeline.loader.batch_size
-    samples = iter(runtime.held_out.dataset)
+    samples = iter(held_out.dataset)
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
-    _require_samples(session, all_gather_number(control, len(first), "samples to evaluate on"))
-    sharded = _is_sharded(session, lambda: first)
+    _require_samples(session, held_out, all_gather_number(control, len(first), "samples to evaluate on"))
+    sharded = _is_sharded(session, held_out, lambda: first)
     numbered = enumerate(chain(first, samples))
     padding: list[tuple[int, Any]] = []
     while True:
@@ -339,57 +344,54 @@ def batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
     return sizes
 
 
-def _is_sharded(session: Session, first: Callable[[], Sequence[Any]]) -> bool:
+def _is_sharded(session: Session, held_out: HeldOutData, first: Callable[[], Sequence[Any]]) -> bool:
     """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
 
     Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks
     have alike, is one set. Reported once: that, or that ranks read different samples though they share them.
     """
     runtime, reporter = session.runtime, session.reporter
-    if runtime.held_out.sharded is not None:
-        return runtime.held_out.sharded
-    runtime.held_out.sharded = _may_be_sharded(session)
+    if held_out.sharded is not None:
+        return held_out.sharded
+    held_out.sharded = _may_be_sharded(session, held_out)
     with seeding.preserve_rng_state(runtime.device):
         seeding.seed_everything(runtime.loaded.pipeline.seed)
         digest = digest_of(first())
-    digests = runtime.exchange.control.all_gather_bytes(digest, "a digest of the held-out samples")
-    differing = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if runtime.held_out.sharded:
-        runtime.held_out.sharded = bool(differing)
+    differing = runtime.exchange.control.differing_ranks(digest, "a digest of the held-out samples")
+    if held_out.sharded:
+        held_out.sharded = bool(differing)
         if not differing and runtime.ranks.size > 1:
             reporter.events.info("data_not_sharded", held_out=True)
             reporter.note(
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif differing:
-        how, feed = self_sharding_name(runtime.held_out.dataset), runtime.feed
+        how, feed = self_sharding_name(held_out.dataset), runtime.feed
         reporter.events.warning("data_differs", ranks=differing, sharded_by=how, held_out=True)
         text = differing_samples_message(differing, runtime.ranks.size, how)
         if feed.differing_ranks == differing and self_sharding_name(feed.dataset) == how:
             text = "the same holds as for data"
         reporter.note(f"held-out data: {text}")
-    return runtime.held_out.sharded
+    return held_out.sharded
 
 
-def _may_be_sharded(session: Session) -> bool:
+def _may_be_sharded(session: Session, held_out: HeldOutData) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
-    choice = session.runtime.held_out.choice
-    assert choice is not None, "check refuses an evaluate stage without data"
-    return session.runtime.loaded.pipeline.loader.sharded and choice.source != "built-in"
+    assert held_out.choice is not None, "check refuses an evaluate stage without data"
+    return session.runtime.loaded.pipeline.loader.sharded and held_out.choice.source != "built-in"
 
 
-def _require_samples(session: Session, samples_per_rank: Sequence[int]) -> None:
+def _require_samples(session: Session, held_out: HeldOutData, samples_per_rank: Sequence[int]) -> None:
     """Refuse data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
     none = [rank for rank, count in enumerate(samples_per_rank) if not count]
     if none:
         whose = "" if len(none) == len(samples_per_rank) else f" for rank {none[0]}"
-        raise _error_factory(session)(
+        raise _error_factory(session, held_out)(
             f"it has no sample to evaluate on{whose}",
             "data that can be read only once serves one evaluation: have its __iter__ begin again",
         )
 
 
-def _error_factory(session: Session) -> ErrorFactory:
-    held_out = session.runtime.held_out
+def _error_factory(session: Session, held_out: HeldOutData) -> ErrorFactory:
     assert held_out.choice is not None
     return partial(build.data_error, session.runtime.loaded, held_out.path, held_out.choice)

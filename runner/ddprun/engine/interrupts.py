@@ -75,9 +75,9 @@ class TimeSliceClient:
     _slice_ended_at: int = -1
 
     @classmethod
-    def from_environment(cls, rank: int, ranks: int) -> "TimeSliceClient | None":
+    def from_environment(cls, rank: int, local_world_size: int) -> "TimeSliceClient | None":
         """The client of this process, from the environment; None if the run is not part of a comparison.
-        Raises OSError if the comparison has ended. `ranks`: how many are on this host.
+        Raises OSError if the comparison has ended.
         """
         text = os.environ.get(TURNS_VARIABLE)
         if text is None:
@@ -85,7 +85,8 @@ class TimeSliceClient:
         settings = json.loads(text)
         connection = socket.create_connection(("127.0.0.1", settings["port"]), timeout=60)
         connection.settimeout(None)
-        hello = {"secret": settings["secret"], "run": settings["run"], "rank": rank, "ranks": ranks}
+        hello = {"secret": settings["secret"], "run": settings["run"]}
+        hello |= {"rank": rank, "ranks": local_world_size}
         connection.sendall(json.dumps(hello).encode() + b"\n")
         return cls(settings["every"], connection)
 

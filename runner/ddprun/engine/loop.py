@@ -11,7 +11,7 @@ for each step:
                             fidelity, if this step measures it          sync_us
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
-    synchronize           sync policy, buffers, audit, mutate           sync_us, exposed_*_us
+    sync_after_step       sync policy, buffers, audit, mutate           sync_us, exposed_*_us
     exchange_control      this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
     between_steps         act on what all ranks know by them:
@@ -128,7 +128,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
             break
         step_function(run, batches, stage_step)
         watchdog.set_phase(b"sync")
-        exchanged = synchronize(run, stage_step)
+        exchanged = sync_after_step(run, stage_step)
         state.step = step  # from here on `current_step` is the next one
         agreed_steps = exchange_control(run, exchanged)
         match between_steps(run, agreed_steps, exchanged):
@@ -369,7 +369,7 @@ def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: i
 # After a step.
 
 
-def synchronize(run: StageRun, stage_step: int) -> bool:
+def sync_after_step(run: StageRun, stage_step: int) -> bool:
     """Exchange what the sync policy, the buffers and the audit want after this step; returns whether all
     ranks exchanged anything in it.
     """
@@ -454,7 +454,7 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
     failed = runtime.finite_check.check_after_steps(agreed_steps, on_nan, session.state.step)
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
-    mine = [float(runtime.signals.stop_requested), float(runtime.finite_check.first_nonfinite_number())]
+    mine = [float(runtime.signals.stop_requested), float(runtime.finite_check.first_nonfinite_position())]
     stops, nonfinite = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
     if runtime.finite_check.check_at_stage_end([int(one) for one in nonfinite], on_nan, session.state.step):
         return "failed"

@@ -61,8 +61,8 @@ class FiniteCheck:
         self.nonfinite_parameter: str | None = None  # that was not finite in the last check
         self.failed = False  # the run ends because weights are not finite any more
 
-    def first_nonfinite_number(self) -> int:
-        """The number of the first parameter that is not finite, from 1; 0: all are. Waits for the device."""
+    def first_nonfinite_position(self) -> int:
+        """The first parameter that is not finite, counted from 1; 0: all are finite. Waits for the device."""
         return next((1 + self._names.index(name) for name in _nonfinite_names(self._params)), 0)
 
     def check_after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
@@ -72,7 +72,7 @@ class FiniteCheck:
         if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
         at, loss = self._recorder.first_nonfinite_loss or (0, 0.0)
-        mine = [at, loss, self.first_nonfinite_number()]
+        mine = [at, loss, self.first_nonfinite_position()]
         rows = self._control.all_gather(mine, "losses that are not finite").tolist()
         numbers = [int(row[2]) for row in rows]
         number = next(filter(None, numbers), 0)
@@ -84,7 +84,7 @@ class FiniteCheck:
         return self._fail_if_nonfinite(number, on_nan)
 
     def check_at_stage_end(self, numbers: Sequence[int], on_nan: OnNan, step: int) -> bool:
-        """The same check at a stage's end; `numbers` are `first_nonfinite_number` of each rank."""
+        """The same check at a stage's end; `numbers` are `first_nonfinite_position` of each rank."""
         rank = next((rank for rank, number in enumerate(numbers) if number), None)
         if rank is None:
             return self.failed

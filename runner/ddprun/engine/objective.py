@@ -16,7 +16,7 @@ from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.parallel.ddp import DdpReplica, restore_buffers_on_exit
-from ddprun.sync.buffers import BufferUse, counter_names, probe_buffer_use
+from ddprun.sync.buffers import BufferUse, probe_buffer_use
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
@@ -84,13 +84,13 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self._half_dtype)
 
     def to_device(self, content: Any) -> Any:
-        """Move a batch (tensors in tuples, lists, mappings and dataclasses) to the device, floats in the
-        model's type. A GPU copies while it still computes the batch before.
+        """Move a batch to the device, floats in the model's type. A GPU copies while it still computes the
+        batch before.
         """
         if self._copy_stream is not None:
-            content = _map_tensors(content, self._copy_stream.copy_to_gpu)
+            content = map_tensors(content, self._copy_stream.copy_to_gpu)
             self._copy_stream.wait_for_copies()
-        return _map_tensors(content, self._to_device_dtype)
+        return map_tensors(content, self._to_device_dtype)
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
@@ -133,19 +133,19 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def _map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch, each of its tensors changed."""
+def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch, each of its tensors (in tuples, lists, mappings and dataclasses) changed."""
     if isinstance(content, Tensor):
         return change(content)
     if isinstance(content, Mapping):
-        return {key: _map_tensors(value, change) for key, value in content.items()}
+        return {key: map_tensors(value, change) for key, value in content.items()}
     if isinstance(content, tuple | list):
-        items = [_map_tensors(value, change) for value in content]
+        items = [map_tensors(value, change) for value in content]
         return type(content)(*items) if hasattr(content, "_fields") else items
     if is_dataclass(content) and not isinstance(content, type):
         changed = copy.copy(content)
         for field in fields(content):
-            object.__setattr__(changed, field.name, _map_tensors(getattr(content, field.name), change))
+            object.__setattr__(changed, field.name, map_tensors(getattr(content, field.name), change))
         return changed
     return content
 
@@ -356,10 +356,8 @@ def find_buffer_use(
 
     Not `automatic`: every buffer but a counter counts as changing, without any pass.
     """
-    named = dict(model.named_buffers())
-    if not automatic or not named:
-        counters = counter_names(model)
-        return BufferUse(tuple(name for name in named if name not in counters), (), counters)
+    if not automatic or next(model.buffers(), None) is None:
+        return BufferUse.assume_changing(model)
     with seeding.preserve_rng_state(precision.device):
         content = precision.to_device(feed.first_batch())
         fixed_rng = seeding.RepeatableRng(precision.device)

@@ -1,15 +1,11 @@
-"""How a run ends: the summary and the closing table, or the report of a failure or a hang."""
+"""How a run ends: the summary and the closing table, or the report of a failure."""
 
 import json
-import math
-import os
 import platform
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +20,12 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import replace_atomically, resume_command
 from ddprun.sync.audit import DriftError
 from ddprun.telemetry.steps import VERSION, Totals
-from ddprun.telemetry.writer import Writer, event_log, nonfinite_to_none
-from ddprun.watchdog.hang import HangReport, RunContext, handle_hang, open_log
-from ddprun.watchdog.rank_watchdog import RankWatchdog
+from ddprun.telemetry.writer import nonfinite_to_none
+from ddprun.watchdog.hang import open_log
 from ddprun_hooks.errors import DisagreementError
 
 Status = Literal["done", "interrupted", "failed"]
@@ -125,7 +120,7 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
         "samples": sum(total.samples for total in totals),
         "loss": state.loss,
         "metrics": state.metrics or {},
-        **({} if kept is None else {"best": {**asdict(kept), "file": BEST_FILE}}),
+        **({} if kept is None else {"best": {**kept.model_dump(), "file": BEST_FILE}}),
         "nonfinite": None if nonfinite is None else asdict(nonfinite),
         "seconds": state.cursor.run_seconds,
         "seconds_in_steps": mean_s("step_us"),
@@ -183,36 +178,21 @@ _EXCHANGE_MODULES = (
     "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
 )  # where collectives and the store are called from
 _GLOO_CAUSE_PREFIX = ". This is typically caused by"
-_LAUNCHER_REACTION_S, _STORE_GRACE_S, _TRACKERS_END_S = 3.0, 1.0, 2.0
-
-_NCCL_VARIABLES = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-}
-"""So that ranks' watchdogs report before torch's own, and process groups do not wait for each other on a GPU
-(`docs/reliability.md`).
-"""
-
-_HEARTBEAT_S = 480
-"""Torch's default: its monitor ends a process whose NCCL watchdog has been stuck for so long."""
-
-_HEARTBEAT_MARGIN_S = 60  # than a rank's watchdog, which knows more
+_LAUNCHER_REACTION_S, _STORE_GRACE_S = 3.0, 1.0
 
 
 @dataclass(slots=True)
-class RunProgress:
+class FailureContext:
     """What of the run exists so far, for reports of a failure: its folder and its session."""
 
     run_dir: Path | None = None
     session: Session | None = None
 
 
-def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, secrets: Secrets) -> int:
+def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
     """Report what went wrong, unless another rank failed first; gives the exit code."""
     rank_files.unregister_pid()
-    session = progress.session
+    session = context.session
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If it was killed it cannot say so; its launcher can, and ends this rank.
@@ -223,7 +203,7 @@ def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, se
         session.reporter.trackers.delay_close_as_failed()  # the failure is reported first
     headline = _headline(error, secrets)
     if not is_first:
-        append_to_rank_log(progress.run_dir, ranks.rank, f"after another rank had failed: {headline}")
+        append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {headline}")
         if session is not None:
             session.reporter.trackers.close_as_failed()
         time.sleep(_LAUNCHER_REACTION_S)
@@ -246,12 +226,12 @@ def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, se
         message = secrets.redact(f"{head}\n{detail}")
     standard_streams.print_stderr(message)
     if not bad_input:
-        append_to_rank_log(progress.run_dir, ranks.rank, message)
+        append_to_rank_log(context.run_dir, ranks.rank, message)
     if session is not None:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
             session.runtime.recorder.salvage()
         session.runtime.records.writer.flush()
-    _write_failure_summary(progress, {"rank": ranks.rank, "message": headline})
+    write_failure_summary(context, {"rank": ranks.rank, "message": headline})
     if session is not None:
         session.reporter.trackers.close_as_failed()
     if ranks.holds_store:
@@ -259,13 +239,13 @@ def report_failure(error: BaseException, ranks: Ranks, progress: RunProgress, se
     return code
 
 
-def _write_failure_summary(progress: RunProgress, failure: dict[str, object]) -> bool:
+def write_failure_summary(context: FailureContext, failure: dict[str, object]) -> bool:
     """Write a failure into the run's folder, if this host sees it."""
-    if progress.run_dir is None or not progress.run_dir.is_dir():
+    if context.run_dir is None or not context.run_dir.is_dir():
         return False
-    step = progress.session.state.step if progress.session is not None else 0
+    step = context.session.state.step if context.session is not None else 0
     with suppress(OSError):
-        write_summary(progress.run_dir, {"status": "failed", "steps": step, "error": failure})
+        write_summary(context.run_dir, {"status": "failed", "steps": step, "error": failure})
     return True
 
 
@@ -309,62 +289,3 @@ def _is_lost_peer(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return isinstance(error, _NETWORK_ERRORS) or any(sign in text for sign in _LOST_PEER_MESSAGES)
-
-
-# Hangs.
-
-
-def prepare_nccl(timeout_s: float) -> None:
-    """Set torch's and NCCL's variables, where the user has not, before any process group is made. A hang is
-    reported after `timeout_s`.
-    """
-    heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
-    # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
-        del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-    for name, value in _NCCL_VARIABLES.items():
-        os.environ.setdefault(name, value)
-
-
-def open_watchdog(
-    environment: Environment, timeout_s: float, progress: RunProgress, ranks: Callable[[], Ranks]
-) -> RankWatchdog:
-    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
-
-    def speak(report: HangReport) -> None:
-        session, run_dir = progress.session, progress.run_dir
-        if session is not None:
-            session.reporter.screen.end()
-        standard_streams.print_stderr(report.message)
-        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
-        if run_dir is None or not _write_failure_summary(progress, failure):
-            return
-        # Rank 0's own writer may be what hangs.
-        writer = Writer(run_dir)
-        redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
-        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
-        writer.close()
-        if session is not None:
-            session.runtime.records.writer.flush()
-
-    def leave() -> None:
-        if progress.session is not None:
-            progress.session.reporter.trackers.close_as_failed(_TRACKERS_END_S)
-
-    context = RunContext(
-        rank=environment.rank,
-        size=environment.world_size,
-        host=os.uname().nodename,
-        peers=lambda: ranks().peers(),
-        holds_store=lambda: ranks().holds_store,
-        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE)[0],
-        log_path=lambda: rank_log_path(progress.run_dir, environment.rank),
-        publish_report=speak,
-        before_exit=leave,
-    )
-    return RankWatchdog(
-        environment.rank, timeout_s, rank_files.attempt_folder(), partial(handle_hang, context)
-    )

@@ -21,8 +21,9 @@ from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, hook_state_layout, raise_damaged_on_error, restore, validate_state
+from ddprun.host.rank_files import attempt_folder
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
-from ddprun.telemetry.control_message import EMPTY_ACCUMULATOR_STATE
+from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import truncate_records
 
@@ -47,7 +48,10 @@ def resume(session: Session) -> None:
     if checkpoint is None:
         reporter.note("no whole checkpoint: the run starts from the beginning")
         return
-    with TemporaryDirectory(prefix="ddprun-") as scratch, fail_on_all_ranks(session, checkpoint, "state"):
+    with (
+        TemporaryDirectory(prefix="ddprun-", dir=attempt_folder()) as scratch,
+        fail_on_all_ranks(session, checkpoint, "state"),
+    ):
         saved = _read_state(session, checkpoint, Path(scratch))
         before, cursor = saved["pipeline"], saved["position"]
         with raise_damaged_on_error("pipeline"):
@@ -58,8 +62,6 @@ def resume(session: Session) -> None:
     if state.cursor.mid_stage:
         new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
-    else:
-        session.schedule_steps = (saved["schedule"] or {}).get("last_epoch", 0)
     for note in notes:
         reporter.note(note)
     reporter.events.info(
@@ -182,22 +184,15 @@ def _verify_share(checkpoint: Checkpoint, share: int = 0, shares: int = 1) -> No
     raise a DamagedError.
     """
     folder.verify(checkpoint, folder.part_names(checkpoint.world_size)[share::shares])
+    shared = folder.read_part(checkpoint, "shared", header_only=True)  # its tensors have no data
     for rank in range(checkpoint.world_size)[share::shares]:
-        state = _read_without_data(checkpoint, rank)
+        state = {**shared, **folder.read_part(checkpoint, rank_part_name(rank), header_only=True)}
         try:
             validate_state(state)
             if not 0 <= state["step"] <= checkpoint.step:  # ranks that exchange nothing stop each for itself
                 raise ValueError(f"its step is {state['step']}")
         except ValueError as error:
             raise DamagedError(f"{checkpoint.path / rank_part_name(rank)}.json: {error}") from None
-
-
-def _read_without_data(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """A rank's state, with tensors that have no data."""
-    shared, own = (
-        folder.read_part(checkpoint, name, header_only=True) for name in ("shared", rank_part_name(rank))
-    )
-    return {**shared, **own}
 
 
 def _assess_checkpoint(
@@ -220,7 +215,7 @@ def _assess_checkpoint(
     checkpoint = folder.open_checkpoint(root, step)
     nonfinite = None if checkpoint.nonfinite == folder.NONFINITE_LOSS else checkpoint.nonfinite
     if nonfinite is not None:
-        cursor = _read_without_data(checkpoint, 0)["position"]
+        cursor = folder.read_part(checkpoint, rank_part_name(0), header_only=True)["position"]
         if _on_nan_setting(session, cursor) == "continue":
             text = f"using the checkpoint of step {step}, though {nonfinite} is not finite in it"
             session.reporter.note(text)
@@ -285,6 +280,16 @@ def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict
         return {**shared, **own[rank], "hooks": runtime.stacks.merge([one["hooks"] for one in own])}
 
 
+_TAKEN_FROM_RANK_0 = {
+    # The same on all ranks at a checkpoint.
+    *("step", "position", "schedule", "precision", "feed", "stage_feeds", "buffers_seen", "evaluations"),
+    *("outer_momentum", "frozen", "reported"),
+    # These may differ between ranks; rank 0's are also what `save` writes.
+    *("buffers", "extra"),
+}
+"""What a run with another number of ranks takes from rank 0, besides what is in `shared`."""
+
+
 def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """State for another number of ranks: nothing that was learned is lost, and no sample is seen twice.
 
@@ -293,7 +298,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     """
     runtime = session.runtime
     loaded, rank, ranks = runtime.loaded, runtime.ranks.rank, runtime.ranks.size
-    state = {**shared, **own[0]}
+    state = shared | {key: value for key, value in own[0].items() if key in _TAKEN_FROM_RANK_0}
     cursor, stages = state["position"], loaded.pipeline.stages
     stage = stages[cursor["next"]] if cursor["stage"] == cursor["next"] < len(stages) else None
     refused = None
@@ -313,18 +318,20 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
         }
     if "optimizer" not in shared:
         state["optimizer"] = mean_optimizer_state([one["optimizer"] for one in own])
-    if state["ema"] is not None and "ema" not in shared:
-        averages = [one["ema"]["tensors"] for one in own]
-        merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
-        state["ema"] = {**state["ema"], "tensors": merged, "apart": False}
+    if "ema" not in shared:
+        state["ema"] = ema = own[0]["ema"]
+        if ema is not None:
+            averages = [one["ema"]["tensors"] for one in own]
+            merged = {name: mean_of([one[name] for one in averages]) for name in averages[0]}
+            state["ema"] = {**ema, "tensors": merged, "apart": False}
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
-    state["replicas"] = ["common", "common", None, state["replicas"][3]]
+    state["replicas"] = ["common", "common", None, own[0]["replicas"][3]]
     # What old ranks had added up, each given to one new rank.
     totals = [one["telemetry"]["totals"] for one in own[rank::ranks]]
     state["telemetry"] = {
         "totals": [sum(column) for column in zip(*totals, strict=True)] if totals else Totals().numbers(),
-        "round": EMPTY_ACCUMULATOR_STATE,
+        "round": Accumulator().state_dict(),
         "own_loss": own[0]["telemetry"]["own_loss"],
         "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],
     }

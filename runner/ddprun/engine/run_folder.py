@@ -13,10 +13,10 @@ from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
 from ddprun.parallel.ranks import Ranks
-from ddprun.run_files import ResumeMode, check_folder, open_file, read_json_object
+from ddprun.run_files import RUN_INFO_FILE, ResumeMode, check_folder, open_file
 from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 
-PIPELINE_FILE, RUN_INFO_FILE, SUMMARY_FILE = "pipeline.yaml", "run.json", "summary.json"
+PIPELINE_FILE, SUMMARY_FILE = "pipeline.yaml", "summary.json"
 _LOCK = "run.lock"
 _WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
 _MAX_FILE_BYTES = 1 << 20
@@ -72,14 +72,6 @@ def agree_on_folder(
 
     path, token, resumed = ranks.from_rank_0("run_dir", make)
     return RunFolder(Path(path), token, resumed)
-
-
-def pipeline_folder(run_dir: Path) -> Path | None:
-    """Where the pipeline file of a run was: what it names is looked up there."""
-    try:
-        return Path(read_json_object(run_dir, RUN_INFO_FILE, _MAX_FILE_BYTES)["pipeline_folder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _make(folder: Path, loaded: LoadedPipeline) -> None:

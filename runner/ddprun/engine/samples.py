@@ -80,8 +80,7 @@ def describe_sample(sample: Any) -> str:
         if len(sample) > 4:
             return f"a list of {len(sample)}"
         return "[" + ", ".join(map(describe_sample, sample)) + "]"
-    kind = type(sample)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return torch.typename(type(sample))
 
 
 def _uncollatable_types(sample: Any) -> Iterator[str]:
@@ -140,13 +139,13 @@ def self_sharding_name(dataset: Any) -> str | None:
     return None
 
 
-def differing_samples_message(differing_ranks: Sequence[int], ranks: int, how: str | None) -> str:
+def differing_samples_message(differing_ranks: Sequence[int], world_size: int, how: str | None) -> str:
     """The message for ranks (`differing_ranks`) that read other samples of shared data than rank 0; `how`:
     from `self_sharding_name`.
 
-    Two lines, the likely cause first.
+    Several lines, the likely cause first.
     """
-    lost = f"{ranks - 1} of {ranks} samples are never used"
+    lost = f"{world_size - 1} of {world_size} samples are never used"
     if how is not None:
         return (
             f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
@@ -154,7 +153,7 @@ def differing_samples_message(differing_ranks: Sequence[int], ranks: int, how: s
         )
     some = ", ".join(map(str, differing_ranks[:4])) + (", …" if len(differing_ranks) > 4 else "")
     return (
-        f"rank {some} and rank 0 read different first samples; if it shards itself, {lost}\n"
-        "  write loader: {sharded: true} then; if it draws at random, use torch, NumPy or random, which are "
-        "seeded"
+        f"first samples of rank {some} differ from rank 0's\n"
+        f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
+        "  if it draws at random, draw from torch, NumPy or random, which are seeded"
     )

@@ -3,7 +3,7 @@
 import errno
 import itertools
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,14 +144,10 @@ def _is_written_by_save(path: Path) -> bool:
 @contextmanager
 def _replace_atomically(target: Path) -> Iterator[Path]:
     """A path next to `target` that takes its place when the block ends without an error."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    unfinished = Path(name)
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield unfinished
-        umask = os.umask(0)
-        os.umask(umask)
-        unfinished.chmod(0o666 & ~umask)  # mkstemp makes files that nobody else may read
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         unfinished.replace(target)

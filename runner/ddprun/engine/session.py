@@ -5,27 +5,29 @@ see).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, NonNegativeInt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.writer import CheckpointWriter
-from ddprun.config import LoadedPipeline, Stage
-from ddprun.engine.build import Feeds, HeldOutData, Stacks
+from ddprun.config import LoadedPipeline
+from ddprun.engine.build import HeldOutData
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
+from ddprun.engine.feeds import Feeds
 from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
+from ddprun.engine.stacks import Stacks
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
@@ -72,7 +74,7 @@ class Runtime:
     precision: Precision
     objective: Objective
     feeds: Feeds
-    held_out: HeldOutData  # of the stage that is evaluating, or else what `data` holds out
+    held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     staging: PinnedStaging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
@@ -88,16 +90,6 @@ class Runtime:
             self.exchange.set_detailed_timing(detailed)
         if self.gradient_times is not None:
             self.gradient_times.enabled = detailed
-
-    @contextmanager
-    def use_stage_held_out(self, stage: Stage) -> Iterator[None]:
-        """Inside, `held_out` is the data that the stage names, if it names any."""
-        usual = self.held_out
-        self.held_out = self.stage_held_out.get(stage.index, usual)
-        try:
-            yield
-        finally:
-            self.held_out = usual
 
     @property
     def feed(self) -> Feed:
@@ -155,33 +147,25 @@ class Cursor:
             setattr(self, name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
+class Best(BaseModel, strict=True, frozen=True):
     """The best evaluation so far."""
 
     metric: str
     value: float
-    step: int  # of the run, after which it was measured
+    step: NonNegativeInt  # of the run, after which it was measured
 
 
-@dataclass(slots=True)
-class Evaluations:
+class Evaluations(BaseModel, strict=True):
     """What evaluations inside stages have come to; the same on all ranks. Checkpoints use these names."""
 
     step: int = -1  # of the run, after which the last one was
     kept: Best | None = None  # whose weights `keep_best` has written to the run folder's best.safetensors
     best: Best | None = None  # of the stage that runs, by the metric of `stop`
-    since: int = 0  # evaluations of that stage since `best`
+    since: NonNegativeInt = 0  # evaluations of that stage since `best`
 
     def begin_stage(self) -> None:
         """A stage begins: `kept` stays, since the file does."""
         self.best, self.since = None, 0
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Evaluations:
-        """From what `asdict` gives."""
-        kept, best = (Best(**state[name]) if state[name] else None for name in ("kept", "best"))
-        return cls(**{**state, "kept": kept, "best": best})
 
 
 @dataclass(slots=True)
@@ -201,6 +185,7 @@ class RunState:
     farthest_apart: float = 0.0  # the largest difference between two ranks that an audit has seen
     synchronizer: Synchronizer | None = None  # of the stage that is running
     schedule: LRScheduler | None = None  # of the last stage that has begun and takes steps
+    loaded_schedule: dict[str, Any] | None = None  # the checkpoint's, until one is built
     resume_state: Mapping[str, Any] | None = None  # the checkpoint's state from which the next stage resumes
 
     @property
@@ -216,7 +201,6 @@ class Session:
     runtime: Runtime
     state: RunState
     reporter: Reporter
-    schedule_steps: int = 0  # that a schedule over the run had taken when it was resumed between stages
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
@@ -228,8 +212,8 @@ class Session:
     @property
     def checkpoint_is_due(self) -> bool:
         """Whether one is taken after this step of the run; the same on all ranks."""
-        every = 0 if self.runtime.checkpoints is None else self.runtime.checkpoints.interval_steps
-        return every > 0 and self.state.step % every == 0
+        every = self.runtime.loaded.pipeline.checkpoint.every
+        return self.runtime.checkpoints is not None and every > 0 and self.state.step % every == 0
 
     @property
     def clock_offsets_are_stale(self) -> bool:

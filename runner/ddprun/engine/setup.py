@@ -6,22 +6,30 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
+from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
+from ddprun.engine.objective import (
+    Objective,
+    Precision,
+    find_buffer_use,
+    map_tensors,
+    settle_bucket_layout,
+    warmup_pass,
+)
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing_samples_message, self_sharding_name
 from ddprun.engine.session import RunState, Runtime, Session
+from ddprun.engine.stacks import Stacks, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import load_weights
-from ddprun.host import dev_shm
+from ddprun.host import dev_shm, rank_files
 from ddprun.host.device import DeviceAndBackend
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
@@ -39,7 +47,7 @@ from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, event_log
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
-from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.errors import HookSetupError, UnequalHostsError
 from ddprun_hooks.exchange import Exchange
 
 _COMPILE_NOTICE_AFTER_S = 3.0
@@ -87,8 +95,9 @@ def open_session(
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
         for stage in pipeline.step_stages()
     }
-    stacks = build.open_stacks(loaded)
-    feeds = build.open_feeds(loaded, data.train, rank=ranks.rank, ranks=ranks.size, pin=device.type == "cuda")
+    stacks = open_stacks(loaded)
+    pin = device.type == "cuda"
+    feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
     feed = feeds.main
     build.check_sync(loaded, model, ranks.size)
 
@@ -100,7 +109,8 @@ def open_session(
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
-        records = RecordFiles(run_dir, control, ranks.from_rank_0)
+        # A rank that fails has no time to clear up: what is there goes with the launch.
+        records = RecordFiles(run_dir, control, ranks.from_rank_0, rank_files.attempt_folder())
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
@@ -115,15 +125,10 @@ def open_session(
     )
     reporter = Reporter(screen, events, recorder)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.largest_cap_bytes)
-    buffer_settings = [
-        pipeline.buffers,
-        *(stage.effective_settings(pipeline).buffers for stage in pipeline.step_stages()),
-    ]
-    automatic = any(setting.when == "auto" for setting in buffer_settings)
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    buffer_use = find_buffer_use(model, objective, precision, feed, automatic=automatic)
+    buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
     if pipeline.compile is not None:
@@ -137,7 +142,7 @@ def open_session(
         settle_bucket_layout(replica, objective, precision, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
-    _check_shared_memory(loaded, feed, ranks, place.backend)
+    _check_shared_memory(loaded, feeds, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     finite_check = FiniteCheck(model, control, recorder, reporter.report_nonfinite)
     runtime = Runtime(
@@ -185,7 +190,7 @@ def _compile(
     model: nn.Module,
     objective: Objective,
     precision: Precision,
-    feeds: build.Feeds,
+    feeds: Feeds,
     ranks: Ranks,
     reporter: Reporter,
 ) -> compiling.GraphCompiler:
@@ -218,14 +223,14 @@ def _compile(
     return compiler
 
 
-def _check_shared_memory(loaded: LoadedPipeline, feed: Feed, ranks: Ranks, backend: str) -> None:
+def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, backend: str) -> None:
     """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
     loading processes cannot even be started.
     """
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
     shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
-        sizes = [leaf.nbytes for leaf in tree_leaves(feed.first_batch()) if isinstance(leaf, Tensor)]
+        sizes = max(map(_tensor_bytes, feeds.by_name().values()), key=sum)  # stages come one after the other
         shortage = dev_shm.shortage(here.local_world_size, workers, sizes, room) or shortage
     if shortage is None:
         return
@@ -236,12 +241,24 @@ def _check_shared_memory(loaded: LoadedPipeline, feed: Feed, ranks: Ranks, backe
         print_stderr(f"ddprun: warning: {text}: {dev_shm.REMEDY}")
 
 
+def _tensor_bytes(feed: Feed) -> list[int]:
+    """The size of each tensor in a batch."""
+    sizes: list[int] = []
+
+    def note_size(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(feed.first_batch(), note_size)
+    return sizes
+
+
 def _open_exchange(
     loaded: LoadedPipeline,
     control: ControlChannel,
     ranks: Ranks,
     place: DeviceAndBackend,
-    stacks: build.Stacks,
+    stacks: Stacks,
 ) -> Exchange:
     """Make the process groups that the stages need."""
     stages = [(stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
@@ -264,7 +281,7 @@ def _open_exchange(
         )
     except HookSetupError as error:
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
-        at = "sync" if "two levels" in str(error) and not by_hook else "hooks"
+        at = "sync" if isinstance(error, UnequalHostsError) and not by_hook else "hooks"
         for stage, _ in stages:
             if place.device.type == "cuda" and any(
                 one.shared for one in stacks.all_ranks[stage.index].requirements
@@ -284,14 +301,14 @@ def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Repo
 
     feed.on_samples_lost = note_lost_samples
     differing = feed.compare_ranks(control)
-    if feed.ranks > 1 and feed.sharded and not differing:
+    if feed.world_size > 1 and feed.sharded and not differing:
         reporter.events.warning("data_not_sharded")
         reporter.note(
             f"{name}: loader.sharded is true, but all ranks read the same first samples. If the data set "
-            f"does not shard itself, each sample is used {feed.ranks} times in an epoch: "
+            f"does not shard itself, each sample is used {feed.world_size} times in an epoch: "
             "remove loader.sharded"
         )
     if differing and not feed.sharded:
         how = self_sharding_name(feed.dataset)
         reporter.events.warning("data_differs", ranks=differing, sharded_by=how)
-        reporter.note(f"{name}: {differing_samples_message(differing, feed.ranks, how)}")
+        reporter.note(f"{name}: {differing_samples_message(differing, feed.world_size, how)}")

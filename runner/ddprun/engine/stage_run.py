@@ -31,7 +31,6 @@ from ddprun.sync.exchanger import average_optimizer_state
 from ddprun.sync.plan import Effect
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.comm.groups import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ class StageRun:
         return (with_batch_weights(step, objective.batch_weight, self._total_weight) for step in steps)
 
     def _total_weight(self, mine: float) -> float:
-        """What counts in a step on all ranks that average gradients with this one, as if it was of all ranks;
-        where ranks train apart, nothing is exchanged for it.
+        """This step's total weight over the ranks that average gradients with this one, scaled to the world
+        size. Ranks that train apart use their own, and send nothing.
         """
         runtime, gradients = self.session.runtime, self.settings.gradient_averaging
         ranks = [runtime.ranks.rank]
@@ -79,8 +78,7 @@ class StageRun:
         if gradients == "all":
             ranks = list(range(runtime.ranks.size))
         else:
-            placement = Placement(runtime.ranks.rank, runtime.ranks.hosts, runtime.ranks.local_sizes)
-            by_host = placement.split_by_host(self.settings.plan.hosts)
+            by_host = runtime.ranks.placement.split_by_host(self.settings.plan.hosts)
             ranks = next(block for block in by_host if runtime.ranks.rank in block)
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
 
@@ -134,7 +132,7 @@ class StageRun:
         runtime = self.session.runtime
         suspect = self.settings.on_nan == "stop" and runtime.recorder.first_nonfinite_loss is not None
         return runtime.signals.stop_requested_by_any(
-            runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_number() > 0
+            runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_position() > 0
         )
 
     def update_consistency(self, effect: Effect) -> None:
@@ -189,7 +187,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
         if spans_whole_run and state.schedule is not None and saved is None:
-            replay_schedule(state.schedule, session.schedule_steps)
+            replay_schedule(state.schedule, (state.loaded_schedule or {}).get("last_epoch", 0))
+        state.loaded_schedule = None
     mutate = None
     if settings.mutate is not None:
         mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
@@ -325,11 +324,10 @@ def _average_or_broadcast(session: Session, named: Mapping[str, Tensor], source:
     """Overwrite tensors by their mean over ranks, or by those of rank `source`."""
     exchanger = session.runtime.exchanger
     buckets = ParameterBuckets(named, exchanger.cap_bytes)
-    with torch.no_grad():
-        if source is None:
-            exchanger.average(buckets, "parameters")
-        else:
-            exchanger.broadcast(buckets, "parameters", source)
+    if source is None:
+        exchanger.average(buckets, "parameters")
+    else:
+        exchanger.broadcast(buckets, "parameters", source)
 
 
 @contextmanager
@@ -400,9 +398,9 @@ def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = 
     DriftError if ranks differ that have to be equal.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    ranks, groups = runtime.ranks, None
+    groups = None
     if state.replicas.parameters == "host":
-        groups = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).split_by_host(state.replicas.hosts)
+        groups = runtime.ranks.placement.split_by_host(state.replicas.hosts)
     exempt = frozenset[str]()
     if groups is not None:  # frozen ones are made equal where all ranks synchronise
         exempt = frozenset(runtime.frozen.parameters)

@@ -1,8 +1,8 @@
 """Everything that decides the next step: what a checkpoint holds and a resumed run continues from.
 
-`shared` is the same on all ranks, so rank 0 writes it once; the rest each rank writes for itself. Which
-is which depends on the sync policy: under plain DDP parameters and optimizer state are shared, between two
-averages of local SGD each rank has its own. Further down: when a checkpoint is taken, and what became of it.
+Rank 0 writes `shared`, which is the same on all ranks; every rank writes the rest for itself. Under plain DDP
+parameters and optimizer state are shared. Between two averages of local SGD each rank has its own, and writes
+it. Further down: when a checkpoint is taken, and what became of it.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
-from ddprun.checkpoint.writer import STILL_WRITING_TEXT, CheckpointWriter
+from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
 from ddprun.engine import seeding
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
@@ -38,7 +38,6 @@ from ddprun.telemetry.control_message import Accumulator
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.groups import Placement
 
 
 class StateError(ValueError):
@@ -46,7 +45,7 @@ class StateError(ValueError):
 
 
 def collect_state(session: Session) -> dict[str, Any]:
-    """All of it, of this rank. Tensors are those that training continues with, not copies."""
+    """This rank's state. Its tensors are those that training continues with, not copies."""
     runtime, state, model = session.runtime, session.state, session.runtime.model
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.
@@ -54,7 +53,7 @@ def collect_state(session: Session) -> dict[str, Any]:
     return {
         "step": state.step,
         "position": state.cursor.state_dict(),
-        "schedule": state.schedule.state_dict() if state.schedule is not None else None,
+        "schedule": state.loaded_schedule if state.schedule is None else state.schedule.state_dict(),
         "parameters": dict(model.named_parameters()),
         "frozen": {},  # parameters that are the same on all ranks although others are not (`take_checkpoint`)
         "buffers": dict(model.named_buffers()),
@@ -70,7 +69,7 @@ def collect_state(session: Session) -> dict[str, Any]:
         "replicas": state.replicas.state_list(),
         "outer_momentum": dict(state.outer_momentum),
         "buffers_seen": runtime.buffers.state_dict(),
-        "evaluations": asdict(state.evaluations),
+        "evaluations": state.evaluations.model_dump(),
         "telemetry": runtime.recorder.state_dict(),
         "reported": {
             "loss": state.loss,
@@ -125,19 +124,6 @@ class _FeedSchema(BaseModel, strict=True):
     samples: _Count
 
 
-class _BestSchema(BaseModel, strict=True):
-    metric: str
-    value: float
-    step: _Count
-
-
-class _EvaluationsSchema(BaseModel, strict=True):
-    step: int
-    kept: _BestSchema | None
-    best: _BestSchema | None
-    since: _Count
-
-
 class _EmaSchema(BaseModel, strict=True):
     tensors: dict[str, Any]
     updates: _Count
@@ -171,7 +157,7 @@ class _StateSchema(BaseModel, strict=True):
     replicas: list[Any]
     outer_momentum: dict[str, Any]
     buffers_seen: dict[str, Any]
-    evaluations: _EvaluationsSchema
+    evaluations: Evaluations
     telemetry: dict[str, Any]
     reported: _ReportedSchema
     generators: dict[str, Any]
@@ -254,7 +240,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         session.reporter.difference_reported = reported["apart_reported"]
 
     def load_evaluations(evaluations: Mapping[str, Any]) -> None:
-        run_state.evaluations = Evaluations.from_dict(evaluations)
+        run_state.evaluations = Evaluations.model_validate(evaluations)
 
     def load_ema(saved: Mapping[str, Any] | None) -> None:
         if runtime.ema is not None:
@@ -263,7 +249,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
             runtime.ema.load_state_dict(saved)
 
     state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}
-    run_state.step = state["step"]
+    run_state.step, run_state.loaded_schedule = state["step"], state["schedule"]
     run_state.outer_momentum.clear()
     parts: dict[str, Callable[[Any], object]] = {
         "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
@@ -294,11 +280,11 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
     DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
     steps.
     """
-    synchronizer, schedule, sync = session.state.synchronizer, session.state.schedule, state["sync"]
+    synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
     with raise_damaged_on_error("sync"):
-        if "sync_of_ranks" in state:
-            sync = synchronizer.merge(state["sync_of_ranks"])
+        merging = "sync_of_ranks" in state  # of another number of ranks
+        sync = synchronizer.merge(state["sync_of_ranks"]) if merging else state["sync"]
         if sync:
             synchronizer.load_state_dict(sync)
     if not new_rates:
@@ -387,7 +373,6 @@ def open_checkpoints(
         token=token,
         rank=ranks.rank,
         world_size=ranks.size,
-        interval_steps=wanted.every,
         keep=wanted.keep,
         remote_ranks=records.remote_ranks,
         control=open_control_channel(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
@@ -481,7 +466,7 @@ def report_checkpoints(session: Session) -> None:
         step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
         if written is None:
             reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            cause = "skipped" if STILL_WRITING_TEXT in str(outcome.problem) else "failed"
+            cause = "skipped" if outcome.skipped else "failed"
             if cause not in writer.reported_causes:
                 writer.reported_causes.add(cause)
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
@@ -509,7 +494,6 @@ def hook_state_layout(session: Session) -> str:
     """What decides how the hooks' state is divided among ranks; state can be restored rank by rank only where
     it is unchanged.
     """
-    runtime, ranks = session.runtime, session.runtime.ranks
+    runtime = session.runtime
     cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)
-    hosts = Placement(ranks.rank, ranks.hosts, ranks.local_sizes).ranks_by_host()
-    return repr((cap_mb, hosts, hooks))
+    return repr((cap_mb, runtime.ranks.placement.ranks_by_host(), hooks))

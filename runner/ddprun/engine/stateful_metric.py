@@ -57,7 +57,8 @@ class StatefulMetric:
         metric = self._metric
         if control.size > 1:
             own = self._own_bytes() if self._updated else b""
-            states = [_from_bytes(data, self._device) for data in _all_gather_bytes(control, own) if data]
+            gathered = control.all_gather_bytes(own, "states of a metric")
+            states = [_from_bytes(data, self._device) for data in gathered if data]
             metric = self._merge_states(states)
         for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
@@ -129,12 +130,3 @@ def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
     end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
     return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)
-
-
-def _all_gather_bytes(control: ControlChannel, data: bytes) -> list[bytes]:
-    """Every rank's bytes, as many as there are, in rank order."""
-    what = "states of a metric"
-    lengths = [int(length) for length in control.all_gather([len(data)], what)[:, 0].tolist()]
-    padded = bytearray(data.ljust(-(-max(lengths) // 8) * 8, b"\0"))  # as numbers, copied bit for bit
-    rows = control.all_gather_async(torch.frombuffer(padded, dtype=torch.float64), what).wait()
-    return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]

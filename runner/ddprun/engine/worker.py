@@ -2,10 +2,12 @@
 
 import gc
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,12 @@ from ddprun.engine.evaluate import discard_stale_best, evaluate
 from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
-    RunProgress,
+    FailureContext,
     Status,
     finish_run,
-    open_watchdog,
-    prepare_nccl,
+    rank_log_path,
     report_failure,
+    write_failure_summary,
 )
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
@@ -51,7 +53,9 @@ from ddprun.host.device import DeviceAndBackend, RankLaunchFacts, agree_on_backe
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
-from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
+from ddprun.telemetry.writer import Writer, event_log
+from ddprun.watchdog.hang import HangReport, RunContext, handle_hang
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 
 _EXIT_CODES: dict[Status, int] = {
     "done": EXIT_SUCCESS,
@@ -68,12 +72,28 @@ _STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
     SaveStage: save,
 }
 
-_HANG_REPORT_S = 10.0
+_HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
+_TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
 _DEFAULT_GC_THRESHOLDS = (700, 2000)
 _GC_YOUNG_THRESHOLD = 5_000
 """Allocations before a collection of the youngest generation; Python's default is 700, or 2000 since 3.13.
 Telemetry keeps a few thousand objects for steps whose control messages are in flight.
 """
+
+_NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+"""So that ranks' watchdogs report before torch's own, and process groups do not wait for each other on a GPU
+(`docs/reliability.md`).
+"""
+
+_HEARTBEAT_S = 480
+"""Torch's default: its monitor ends a process whose NCCL watchdog has been stuck for so long."""
+
+_HEARTBEAT_MARGIN_S = 60  # later than a rank's own watchdog, whose report says more
 
 
 def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: ResumeMode = "no") -> int:
@@ -86,9 +106,9 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     signals = SignalRequests()
     rank_files.register_pid()
     prepare_nccl(loaded.pipeline.launch.timeout_s)
-    progress = RunProgress()
+    failure_context = FailureContext()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
-    watchdog = open_watchdog(environment, timeout_s, progress, lambda: ranks)
+    watchdog = open_watchdog(environment, timeout_s, failure_context, lambda: ranks)
     ranks = Ranks(
         environment,
         timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S),
@@ -98,17 +118,18 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     watchdog.start()
     try:
         ranks.connect()
-        code = _run(loaded, run_dir, ranks, signals, progress, resuming)
+        code = _run(loaded, run_dir, ranks, signals, failure_context, resuming)
     except BaseException as error:
         # A broken collective only shows that others have ended: the watchdog says why.
         if watchdog.hang_found:
             time.sleep(_HANG_REPORT_S)
-        code = report_failure(as_compile_error(loaded, error) or error, ranks, progress, loaded.secrets)
+        error = as_compile_error(loaded, error) or error
+        code = report_failure(error, ranks, failure_context, loaded.secrets)
         standard_streams.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
-    progress.session = None
+    failure_context.session = None
     gc.collect()
     ranks.leave()
     watchdog.close()
@@ -122,7 +143,7 @@ def _run(
     run_dir: Path | None,
     ranks: Ranks,
     signals: SignalRequests,
-    progress: RunProgress,
+    failure_context: FailureContext,
     resuming: ResumeMode,
 ) -> int:
     environment = ranks.environment
@@ -134,9 +155,9 @@ def _run(
     place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())
-    progress.run_dir = folder.path
+    failure_context.run_dir = folder.path
     rank_files.report_run_dir(folder.path)
-    session = progress.session = open_session(loaded, folder.path, ranks, place, signals, folder.token)
+    session = failure_context.session = open_session(loaded, folder.path, ranks, place, signals, folder.token)
     _announce(session)
     if folder.resumed:
         resume(session)
@@ -163,6 +184,62 @@ def _tune_garbage_collector() -> None:
     young, *older = gc.get_threshold()
     if young in _DEFAULT_GC_THRESHOLDS:
         gc.set_threshold(_GC_YOUNG_THRESHOLD, *older)
+
+
+def prepare_nccl(timeout_s: float) -> None:
+    """Set torch's and NCCL's variables, where the user has not, before any process group is made. A hang is
+    reported after `timeout_s`.
+    """
+    heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
+    # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+        del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for name, value in _NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def open_watchdog(
+    environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
+) -> RankWatchdog:
+    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
+
+    def speak(report: HangReport) -> None:
+        session, run_dir = failure_context.session, failure_context.run_dir
+        if session is not None:
+            session.reporter.screen.end()
+        standard_streams.print_stderr(report.message)
+        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
+        if run_dir is None or not write_failure_summary(failure_context, failure):
+            return
+        # Rank 0's own writer may be what hangs.
+        writer = Writer(run_dir)
+        redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
+        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
+        writer.close()
+        if session is not None:
+            session.runtime.records.writer.flush()
+
+    def leave() -> None:
+        if failure_context.session is not None:
+            failure_context.session.reporter.trackers.close_as_failed(_TRACKERS_END_S)
+
+    hang_context = RunContext(
+        rank=environment.rank,
+        size=environment.world_size,
+        host=os.uname().nodename,
+        peers=lambda: ranks().peers(),
+        holds_store=lambda: ranks().holds_store,
+        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE)[0],
+        log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
+        publish_report=speak,
+        before_exit=leave,
+    )
+    return RankWatchdog(
+        environment.rank, timeout_s, rank_files.attempt_folder(), partial(handle_hang, hang_context)
+    )
 
 
 def _run_stages(session: Session) -> Status:
@@ -231,11 +308,7 @@ def _announce(session: Session) -> None:
     )
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
-    settings = [
-        pipeline.buffers,
-        *(stage.effective_settings(pipeline).buffers for stage in pipeline.step_stages()),
-    ]
-    automatic = any(setting.when == "auto" for setting in settings)
+    automatic = pipeline.has_automatic_buffers
     reporter.events.info(
         "buffers",
         found=automatic,

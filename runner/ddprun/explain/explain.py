@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
 from ddprun.host.device import default_rank_count
-from ddprun.sync.buffers import BufferPlan, BufferUse, counter_names, split_averaged_and_broadcast
+from ddprun.sync.buffers import BufferPlan, BufferUse, split_averaged_and_broadcast
 from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
@@ -319,7 +319,9 @@ class _Planner:
         self._model = probe.model
         self._trained = trainable_parameters(probe.model) if probe.model is not None else None
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
-        self._buffer_use = probe.buffer_use or _assume_all_buffers_change(self._model)
+        self._buffer_use = probe.buffer_use or BufferUse()
+        if probe.buffer_use is None and self._model is not None:
+            self._buffer_use = BufferUse.assume_changing(self._model)
         self._buffer_settings = loaded.pipeline.buffers
         self._buffers_used = False  # by steps, since they were last made equal
         self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
@@ -582,12 +584,3 @@ def _control_message_steps(
         if (plan.synchronizes(step) or buffers.synchronizes(step)) and step % cycle not in known:
             known.add(step % cycle)
             yield step
-
-
-def _assume_all_buffers_change(model: nn.Module | None) -> BufferUse:
-    """The use of buffers where no batch could be looked at: every buffer but a counter may change."""
-    if model is None:
-        return BufferUse()
-    counters = counter_names(model)
-    names = [name for name, _ in model.named_buffers()]
-    return BufferUse(tuple(name for name in names if name not in counters), (), counters)

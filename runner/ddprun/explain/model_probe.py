@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
+from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -101,7 +102,7 @@ class ModelProbe:
     optimizer_state: Mapping[Tensor, dict[str, Any]] | None
     """After a step, without values; None: not known, or no stage sends it."""
 
-    feeds: build.Feeds | None
+    feeds: Feeds | None
     unknown_reasons: UnknownReasons
     device: torch.device
     compiled: CompiledModel | None  # None: the pipeline does not compile its model, or it is not known
@@ -143,7 +144,8 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if not unknown.data:
-        feeds = build.open_feeds(loaded, build.build_data(loaded).train, rank=0, ranks=world.ranks, workers=0)
+        data = build.build_data(loaded).train
+        feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
         for stage in pipeline.step_stages():

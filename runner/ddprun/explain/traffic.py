@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import BroadcastStage, LoadedPipeline, StepStage
-from ddprun.engine import build
+from ddprun.engine.stacks import build_stack
 from ddprun.explain.model_probe import WorldShape, is_external_code
 from ddprun.sync.plan import Partition
 from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
@@ -244,7 +244,7 @@ class TrafficSimulator:
         if self._unimported_hooks(stage):
             return Stack([])
         hooks = stage.effective_settings(self._loaded.pipeline).hooks
-        return build.build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
+        return build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
 
     def _unimported_hooks(self, stage: StepStage) -> list[str]:
         """Names of the stage's hooks that are somebody else's code, legs included."""

@@ -16,7 +16,7 @@ from ddprun.predict.costs import CostsUnknownError, read_costs
 from ddprun.predict.hook_verdicts import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
-from ddprun.run_files import read_json_object
+from ddprun.run_files import pipeline_folder
 from ddprun.telemetry.reader import Run
 
 STEPS_PER_STAGE = 24
@@ -109,8 +109,8 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
     try:
-        folder = Path(str(read_json_object(run_dir, "run.json", 1 << 20)["pipeline_folder"]))
-    except (OSError, ValueError, KeyError) as error:
+        folder = pipeline_folder(run_dir)
+    except (OSError, ValueError) as error:
         raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))

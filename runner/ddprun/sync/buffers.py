@@ -37,6 +37,13 @@ class BufferUse:
         constant = tuple(name for name in named if name not in changing and name not in counters)
         return cls(changing, constant, counters, read, sum(named[name].nbytes for name in changing))
 
+    @classmethod
+    def assume_changing(cls, model: nn.Module) -> Self:
+        """Where nobody has looked: every buffer but a counter may change."""
+        named = dict(model.named_buffers())
+        counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
+        return cls(tuple(name for name in named if name not in counters), (), counters)
+
     def describe(self) -> str:
         """In plain words."""
         if not (self.changing or self.constant or self.counters):
@@ -56,11 +63,6 @@ class BufferUse:
 def is_counter(buffer: Tensor) -> bool:
     """A whole number that counts something, such as BatchNorm's batches."""
     return buffer.numel() == 1 and not can_be_averaged(buffer)
-
-
-def counter_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that count."""
-    return tuple(name for name, buffer in model.named_buffers() if is_counter(buffer))
 
 
 def probe_buffer_use(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
@@ -223,10 +225,9 @@ class BufferSync:
             return False
         named = {name: self._named[name] for name in names}
         averaged, broadcast = split_averaged_and_broadcast(named, self.plan.setting)
-        with torch.no_grad():
-            cap_bytes = self._exchanger.cap_bytes
-            self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
-            self._exchanger.broadcast(ParameterBuckets(broadcast, cap_bytes), "buffers", 0)
+        cap_bytes = self._exchanger.cap_bytes
+        self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
+        self._exchanger.broadcast(ParameterBuckets(broadcast, cap_bytes), "buffers", 0)
         return True
 
 

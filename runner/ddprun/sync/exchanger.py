@@ -127,8 +127,7 @@ def average_optimizer_state(
             gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
             for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
-    with torch.no_grad():
-        exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
+    exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
 
 
 def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

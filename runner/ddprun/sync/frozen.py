@@ -76,8 +76,7 @@ class FrozenParameters:
             self._average(differing)
         else:
             buckets = ParameterBuckets(differing, self._exchanger.cap_bytes)
-            with torch.no_grad():
-                self._exchanger.broadcast(buckets, "parameters", source)
+            self._exchanger.broadcast(buckets, "parameters", source)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
@@ -97,8 +96,7 @@ class FrozenParameters:
     def _average(self, named: Mapping[str, Tensor]) -> None:
         """Overwrite by the mean over ranks those that have one."""
         floating = {name: param for name, param in named.items() if can_be_averaged(param)}
-        with torch.no_grad():
-            self._exchanger.average(ParameterBuckets(floating, self._exchanger.cap_bytes), "parameters")
+        self._exchanger.average(ParameterBuckets(floating, self._exchanger.cap_bytes), "parameters")
 
     def differing_parameters(self) -> dict[str, Tensor]:
         """Those of which not all ranks hold the same bits, by name; called by all ranks together."""

@@ -179,11 +179,10 @@ class Synchronizer:
             average_optimizer_state(self.optimizer, exchanger, group)
             return
         buckets = self._buckets[transfer.fragment]
-        with torch.no_grad():
-            if transfer.source is not None:
-                exchanger.broadcast(buckets, "parameters", transfer.source)
-            else:
-                exchanger.average(buckets, "parameters", group)
+        if transfer.source is not None:
+            exchanger.broadcast(buckets, "parameters", transfer.source)
+        else:
+            exchanger.average(buckets, "parameters", group)
 
 
 @dataclass

@@ -12,7 +12,6 @@ first finding of hooks, and times at which buckets were ready, in microseconds o
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
@@ -159,17 +158,13 @@ class Accumulator:
         return by_message
 
 
-EMPTY_ACCUMULATOR_STATE: Mapping[str, Any] = MappingProxyType(Accumulator().state_dict())
-"""The part `round` of a recorder's state right after an exchange."""
-
-
 def mean_losses(messages: FloatArray) -> list[float]:
     """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
-    return local_mean_losses(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
+    return mean_loss_of_each(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
 
-def local_mean_losses(messages: FloatArray) -> list[float]:
+def mean_loss_of_each(messages: FloatArray) -> list[float]:
     """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
     with np.errstate(invalid="ignore", divide="ignore"):
         losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()

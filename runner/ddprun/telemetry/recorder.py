@@ -39,7 +39,7 @@ from ddprun.telemetry.control_message import (
     all_ready_us,
     empty_messages,
     find_overflow,
-    local_mean_losses,
+    mean_loss_of_each,
     mean_losses,
 )
 from ddprun.telemetry.steps import (
@@ -69,8 +69,8 @@ their time, and so does code that has not run for a while. A request to stop tak
 """
 
 _MAX_PER_POST, _MAX_PER_POST_ON_DEVICE = 256, 32
-"""Messages in a post, at most: this bounds what is kept of steps. Those of a device take longer, and the host
-gives it nothing to do meanwhile.
+"""At most so many messages in a post, which bounds the memory for steps. Fewer with a GPU: reading its marks
+takes longer, and the GPU idles meanwhile.
 """
 
 _RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
@@ -120,7 +120,7 @@ def combine_messages(
     return AgreedSteps(
         steps=own.steps[:count],
         mean_losses=mean_losses(messages[:count]),
-        rank_losses=local_mean_losses(messages[count - 1]),
+        rank_losses=mean_loss_of_each(messages[count - 1]),
         stop=of_any_rank & STOP > 0,
         checkpoint=of_any_rank & CHECKPOINT > 0,
         compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,

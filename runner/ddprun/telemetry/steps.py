@@ -73,7 +73,9 @@ class StepMarks:
     marks_end: int = 0
     traces_end: int = 0
     losses_end: int = 0
-    backward_end: int | None = None  # index of the mark that ended it, if it exchanged gradients
+    backward_end: int | None = None
+    """Index of the mark that ended backward; None: no gradients were exchanged."""
+
     gradient_marks: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: Traffic | None = None
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
@@ -266,7 +268,7 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
     """Move exposed communication out of backward's and sync's microseconds, into the three `exposed_` parts.
 
     `exposed_hook_us`: hooks on the training thread, and hooks on other threads while it waited.
-    `exposed_wire_us`: the rest of its waiting while some bucket was on the wire that all ranks had ready, or
+    `exposed_wire_us`: the rest of its waiting while a bucket that all ranks had ready was on the wire, or
     after all ranks had all buckets ready. `exposed_wait_us`: what is left. Nothing could move then, since
     some rank had not got there yet.
 
@@ -290,10 +292,10 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         in_hooks = np.zeros(count, dtype=np.int64)
         if work.size:
             in_hooks = _sums(waits[0], covered_us(work, waits), count)
-        not_waiting = _sums(waits[0], covered_us(moving, waits), count)
+        while_moving = _sums(waits[0], covered_us(moving, waits), count)
         exposed[0] += in_hooks
-        exposed[1] -= not_waiting
-        exposed[2] = not_waiting - in_hooks
+        exposed[1] -= while_moving
+        exposed[2] = while_moving - in_hooks
     parts_us = resolved.parts_us
     parts_us[:, [_BACKWARD, _SYNC]] -= exposed.sum(0).reshape(-1, 2)
     parts_us[:, _HOOK : _WIRE + 1] = (exposed[:, ::2] + exposed[:, 1::2]).T

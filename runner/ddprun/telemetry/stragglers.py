@@ -193,7 +193,7 @@ class StragglerDetector:
         if late_us <= least_us:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
-            return None  # late in many steps, and in as many not
+            return None  # late in too few of the steps
         cause, index = _find_cause(rank, late_us, numbers, None if before is None else before.cause)
         bucket = None if index is None else reported_buckets(len(self._params))[index]
         params = () if bucket is None else self._params[bucket]

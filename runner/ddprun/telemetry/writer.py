@@ -190,11 +190,15 @@ class RecordFiles:
     """Where this rank writes its records, and how those of hosts without the run's folder reach rank 0.
 
     `from_rank_0` returns on every rank what rank 0 makes under a key; it serves to find out which ranks see
-    rank 0's folder.
+    rank 0's folder. Those that do not have a temporary one in `scratch`; None: where the system has its own.
     """
 
     def __init__(
-        self, folder: Path, control: ControlChannel, from_rank_0: Callable[[str, Callable[[], str]], str]
+        self,
+        folder: Path,
+        control: ControlChannel,
+        from_rank_0: Callable[[str, Callable[[], str]], str],
+        scratch: Path | None = None,
     ) -> None:
         self._control = control
         self._target = folder
@@ -203,7 +207,7 @@ class RecordFiles:
         self.remote_ranks = [rank for rank, one in enumerate(sees) if not one]
         """Ranks that do not see rank 0's folder: their records travel to it."""
 
-        self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-")
+        self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-", dir=scratch)
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
         self._sent = dict.fromkeys(RECORD_FOLDERS, 0)
 

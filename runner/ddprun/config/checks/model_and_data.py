@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 

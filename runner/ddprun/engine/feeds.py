@@ -1,0 +1,72 @@
+"""The training data of a run's stages, as feeds of batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ddprun.config import Choice, DataPair, LoadedPipeline
+from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error
+from ddprun.engine.data import Feed, is_iterable
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """The training data of all stages, batch by batch."""
+
+    main: Feed
+    by_stage: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
+
+    def for_stage(self, stage: int) -> Feed:
+        """What a stage reads."""
+        return self.by_stage.get(stage, self.main)
+
+    def by_name(self) -> dict[str, Feed]:
+        """Each once, by its name in messages."""
+        named = {f"data of stages[{index}]": feed for index, feed in self.by_stage.items()}
+        return {"data": self.main} | named
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in each."""
+        return {str(index): feed.state_dict() for index, feed in self.by_stage.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken; a stage that has no position begins its data."""
+        for index, feed in self.by_stage.items():
+            if str(index) in state:
+                feed.load_state_dict(state[str(index)])
+
+
+def open_feeds(
+    loaded: LoadedPipeline,
+    dataset: Any,
+    *,
+    rank: int,
+    world_size: int,
+    pin: bool = False,
+    workers: int | None = None,
+) -> Feeds:
+    """The training data, `dataset`, and that of stages which name some; `workers`: not those of the file."""
+    pipeline = loaded.pipeline
+    loader = pipeline.loader if workers is None else pipeline.loader.model_copy(update={"workers": workers})
+
+    def open_feed(dataset: Any, path: str, choice: Choice) -> Feed:
+        return Feed(
+            dataset,
+            loader,
+            seed=pipeline.seed,
+            rank=rank,
+            world_size=world_size,
+            collate=build_collate(loaded),
+            sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
+            pin=pin,
+            make_error=partial(data_error, loaded, path, choice),
+        )
+
+    by_stage = {
+        stage.index: open_feed(build_dataset(loaded, path, stage.data).train, path, stage.data)
+        for stage in pipeline.step_stages()
+        if stage.data is not None and (path := f"{stage.path}.data")
+    }
+    path = "data.train" if isinstance(pipeline.data, DataPair) else "data"
+    return Feeds(open_feed(dataset, path, pipeline.train_data()), by_stage)

@@ -1,0 +1,107 @@
+"""The hook stacks of a run's stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddprun.config import Choice, LoadedPipeline
+from ddprun.engine.build import ChoiceBuilder
+from ddprun_hooks.config.options import parse_spec
+from ddprun_hooks.errors import HookSetupError
+from ddprun_hooks.registry import make_hook
+from ddprun_hooks.stack import Stack
+
+
+def build_stack(
+    loaded: LoadedPipeline, path: str, hooks: tuple[Choice, ...], *, inside_host: bool = False
+) -> Stack:
+    """A stack of hooks; inside one host, only the hooks `within` of `hierarchical` remain of it."""
+    named = []
+    for index, written in enumerate(hooks):
+        chosen = ChoiceBuilder.from_path(loaded, f"{path}[{index}]", written)
+        specs = [(chosen.name, chosen.options)]
+        if inside_host and chosen.name == "hierarchical" and chosen.source == "built-in":
+            specs = [parse_spec(spec) for spec in chosen.options.get("within", ())]
+        for name, options in specs:
+            try:
+                named.append((name, make_hook(name, options)))
+            except HookSetupError as error:
+                raise chosen.error(str(error)) from None
+    try:
+        return Stack(named, description=repr([choice.to_plain_data() for choice in hooks]))
+    except HookSetupError as error:
+        raise loaded.error(path, str(error)) from None
+
+
+@dataclass(slots=True)
+class Stacks:
+    """The hook stacks of each stage, by the stage's index. Stages with the same hooks share a stack, so its
+    state carries over.
+    """
+
+    all_ranks: dict[int, Stack] = field(default_factory=dict)
+    # Among the ranks of one host, where `hierarchical` has one level less.
+    within_hosts: dict[int, Stack] = field(default_factory=dict)
+    by_description: dict[str, Stack] = field(default_factory=dict)  # each once, by its description, in order
+
+    @property
+    def first(self) -> Stack:
+        """Of the first stage."""
+        return next(iter(self.by_description.values()), Stack([]))
+
+    def enter(self, stage: int) -> None:
+        """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
+        for stacks in (self.all_ranks, self.within_hosts):
+            stack = stacks[stage]
+            stack.adopt_state([other for other in stacks.values() if other is not stack])
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of every stack."""
+        return {description: stack.state_dict() for description, stack in self.by_description.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state. A stack whose description has changed takes over the state of hooks with the
+        same names.
+        """
+        for description, own in self._assign_states(state).items():
+            self.by_description[description].load_state_dict(own)
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One state from those of all ranks, for ranks of another world or with other buckets."""
+        assigned = [self._assign_states(state) for state in states]
+        return {
+            description: stack.merge([hooks[description] for hooks in assigned])
+            for description, stack in self.by_description.items()
+        }
+
+    def _assign_states(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The state of each stack; no hook's state goes to two of them."""
+        stacks = self.by_description
+        assigned = {description: dict(state.get(description, {})) for description in stacks}
+        for hooks in [hooks for description, hooks in state.items() if description not in stacks]:
+            for name, own in hooks.items():
+                heirs = (d for d, stack in stacks.items() if name in stack.names and name not in assigned[d])
+                if heir := next(heirs, None):
+                    assigned[heir][name] = own
+        return assigned
+
+
+def open_stacks(loaded: LoadedPipeline) -> Stacks:
+    """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
+    opened = Stacks()
+    names: dict[tuple[str, bool], str] = {}
+    for stage in loaded.pipeline.step_stages():
+        hooks = stage.effective_settings(loaded.pipeline).hooks
+        path = stage.key_path("hooks")
+        for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):
+            wanted = repr([hook.to_plain_data() for hook in hooks]), inside
+            if wanted not in names:
+                # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
+                name = f"{loaded.secrets.redact_pipeline([hook.to_plain_data() for hook in hooks])!r}"
+                name += ", inside a host" if inside else ""
+                while name in opened.by_description:
+                    name += "'"
+                names[wanted] = name
+                opened.by_description[name] = build_stack(loaded, path, hooks, inside_host=inside)
+            stacks[stage.index] = opened.by_description[names[wanted]]
+    return opened
