@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
 from ddprun.cli import main
+from ddprun.plugins import SYNC_POLICIES
 from tests.checkpoint.runs import CNN, MLP, MODULE, PIPELINE, as_rank, asked, check, final, prepare, run
 from tests.engine.running import events, lines, summary, weights
 from tests.ranks import Running, as_processes, ddprun
@@ -56,6 +58,12 @@ def test_a_killed_run_goes_on_bit_for_bit(
     rank is that of the unbroken run.
     """
     check(tmp_path, ranks, sync, hooks, model, precision, after=None if sync == "every_step" else 9)
+
+
+def test_no_policy_is_left_out() -> None:
+    """Of those that are broken off here."""
+    read = [yaml.safe_load(sync.replace("HOSTS", "2")) for sync in SYNCS]
+    assert {one if isinstance(one, str) else next(iter(one)) for one in read} == {*SYNC_POLICIES.built_in()}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ddprun.cli import main
+from ddprun.compare.runs import load_variant, make_variants
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.config.secrets import REDACTED, PipelineString, Secrets, cannot_be_secret, is_secret_name
 from ddprun.engine import build
@@ -199,6 +200,7 @@ def test_a_choice_may_be_called_like_a_secret(loaded: Callable[..., LoadedPipeli
     "text",
     [
         "data: {mylab.Files: {password: %s, x: [}}\n",
+        "data: {mylab.Files: {credentials: [abc, %s], x: [}}\n",
         "data: {mylab.Files: {password: %s}}\nmodel: %s\n",
         "data: {mylab.Files: {password: %s}}\nseed: %s\n",
         "data: {mylab.Files: {api_key: %s}, other: 1}\n",
@@ -278,6 +280,20 @@ def test_no_fault_of_vary_shows_a_secret(
     assert "canary" not in printed.out + printed.err
     assert "--vary 1" in printed.err
     assert "--vary 2" in printed.err
+
+
+def test_no_variant_of_a_comparison_is_called_by_a_secret(tmp_path: Path) -> None:
+    """Its name is in the table, in the page and in faults."""
+    path = tmp_path / "p.yaml"
+    path.write_text(pipeline("data: digits\n"))
+    vary = [("track", ["[{wandb: {api_key: canary-canary}}]", "[]"])]
+    variants = make_variants([path], (), vary, noop=False, twin=True)
+    names = [load_variant(one)[0].name for one in variants]
+    assert names == [
+        "track=[{wandb: {api_key: [redacted]}}]",
+        "track=[{wandb: {api_key: [redacted]}}] once more",
+        "track=[]",
+    ]
 
 
 def test_the_caret_stays_under_the_fault(loaded: Callable[..., LoadedPipeline]) -> None:

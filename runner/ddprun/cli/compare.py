@@ -82,15 +82,14 @@ def compare(
     """
     from ddprun.cli import printing
     from ddprun.compare import runs as comparing
-    from ddprun.config import load
     from ddprun.config.overrides import parse_alternatives
     from ddprun.config.resolved import flow_yaml
 
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     all_variants = comparing.make_variants(pipelines, shared_overrides, keys, noop=noop, twin=control)
-    variants = [comparing.with_step_and_noop_overrides(one, steps) for one in all_variants]
-    loaded = [load(variant.pipeline, variant.overrides) for variant in variants]
+    longer = [comparing.with_step_and_noop_overrides(one, steps) for one in all_variants]
+    variants, loaded = zip(*map(comparing.load_variant, longer), strict=True)
     for one in loaded:
         one.check_environment()
     own = [one for variant, one in zip(variants, loaded, strict=True) if not (variant.twin or variant.noop)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import forecast_options, format_option, override_option
 
@@ -187,22 +188,22 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
     except KeyboardInterrupt:
         kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)
-        return 130
+        return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
     except (TuneError, ShortRunError, CostsUnknownError, NoRunError, OSError) as error:
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
-        return 1
+        return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
         message = f"ddprun tune: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         click.echo(secrets.redact(message), err=True)
-        return 1
+        return EXIT_FAILURE
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         click.echo(secrets.redact(outcome_text.render_text(outcome, written)))
-    return 0
+    return EXIT_SUCCESS
 
 
 def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[str, list[Any]]:

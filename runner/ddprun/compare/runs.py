@@ -118,6 +118,16 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
     return replace(variant, overrides=(*variant.overrides, *more))
 
 
+def load_variant(variant: Variant) -> tuple[Variant, LoadedPipeline]:
+    """The variant's pipeline, and the variant with a name that shows no secret of it.
+
+    Raises:
+        PipelineError: faults of the pipeline.
+    """
+    loaded = load(variant.pipeline, variant.overrides)
+    return replace(variant, name=loaded.secrets.redact(variant.name)), loaded
+
+
 def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str:
     """The override that gives a stage so many steps."""
     if loaded.root.data().get("stages") is None:

@@ -92,7 +92,7 @@ _MIN_TOKEN_USER_LENGTH = 20
 """A user name of so many characters in a URL is a token: `https://ghp_…@github.com`."""
 
 _KEY_VALUE_LINE = re.compile(
-    r"""(?P<before>(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?\s*:\s*)(?P<value>"[^"]*"?|'[^']*'?|"""
+    r"""(?P<before>(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?\s*:\s*)(?P<value>"[^"]*"?|'[^']*'?|\[[^\]]*|"""
     r"""(?:\$\{env:\w+\}|[^\s,\[{}\]#])(?:\$\{env:\w+\}|[^,}\]#])*)"""
 )
 _OVERRIDE = re.compile(r"(?P<before>\A(?P<name>[^=]*)=)(?P<value>.*)", re.DOTALL)
