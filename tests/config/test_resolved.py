@@ -198,6 +198,6 @@ def test_a_stages_own_optimizer_and_stages_without_keys_load_again(tmp_path: Pat
     assert second.digest() == first.digest()
     assert [to_plain_data(stage) for stage in second.pipeline.stages][1] == "average"
     optimizers = [
-        stage.effective_settings(second.pipeline).optimizer for stage in second.pipeline.step_stages()
+        stage.effective_settings(second.pipeline).optimizer for stage in second.pipeline.stages_with_steps()
     ]
     assert [choice.options for choice in optimizers] == [{"lr": 0.5}, {"momentum": 0.5}]

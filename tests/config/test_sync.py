@@ -84,7 +84,7 @@ def test_the_defaults_synchronise_every_step(loaded: Load) -> None:
     """A file that says nothing is plain DDP that finds out about buffers and audits nothing."""
     pipeline = loaded("").pipeline
     assert (pipeline.sync.name, pipeline.buffers, pipeline.audit.every) == ("every_step", BufferSettings(), 0)
-    (settings,) = (stage.effective_settings(pipeline) for stage in pipeline.step_stages())
+    (settings,) = (stage.effective_settings(pipeline) for stage in pipeline.stages_with_steps())
     assert (settings.gradient_averaging, settings.mutate, settings.update) == ("all", None, None)
     assert settings.optimizer == pipeline.optimizer
 
@@ -105,8 +105,8 @@ def test_every_stage_has_its_class(loaded: Load) -> None:
     kinds = [TrainStage, AverageStage, ForwardStage, TrainStage, BroadcastStage, TrainStage, BroadcastStage]
     assert [type(stage) for stage in pipeline.stages] == kinds
     assert [stage.index for stage in pipeline.train_stages()] == [0, 3, 5]
-    assert [stage.index for stage in pipeline.step_stages()] == [0, 2, 3, 5]
-    assert all(isinstance(stage, StepStage) for stage in pipeline.step_stages())
+    assert [stage.index for stage in pipeline.stages_with_steps()] == [0, 2, 3, 5]
+    assert all(isinstance(stage, StepStage) for stage in pipeline.stages_with_steps())
     assert [stage.source for stage in pipeline.stages if isinstance(stage, BroadcastStage)] == [1, 0]
     assert pipeline.stages[1].path == "stages[1].average"
     assert [to_plain_data(pipeline.stages[place]) for place in (1, 6)] == [
@@ -133,7 +133,7 @@ def test_who_sums_gradients(loaded: Load, sync: str, train: str | None) -> None:
     pipeline = loaded(
         f"sync: {sync}\nstages: [{{train: {{steps: 9}}}}, {{forward: {{steps: 9, update: a.b}}}}]\n"
     ).pipeline
-    first, second = pipeline.step_stages()
+    first, second = pipeline.stages_with_steps()
     assert first.effective_settings(pipeline).gradient_averaging == train
     assert second.effective_settings(pipeline).gradient_averaging is None
 
@@ -149,7 +149,7 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
         "      sync: {average: {every: 1}}}\n",
         "model=cnn",
     ).pipeline
-    first, second, third = (stage.effective_settings(pipeline) for stage in pipeline.step_stages())
+    first, second, third = (stage.effective_settings(pipeline) for stage in pipeline.stages_with_steps())
     assert (first.steps, first.accumulate, first.clip_norm, first.warmup_steps) == (3, 1, 1.0, 2)
     assert [hook.name for hook in first.hooks] == ["fp16"]
     assert first.buffers == BufferSettings("never")
@@ -168,7 +168,7 @@ def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:
 def test_dotted_mutations_and_updates(loaded: Load) -> None:
     """A dotted function keeps its options; nothing is imported."""
     pipeline = loaded("stages: [{forward: {steps: 1, mutate: {a.b: {c: 1}}, update: d.e}}]\n").pipeline
-    settings = pipeline.step_stages()[0].effective_settings(pipeline)
+    settings = pipeline.stages_with_steps()[0].effective_settings(pipeline)
     assert settings.mutate is not None
     assert settings.update is not None
     assert (settings.mutate.name, settings.mutate.options, settings.mutate.source) == (
@@ -192,7 +192,7 @@ def test_overrides_reach_into_policies(loaded: Load) -> None:
         "audit.every=3",
         "model=cnn",
     ).pipeline
-    settings = pipeline.step_stages()[0].effective_settings(pipeline)
+    settings = pipeline.stages_with_steps()[0].effective_settings(pipeline)
     assert pipeline.sync.options["every"] == 4
     assert pipeline.buffers == BufferSettings("every", 2, "mean")
     assert settings.update is not None

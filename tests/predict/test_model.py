@@ -16,7 +16,7 @@ from ddprun.predict.costs import (
     CostsUnknownError,
     LinearCost,
     StageCosts,
-    read_costs,
+    costs_of_run,
 )
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
 from ddprun.predict.hook_verdicts import leave_one_out
@@ -62,7 +62,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Cos
     stages = short_run_stages(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
     run_dir = run_pipeline(folder, PIPELINE.format(stages=stages), RANKS)
     explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=RANKS)
-    return explained, read_costs(Run(run_dir), len(explained.stages))
+    return explained, costs_of_run(Run(run_dir), len(explained.stages))
 
 
 @pytest.fixture(scope="module")
@@ -378,13 +378,13 @@ def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
         line |= dict.fromkeys(PARTS, 0) | {"forward_us": forward_us, "exposed_wire_us": 70_000}
         records.append(json.dumps({**line, "start_us": 0, "step_us": forward_us + 70_000}))
     (tmp_path / "steps" / "rank-00000.jsonl").write_text("\n".join(records) + "\n")
-    costs = read_costs(Run(tmp_path), 2)
+    costs = costs_of_run(Run(tmp_path), 2)
     assert (costs.device, costs.cores) == ("cpu", 3.5)
     found, none = costs.stages
     assert (found.steps, found.step_us, found.cpu_us, none.steps) == (16, 71_000, 800, 0)
     assert found.parts["forward_us"] == 1_000
     with pytest.raises(CostsUnknownError, match="no stage with records of more than 3 steps"):
-        read_costs(Run(tmp_path), 0)
+        costs_of_run(Run(tmp_path), 0)
 
 
 def test_a_collective_has_the_rounds_of_its_algorithm() -> None:

@@ -286,12 +286,12 @@ def test_no_variant_of_a_comparison_is_called_by_a_secret(tmp_path: Path) -> Non
     """Its name is in the table, in the page and in faults."""
     path = tmp_path / "p.yaml"
     path.write_text(pipeline("data: digits\n"))
-    vary = [("track", ["[{wandb: {api_key: canary-canary}}]", "[]"])]
+    vary = [("track", ["[{mlflow: {tracking_uri: 'https://u:canary-canary@h'}}]", "[]"])]
     variants = make_variants([path], (), vary, noop=False, twin=True)
     names = [load_variant(one)[0].name for one in variants]
     assert names == [
-        "track=[{wandb: {api_key: [redacted]}}]",
-        "track=[{wandb: {api_key: [redacted]}}] once more",
+        "track=[{mlflow: {tracking_uri: 'https://[redacted]@h'}}]",
+        "track=[{mlflow: {tracking_uri: 'https://[redacted]@h'}}] once more",
         "track=[]",
     ]
 

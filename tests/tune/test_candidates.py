@@ -31,7 +31,7 @@ def loaded_of(folder: Path, text: str) -> tuple[LoadedPipeline, TunedStage]:
     file.write_text(HEAD + text)
     loaded = load(file)
     return loaded, find_tuned_stage(
-        loaded, {stage.index: stage.steps for stage in loaded.pipeline.step_stages()}
+        loaded, {stage.index: stage.steps for stage in loaded.pipeline.stages_with_steps()}
     )
 
 

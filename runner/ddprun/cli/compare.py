@@ -104,12 +104,16 @@ def compare(
     folder = output if output is not None else Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
     arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {folder}: {error.strerror or error}") from None
+    try:
         return _run_and_show(variants, run_seeds, folder, turn, arguments, form)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        text = f"cannot write {error.filename or folder}: {error.strerror or error}"
-        raise click.ClickException(text) from None
+        click.echo(f"ddprun compare: {error}", err=True)
+        return EXIT_FAILURE
 
 
 def _run_and_show(
@@ -126,7 +130,7 @@ def _run_and_show(
     from ddprun.compare import runs as comparing
     from ddprun.report import blocks, html
 
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     progress = printing.ProgressLine("ddprun compare")
     try:
@@ -141,8 +145,11 @@ def _run_and_show(
         if len(seeds) > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
-        (folder / "report.html").write_bytes(page.encode(errors="replace"))
-        click.echo(f"ddprun: {folder / 'report.html'}", err=True)
+        try:
+            (folder / "report.html").write_bytes(page.encode(errors="replace"))
+            click.echo(f"ddprun: {folder / 'report.html'}", err=True)
+        except OSError as error:
+            click.echo(f"ddprun: no page: {error}", err=True)
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
         text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"

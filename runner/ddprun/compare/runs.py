@@ -105,7 +105,7 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
     if steps is None and not variant.noop:
         return variant
     loaded = load(variant.pipeline, variant.overrides)
-    stages = loaded.pipeline.step_stages()
+    stages = loaded.pipeline.stages_with_steps()
     more: list[str] = []
     if steps is not None:
         if len(stages) != 1:

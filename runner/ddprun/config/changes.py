@@ -81,7 +81,7 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)
-        spanned = pipeline.step_stages() if isinstance(settings.schedule, RunSchedule) else [taken]
+        spanned = pipeline.stages_with_steps() if isinstance(settings.schedule, RunSchedule) else [taken]
         lengths = [(stage.steps, stage.epochs) for stage in spanned]
         groups = to_plain_data(pipeline.groups)
         sides.append((groups, to_plain_data(settings.optimizer), to_plain_data(settings.schedule), lengths))

@@ -134,7 +134,7 @@ def _sentence(
 ) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
-    got = _described(node, value, redact)
+    got = _shown_value(node, value, redact)
     word = got.removesuffix(" (a string)")
     match kind:
         case "too_short" | "too_long":
@@ -155,13 +155,13 @@ def _sentence(
     text, allowed, near = message_parts(item, got)
     if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
         form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
-        if form and isinstance(path[-2], int):  # an item of `stages`
+        if form and len(path) > 1 and isinstance(path[-2], int):  # an item of `stages`
             form = _EVALUATE_STAGE_HINT
         allowed = form or _hint(wanted, node, value) or allowed
     return text, allowed, near
 
 
-def _described(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
+def _shown_value(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
     """A value as a message shows it, in the file's own words where there are any."""
     if value is None and node:
         return node.text or "nothing"

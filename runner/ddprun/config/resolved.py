@@ -20,7 +20,7 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, (Choice, BufferSettings, ParameterGroup)):
         return to_plain_data(value.to_plain_data())
     if isinstance(value, Stage):
-        keys = _keys(value)
+        keys = _keys_to_show(value)
         return {value.name: {key: to_plain_data(getattr(value, key)) for key in keys}} if keys else value.name
     if isinstance(value, BaseModel):
         found = {key: getattr(value, key) for key in type(value).model_fields}
@@ -38,7 +38,7 @@ def to_plain_data(value: Any) -> Any:
     return value
 
 
-def _keys(stage: Stage) -> list[str]:
+def _keys_to_show(stage: Stage) -> list[str]:
     """The keys of a stage that say something: what it does not override it takes from the pipeline."""
     keys = list(type(stage).model_fields)
     if not isinstance(stage, StepStage):

@@ -178,14 +178,17 @@ class Pipeline(Options):
         """The stages that train, in order."""
         return [stage for stage in self.stages if isinstance(stage, TrainStage)]
 
-    def step_stages(self) -> list[TrainStage | ForwardStage]:
+    def stages_with_steps(self) -> list[TrainStage | ForwardStage]:
         """The stages that take steps, in order."""
         return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
     @property
     def has_automatic_buffers(self) -> bool:
         """Whether, in some stage, `buffers` goes by what training does with them."""
-        settings = [self.buffers, *(stage.effective_settings(self).buffers for stage in self.step_stages())]
+        settings = [
+            self.buffers,
+            *(stage.effective_settings(self).buffers for stage in self.stages_with_steps()),
+        ]
         return any(setting.when == "auto" for setting in settings)
 
     def averages_after(self, stage: Stage) -> bool:

@@ -65,7 +65,7 @@ def open_feeds(
 
     by_stage = {
         stage.index: open_feed(build_dataset(loaded, path, stage.data).train, path, stage.data)
-        for stage in pipeline.step_stages()
+        for stage in pipeline.stages_with_steps()
         if stage.data is not None and (path := f"{stage.path}.data")
     }
     path = "data.train" if isinstance(pipeline.data, DataPair) else "data"

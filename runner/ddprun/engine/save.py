@@ -46,13 +46,13 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     reporter = session.reporter
     make_buffers_equal(session, stage)
     with averaged_weights(session):
-        target = _save(session, stage)
+        target = _write_on_rank_0(session, stage)
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
 
 
-def _save(session: Session, stage: SaveStage) -> Path:
+def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
     runtime, reporter = session.runtime, session.reporter
     target = runtime.run_dir / encodable_path(runtime.loaded.fill_placeholders(f"{stage.path}.to", stage.to))
     if runtime.ranks.rank == 0:

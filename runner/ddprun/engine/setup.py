@@ -93,7 +93,7 @@ def open_session(
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = {
         stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
-        for stage in pipeline.step_stages()
+        for stage in pipeline.stages_with_steps()
     }
     stacks = open_stacks(loaded)
     pin = device.type == "cuda"
@@ -195,8 +195,8 @@ def _compile(
     reporter: Reporter,
 ) -> compiling.GraphCompiler:
     """Compile the model, by passes as its stages take them, so that no step's time holds that."""
-    step_stages = loaded.pipeline.step_stages()
-    stages = [(feeds.for_stage(stage.index), stage.name == "train") for stage in step_stages]
+    stages_with_steps = loaded.pipeline.stages_with_steps()
+    stages = [(feeds.for_stage(stage.index), stage.name == "train") for stage in stages_with_steps]
     for feed in {feed: None for feed, _ in stages}:  # what fails here has nothing to do with compiling
         warmup_pass(model, objective, precision, feed, backward=False)
     started = time.monotonic()
@@ -261,7 +261,9 @@ def _open_exchange(
     stacks: Stacks,
 ) -> Exchange:
     """Make the process groups that the stages need."""
-    stages = [(stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.step_stages()]
+    stages = [
+        (stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.stages_with_steps()
+    ]
     needed = QueueRequirements.of_stages(
         queue_requirements(
             settings.plan, stacks.all_ranks[stage.index], stacks.within_hosts[stage.index], ranks.size

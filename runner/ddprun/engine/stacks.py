@@ -90,7 +90,7 @@ def open_stacks(loaded: LoadedPipeline) -> Stacks:
     """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
     opened = Stacks()
     names: dict[tuple[str, bool], str] = {}
-    for stage in loaded.pipeline.step_stages():
+    for stage in loaded.pipeline.stages_with_steps():
         hooks = stage.effective_settings(loaded.pipeline).hooks
         path = stage.key_path("hooks")
         for inside, stacks in ((False, opened.all_ranks), (True, opened.within_hosts)):

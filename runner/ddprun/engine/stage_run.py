@@ -240,7 +240,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
 def steps_of_run(session: Session) -> int | None:
     """Steps of all stages that update the weights; None where nobody can know."""
     pipeline, total = session.runtime.loaded.pipeline, 0
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         steps, epochs = settings.steps, settings.epochs
         if epochs is not None:

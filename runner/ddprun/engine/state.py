@@ -45,7 +45,11 @@ class StateError(ValueError):
 
 
 def collect_state(session: Session) -> dict[str, Any]:
-    """This rank's state. Its tensors are those that training continues with, not copies."""
+    """This rank's part of a checkpoint. Tensors are those that training continues with, not copies.
+
+    A new key also goes into `_StateSchema` and `restore`, and into `resume.py` what becomes of it on another
+    number of ranks; tests/engine/test_session.py and tests/checkpoint hold that nothing is left out.
+    """
     runtime, state, model = session.runtime, session.state, session.runtime.model
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.

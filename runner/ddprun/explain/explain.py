@@ -118,7 +118,7 @@ class StageExplanation:
     @property
     def sent_per_cycle(self) -> SentBytes | None:
         """What is sent in `cycle` steps; None: not known."""
-        return self._sent_in_steps(self.cycle)
+        return self._sent_in_first_steps(self.cycle)
 
     @property
     def sent_in_stage(self) -> SentBytes | None:
@@ -129,11 +129,11 @@ class StageExplanation:
         sent_parts += [one.sent and one.sent * one.times for one in self.evaluations]
         if self.steps is not None:
             cycles, rest = divmod(self.steps, self.cycle)
-            cycle = self._sent_in_steps(self.cycle)
-            sent_parts += [None if cycle is None else cycle * cycles, self._sent_in_steps(rest)]
+            cycle = self._sent_in_first_steps(self.cycle)
+            sent_parts += [None if cycle is None else cycle * cycles, self._sent_in_first_steps(rest)]
         return total(sent_parts, self.ranks_represented)
 
-    def _sent_in_steps(self, count: int) -> SentBytes | None:
+    def _sent_in_first_steps(self, count: int) -> SentBytes | None:
         counted = [(one.sent, sum(step <= count for step in one.steps)) for one in self.patterns]
         sent_parts = [None if sent is None else sent * steps for sent, steps in counted if steps]
         return total(sent_parts, self.ranks_represented)

@@ -148,7 +148,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
         feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
-        for stage in pipeline.step_stages():
+        for stage in pipeline.stages_with_steps():
             build.optimizer_settings(loaded, stage, model, optimizer)
     if model is not None:
         build.check_sync(loaded, model, world.ranks)
@@ -205,7 +205,7 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
 
     loader = pipeline.loader
     data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
-    data |= {f"{stage.path}.data": stage.data for stage in pipeline.step_stages()}
+    data |= {f"{stage.path}.data": stage.data for stage in pipeline.stages_with_steps()}
     return UnknownReasons(
         reason(model=pipeline.model),
         reason(**data),
@@ -223,7 +223,7 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
 
 def _may_send_optimizer_state(loaded: LoadedPipeline) -> bool:
     """Whether a stage may send the optimizer's state: by its policy, or as earlier stages leave it apart."""
-    settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.step_stages()]
+    settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.stages_with_steps()]
     chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
     return chosen or (len(settings) > 1 and _any_gradients(loaded))
 

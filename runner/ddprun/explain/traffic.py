@@ -156,7 +156,7 @@ class TrafficSimulator:
     ) -> None:
         self._loaded, self._world, self._device, self._allow_imports = loaded, world, device, allow_imports
         needed: list[QueueRequirements] = []
-        for stage in loaded.pipeline.step_stages():
+        for stage in loaded.pipeline.stages_with_steps():
             settings = stage.effective_settings(loaded.pipeline)
             stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
             needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
@@ -311,7 +311,7 @@ def _representative_ranks(
 def _broadcast_sources(loaded: LoadedPipeline) -> set[int]:
     """Ranks whose parameters all others take, at the start or later."""
     stages = loaded.pipeline.stages
-    plans = [stage.effective_settings(loaded.pipeline).plan for stage in loaded.pipeline.step_stages()]
+    plans = [stage.effective_settings(loaded.pipeline).plan for stage in loaded.pipeline.stages_with_steps()]
     chosen = {one.source or 0 for plan in plans for one in plan.transfers}
     return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
 

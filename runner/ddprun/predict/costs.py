@@ -84,7 +84,7 @@ class Costs:
     stages: Sequence[StageCosts]  # by the index in the run's pipeline
 
 
-def read_costs(run: Run, stage_count: int) -> Costs:
+def costs_of_run(run: Run, stage_count: int) -> Costs:
     """Read a run whose pipeline has so many stages.
 
     Raises:

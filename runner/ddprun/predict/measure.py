@@ -12,7 +12,7 @@ from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.predict import ShortRunError
-from ddprun.predict.costs import CostsUnknownError, read_costs
+from ddprun.predict.costs import CostsUnknownError, costs_of_run
 from ddprun.predict.hook_verdicts import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -114,5 +114,5 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
         raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
-    costs = read_costs(run, len(explained.stages))
+    costs = costs_of_run(run, len(explained.stages))
     return CostModel(explained, costs if cores is None else replace(costs, cores=cores), links)

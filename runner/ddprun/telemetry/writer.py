@@ -232,13 +232,13 @@ class RecordFiles:
             self._scratch.cleanup()
 
     def _sees_rank_0(self, from_rank_0: Callable[[str, Callable[[], str]], str]) -> bool:
-        def make() -> str:
+        def leave_token() -> str:
             token = uuid.uuid4().hex
             with replace_atomically(self._target, _TOKEN) as file:
                 file.write(token.encode())
             return token
 
-        token = from_rank_0("token", make)
+        token = from_rank_0("token", leave_token)
         try:
             with open_file(self._target, _TOKEN) as file:
                 seen = file.read(len(token) + 1) == token.encode()

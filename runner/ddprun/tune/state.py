@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from ddprun.run_files import names_in, read_json_object, replace_atomically
 
@@ -34,7 +34,7 @@ class Round(_Strict):
     codes: Annotated[tuple[int, ...], Field(strict=False)]
     """Exit codes: of the file, its twin, the candidates."""
 
-    turn_steps: Annotated[int, Field(ge=1)]
+    turn_steps: Annotated[int, Field(ge=1, validation_alias=AliasChoices("turn_steps", "turn"))]
     steps: Annotated[int, Field(ge=1)]  # of each run
 
 

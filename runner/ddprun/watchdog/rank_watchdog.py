@@ -92,7 +92,7 @@ class EngineListener:
         """The step that begins, counted in the run from 1; 0: none."""
 
     def set_phase(self, phase: bytes) -> None:
-        """What the training thread turns to, in at most 24 bytes."""
+        """What the training thread turns to, in at most 32 bytes."""
 
 
 NO_OP_LISTENER = EngineListener()

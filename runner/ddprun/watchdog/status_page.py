@@ -194,7 +194,7 @@ class StatusPage:
         self._step = number
 
     def set_phase(self, phase: bytes) -> None:
-        """What the training thread turns to, in at most 24 bytes."""
+        """What the training thread turns to, in at most 32 bytes."""
         page = self._page
         page.step, page.phase, page.phase_since = self._step, phase, now_us()
 

@@ -136,7 +136,7 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) ->
 
 @register_check("hooks", "sync", "stages")
 def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    inherit = [stage for stage in pipeline.step_stages() if "hooks" not in stage.model_fields_set]
+    inherit = [stage for stage in pipeline.stages_with_steps() if "hooks" not in stage.model_fields_set]
     unused = {
         settings.sync.name: _why_hooks_unused(settings.plan)
         for settings in (stage.effective_settings(pipeline) for stage in inherit)
@@ -144,7 +144,7 @@ def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.hooks and unused and all(unused.values()):
         by = " and ".join(f'"sync: {name}" {why}' for name, why in sorted(unused.items()))
         yield KeyConflict(("hooks",), f'"hooks" has no effect: {by}', "remove it", "warning")
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         if stage.hooks and (why := _why_hooks_unused(settings.plan)):
             text = f'"hooks" clashes with {setting_text(stage, "sync", settings.sync)}, which {why}'
@@ -198,7 +198,7 @@ def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("sync", "stages")
 def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         policy, period = settings.sync.settings, settings.plan.period
         assert isinstance(policy, SyncPolicy)

@@ -35,7 +35,7 @@ def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 def _train_data(pipeline: Pipeline) -> list[Choice]:
     """What stages train on."""
-    return [pipeline.train_data(), *(stage.data for stage in pipeline.step_stages() if stage.data)]
+    return [pipeline.train_data(), *(stage.data for stage in pipeline.stages_with_steps() if stage.data)]
 
 
 def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]:
@@ -273,7 +273,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("sync", "stages")
 def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
         monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
         if evaluation is None:
@@ -301,7 +301,7 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("stages")
 def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    keeping = [stage for stage in pipeline.step_stages() if stage.keep_best is not None]
+    keeping = [stage for stage in pipeline.stages_with_steps() if stage.keep_best is not None]
     for stage in keeping[1:]:
         if stage.keep_best != keeping[0].keep_best:
             text = f'"keep_best" clashes with that of {keeping[0].path}: a run keeps one {BEST_FILE}, '

@@ -76,14 +76,14 @@ def setting_text(stage: StepStage, key: str, value: object) -> str:
 def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]]:
     """The value of a key at the top and in each stage that names it, with its place."""
     yield (key,), getattr(pipeline, key)
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         if key in stage.model_fields_set:
             yield stage_key_path(stage, key), getattr(stage, key)
 
 
 def sync_plans(pipeline: Pipeline) -> Iterator[tuple[KeyPath, SyncPlan]]:
     """The plan of each stage with steps, and the place of the policy that makes it."""
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         yield (*setting_path(stage, "sync"), settings.sync.name), settings.plan
 

@@ -23,7 +23,7 @@ _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_valu
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if not isinstance(pipeline.schedule, RunSchedule):
         return
-    stages = [stage for stage in pipeline.step_stages() if updates_weights(pipeline, stage)]
+    stages = [stage for stage in pipeline.stages_with_steps() if updates_weights(pipeline, stage)]
     for stage in stages:
         for key in ("schedule", "warmup_steps", "optimizer"):
             if key in stage.model_fields_set:
@@ -40,7 +40,7 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         if not settings.updates_weights or isinstance(settings.schedule, RunSchedule):
             continue
@@ -55,7 +55,7 @@ def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("optimizer", "stages")
 def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
     above = pipeline.optimizer
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         own = stage.optimizer
         if own is not None and (own.name, own.source) != (above.name, above.source):
             text = f'"optimizer: {own.name}" of {stage.path} clashes with "optimizer: {above.name}": a stage '
@@ -65,7 +65,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("stages")
 def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.step_stages():
+    for stage in pipeline.stages_with_steps():
         for key in _UPDATE_KEYS if not updates_weights(pipeline, stage) else ():
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
@@ -106,7 +106,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key in OVERRIDABLE_KEYS:
         users = [
             stage
-            for stage in pipeline.step_stages()
+            for stage in pipeline.stages_with_steps()
             if key in type(stage).model_fields
             and (key not in _UPDATE_KEYS or updates_weights(pipeline, stage))
         ]

@@ -1,10 +1,13 @@
 """Weights & Biases, by its own package."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from ddprun.options import PositiveInt
 from ddprun.track import CurveTracker, RunInfo
+
+_BEGINNING = threading.Lock()  # trackers begin each on a thread of its own
 
 
 class Wandb(CurveTracker):
@@ -30,17 +33,19 @@ class Wandb(CurveTracker):
         import wandb
 
         super().__init__(options, run)
-        self._run = wandb.init(
-            project=options.project,
-            entity=options.entity,
-            mode=options.mode,
-            name=run.folder.name,
-            group=run.name,
-            dir=str(run.own_folder("wandb").parent),
-            config=dict(run.pipeline),
-            reinit="create_new",  # another tracker of this kind has a run of its own
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
-        )
+        with _BEGINNING:
+            self._run = wandb.init(
+                project=options.project,
+                entity=options.entity,
+                mode=options.mode,
+                name=run.folder.name,
+                group=run.name,
+                dir=str(run.own_folder("wandb").parent),
+                config=dict(run.pipeline),
+                # The first is also the one to which `wandb.log` in code of the user's writes.
+                reinit="create_new" if wandb.run else None,
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+            )
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each of these curves."""
