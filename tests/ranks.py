@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from ddprun.cli import main
@@ -229,19 +230,27 @@ class Running:
         return self
 
     def wait(self, timeout_s: float = 120) -> Finished:
-        """Wait for the end."""
-        out, err = self.process.communicate(timeout=timeout_s)
+        """Wait for the end. One that does not come fails the test, with what the process has printed."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            out, err = self.process.communicate()
+            pytest.fail(f"no end within {timeout_s:g} s, after\n{out}\n{err}")
         return Finished(self.process.wait(), out, err)
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
-            for end in (os.killpg, os.kill):  # it may not lead its group yet
-                with contextlib.suppress(ProcessLookupError):
-                    end(self.process.pid, signal.SIGKILL)
+            self._kill()
             self.process.communicate()
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
+
+    def _kill(self) -> None:
+        for end in (os.killpg, os.kill):  # it may not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                end(self.process.pid, signal.SIGKILL)
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""

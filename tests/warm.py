@@ -82,6 +82,8 @@ class WarmProcess:
                 dict(environment),
             ),
         )
+        self._read: dict[IO[str], str] = {}
+        self._readers: list[threading.Thread] = []
         self._process.start()
         for pair in pipes:
             for end in pair:
@@ -116,24 +118,23 @@ class WarmProcess:
             subprocess.TimeoutExpired: it has not come.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        told: dict[IO[str], str] = {}
-
-        def read(stream: IO[str]) -> None:
-            told[stream] = "" if stream.closed else stream.read()
-            stream.close()
-
-        readers = [
-            threading.Thread(target=read, args=(stream,), daemon=True)
-            for stream in (self.stdout, self.stderr)
-        ]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
+        if not self._readers:  # else a call before this one began to read
+            streams = self.stdout, self.stderr
+            self._readers = [
+                threading.Thread(target=self._read_to_end, args=(stream,), daemon=True) for stream in streams
+            ]
+            for reader in self._readers:
+                reader.start()
+        for reader in self._readers:
             reader.join(None if end is None else max(end - time.monotonic(), 0))
             if reader.is_alive():
                 raise subprocess.TimeoutExpired("ddprun", timeout or 0)
         self.wait(None if end is None else max(end - time.monotonic(), 0.1))
-        return told[self.stdout], told[self.stderr]
+        return self._read[self.stdout], self._read[self.stderr]
+
+    def _read_to_end(self, stream: IO[str]) -> None:
+        self._read[stream] = "" if stream.closed else stream.read()
+        stream.close()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""

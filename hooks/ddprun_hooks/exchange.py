@@ -22,6 +22,7 @@ from ddprun_hooks.comm.groups import (
     GroupRequirements,
     Placement,
     RankGroup,
+    check_placement,
     check_shared_memory_device,
 )
 from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, noting_failure, observed_wait
@@ -86,6 +87,8 @@ class Exchange:
         gpu = Gpu(device) if device.type == "cuda" else None
         check_shared_memory_device(device, [*gradients, *deltas, *plain])
         placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
+        for requirements in (gradients, deltas, plain):  # before the groups of the first queue are made
+            check_placement(placement, requirements)
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
         shares_process_groups = backend == "nccl" and os.environ.get(_LAUNCH_ORDER_VARIABLE) != "1"
         everybody = list(range(placement.size))

@@ -3,16 +3,22 @@
 import itertools
 import random
 from collections.abc import Sequence
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.builtin.hierarchical import row_aligned_ends, slices_between
-from ddprun_hooks.comm.groups import Placement
+from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.comm.groups import GroupRequirement, Placement
 from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
+from tests.ranks import as_processes
 
 
 def random_params(generator: random.Random) -> tuple[ParamSlice, ...]:
@@ -151,6 +157,29 @@ def test_shared_memory_between_hosts_is_refused() -> None:
     """With what to write instead."""
     with pytest.raises(HookSetupError, match=r"these are on a, b: write hierarchical: \{within: \[shared"):
         run_hooks(["shared_memory"], 2, lambda c: None, ["a", "b"])
+
+
+def _open_with_uneven_deltas() -> None:
+    dist.init_process_group("gloo")
+    everybody, within = GroupRequirement("world"), GroupRequirement("within", hosts=3)
+    control = open_control_channel(timedelta(seconds=60))
+    with mock.patch.object(dist, "new_group") as made, pytest.raises(HookSetupError, match="3 does not"):
+        Exchange.open(
+            control=control,
+            device=torch.device("cpu"),
+            backend="gloo",
+            hosts=["a"],
+            local_sizes=[1],
+            gradients={everybody: 1},
+            deltas={within: 1},
+            timeout=timedelta(seconds=60),
+        )
+    assert not made.called
+
+
+def test_uneven_hosts_are_refused_before_any_group_is_made() -> None:
+    """Ranks that still make one would wait for a rank that was refused and has ended."""
+    as_processes(1, _open_with_uneven_deltas)
 
 
 def test_ranks_whose_shares_need_other_numbers_of_collectives_stay_in_step() -> None:

@@ -221,6 +221,53 @@ def test_uneven_hosts_and_shared_memory_between_hosts_are_bad_input(tmp_path: Pa
     assert "Traceback" not in text
 
 
+ENDING = """
+import os
+import signal
+
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, node, how):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.how, self.calls = how if os.uname().nodename == node else "", 0
+        if self.how == "raises":
+            raise FileNotFoundError("no weights here")
+        if self.how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.how == "raises in a step" and self.calls == 12:
+            raise FileNotFoundError("no weights here")
+        return super().forward(inputs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "how"),
+    [("node0", "raises"), ("node1", "raises"), ("node1", "is killed"), ("node0", "raises in a step")],
+)
+def test_a_rank_that_ends_on_another_host_ends_all_hosts(tmp_path: Path, node: str, how: str) -> None:
+    """Also before the ranks are connected: the others wait for its address in the store, and nothing breaks.
+
+    The cause is on the screen of its host. The other host, if it knows that, says nothing of its own.
+    """
+    mlp = "mlp: {inputs: 64, hidden: [64, 64], outputs: 10}"
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace(mlp, f"ending.Net: {{node: {node}, how: {how}}}"))
+    (tmp_path / "ending.py").write_text(ENDING)
+    ended = on_two_hosts(tmp_path)
+    assert [code for code, _ in ended] == [1, 1]
+    here, other = (ended[index][1] for index in ((0, 1) if node == "node0" else (1, 0)))
+    if how == "is killed":
+        assert re.search("rank [0-3] was killed by SIGKILL", here)
+        assert other == "ddprun: the run has ended on another host\n"
+    else:
+        assert len(re.findall("rank [0-3] failed .*no weights here", here)) == 1
+        assert not re.search("failed|cannot|ended|gone", other), other
+
+
 LARGE = """
 model:
   mlp: {inputs: 64, hidden: [1000, 1000], outputs: 10}   # 4.3 MB

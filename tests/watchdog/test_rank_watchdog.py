@@ -126,6 +126,24 @@ def test_what_is_no_status_page_is_none(tmp_path: Path) -> None:
     assert read_page(tmp_path / "nowhere") is None
 
 
+def test_who_waits_for_connections_asks_whether_a_rank_has_failed(tmp_path: Path) -> None:
+    """One that waits in a collective need not: its connections break."""
+    asked, heard = [], threading.Event()
+
+    def ask(what: str) -> None:
+        asked.append(what)
+        heard.set()
+
+    it = RankWatchdog(0, 60, tmp_path, lambda *_: None, ask)
+    it.start()
+    with observed_wait(it.new_sequence("world.0", [0, 1]), "all_reduce", "a sum"):
+        assert not heard.wait(2.5)
+    with observed_wait(it.new_sequence("set-up", [0, 1]), "new_group", "making a group"):
+        assert heard.wait(10)
+    it.close()
+    assert set(asked) == {"making a group"}
+
+
 def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_path: Path) -> None:
     """One that has ended in time, by its future or by what was asked, does not."""
     it, calls, rung = watchdog(tmp_path)

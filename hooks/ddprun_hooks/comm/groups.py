@@ -235,6 +235,31 @@ class Placement:
         return sorted(sorted(by_host[at : at + per_host]) for at in range(0, self.size, per_host))
 
 
+def check_placement(placement: Placement, requirements: GroupRequirements) -> None:
+    """Make sure that groups with these requirements can be made.
+
+    Every rank finds the same, before any group is made: while one is, a rank whose peer has raised and ended
+    would wait for it until the timeout.
+
+    Raises:
+        HookSetupError: the ranks do not lie as a hook needs them.
+    """
+    everybody = list(range(placement.size))
+    for one in requirements:
+        groups = [everybody]
+        if one.parts:
+            if sorted(itertools.chain(*one.parts)) != everybody:
+                raise HookSetupError(
+                    f"a partition of {placement.size} ranks has each of them once: {one.parts}"
+                )
+        elif one.leg != "world":
+            blocks = placement.split_by_host(one.hosts)
+            groups = blocks if one.leg == "within" else [list(ranks) for ranks in zip(*blocks, strict=True)]
+        if one.shared:
+            for ranks in groups:
+                check_one_host([placement.hosts[rank] for rank in ranks])
+
+
 def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
     """What serves each of several stacks, one at a time."""
     combined: dict[GroupRequirement, int] = {}
@@ -279,6 +304,7 @@ class GroupFactory:
         Raises:
             HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
         """
+        check_placement(placement, requirements)
         splits, partition_groups = {}, {}
         everybody = list(range(placement.size))
         prefix = "" if name == "world" else f"{name} "
@@ -299,10 +325,6 @@ class GroupFactory:
             )
             splits[host_count] = within, across
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
-            if sorted(itertools.chain(*partition)) != everybody:
-                raise HookSetupError(
-                    f"a partition of {placement.size} ranks has each of them once: {partition}"
-                )
             rounds: dict[Transport, int] = {
                 "network": requirements[GroupRequirement("part", parts=partition)]
             }
@@ -333,8 +355,6 @@ class GroupFactory:
             process_groups.append(made[mine[0]])
         process_groups = (process_groups * needed)[:needed]  # one may serve all rounds
         if "shared_memory" in rounds:
-            for ranks in groups:
-                check_one_host([placement.hosts[rank] for rank in ranks])
             # A sequence of its own: a rank may still be lost between the last exchange and this one.
             sharing = self.observer.new_sequence(f"{name}, being shared", mine)
             count = rounds["shared_memory"]

@@ -178,7 +178,7 @@ _EXCHANGE_MODULES = (
     "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
 )  # where collectives and the store are called from
 _GLOO_CAUSE_PREFIX = ". This is typically caused by"
-_LAUNCHER_REACTION_S, _STORE_GRACE_S = 3.0, 1.0
+_LAUNCHER_REACTION_S, _STORE_LINGER_S, _TICK_S = 3.0, 3.0, 0.1
 
 
 @dataclass(slots=True)
@@ -196,18 +196,17 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input and _is_lost_peer(error):
         # The cause is another rank. If it was killed it cannot say so; its launcher can, and ends this rank.
-        time.sleep(_LAUNCHER_REACTION_S)
-    is_first, code = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
+        until = time.monotonic() + _LAUNCHER_REACTION_S
+        while time.monotonic() < until and ranks.first_failure() is None:
+            time.sleep(_TICK_S)
+    first, code = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
+    headline = _headline(error, secrets)
+    if first != ranks.rank:
+        leave_to_first_failure(context, ranks, first, headline)
+        return code
     if session is not None:
         session.reporter.screen.end()
         session.reporter.trackers.delay_close_as_failed()  # the failure is reported first
-    headline = _headline(error, secrets)
-    if not is_first:
-        append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {headline}")
-        if session is not None:
-            session.reporter.trackers.close_as_failed()
-        time.sleep(_LAUNCHER_REACTION_S)
-        return code
     if isinstance(error, PipelineError):
         message = str(error)
     elif bad_input or isinstance(error, OutputWriteError):
@@ -235,8 +234,25 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     if session is not None:
         session.reporter.trackers.close_as_failed()
     if ranks.holds_store:
-        time.sleep(_STORE_GRACE_S)  # so that the others can still read whose failure was first
+        time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
     return code
+
+
+def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
+    """Close what this rank has open, after rank `first` has failed; `what` happened to this one goes to its
+    log.
+
+    Returns once the launcher of this host, if it is that rank's, too, has seen that one's end, and once nobody
+    needs the store any more.
+    """
+    session = context.session
+    if session is not None:
+        session.reporter.screen.end()
+    append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
+    if session is not None:
+        session.reporter.trackers.close_as_failed()
+    if ranks.holds_store or not ranks.is_on_another_host(first):
+        time.sleep(_LAUNCHER_REACTION_S)
 
 
 def write_failure_summary(context: FailureContext, failure: dict[str, object]) -> bool:

@@ -37,6 +37,7 @@ from ddprun.engine.outcome import (
     FailureContext,
     Status,
     finish_run,
+    leave_to_first_failure,
     rank_log_path,
     report_failure,
     write_failure_summary,
@@ -232,14 +233,29 @@ def open_watchdog(
         host=os.uname().nodename,
         peers=lambda: ranks().peers(),
         holds_store=lambda: ranks().holds_store,
-        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE)[0],
+        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE).rank == environment.rank,
         log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
         publish_report=speak,
         before_exit=leave,
     )
     return RankWatchdog(
-        environment.rank, timeout_s, rank_files.attempt_folder(), partial(handle_hang, hang_context)
+        environment.rank,
+        timeout_s,
+        rank_files.attempt_folder(),
+        partial(handle_hang, hang_context),
+        lambda what: _end_after_failure(ranks(), failure_context, what),
     )
+
+
+def _end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
+    """End this process if a rank has failed: `what` it waits for may never be there."""
+    first = ranks.first_failure()
+    if first is None:
+        return
+    rank_files.unregister_pid()
+    leave_to_first_failure(failure_context, ranks, first.rank, f"waited for {what}")
+    standard_streams.flush()
+    os._exit(first.exit_code)
 
 
 def _run_stages(session: Session) -> Status:

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -63,10 +63,17 @@ _CHECKPOINT_S = 30.0
 _EXIT_BARRIER_S = 30.0
 """Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
 
+_NO_DETAILS = " See inner exception for details."
+"""Torchelastic's end of messages; it is not shown which exception that is."""
+
 _FORCED_KILL_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
 
 _TICK_S = 0.05
+
+_ASK_EVERY_S = 1.0
+_AFTER_OTHER_HOSTS_S = 20.0
+"""For so long ranks may go on, or close what they have open, after the run has ended on another host."""
 
 CheckpointResult = Literal["new", "old", "none", "failing"]
 """Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
@@ -105,7 +112,10 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, config.logs_specs, **timeouts)
         self._close_s = int(timeouts.get("shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._takes_checkpoints, self._min_nodes = scratch, takes_checkpoints, config.min_nodes
+        self._max_nodes = config.max_nodes
         self._failures = 0
+        self._next_question_at = 0.0  # whether the run has ended on another host
+        self._ended_elsewhere_at: float | None = None
         self.kill_at_once = False
         """Set by a signal handler: ranks that do not end when asked to are killed."""
 
@@ -139,6 +149,8 @@ class Agent(LocalElasticAgent):
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
         if going_well and (early := self._ended_early(worker_group)):
             result = RunResult(state=WorkerState.FAILED, failures=early)
+        if result.state == WorkerState.HEALTHY:
+            self._check_other_hosts(worker_group.spec.rdzv_handler)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
         if rank_files.read_outcome(self._scratch) is not None:  # a rank went down after the run had ended
@@ -154,6 +166,22 @@ class Agent(LocalElasticAgent):
             cause = f"{found}; " if (found := _unexplained_exits(failures)) else ""
             print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
         return result
+
+    def _check_other_hosts(self, rendezvous: RendezvousHandler) -> None:
+        """Make sure that the run has not ended on another host, long ago: a rank that was killed there while
+        the ranks made their connections leaves nobody here who would notice.
+
+        Raises:
+            RendezvousClosedError: it has.
+        """
+        if self._max_nodes == 1 or (now := time.monotonic()) < self._next_question_at:
+            return
+        self._next_question_at = now + _ASK_EVERY_S
+        if not rendezvous.is_closed() or rank_files.read_outcome(self._scratch) is not None:
+            return
+        self._ended_elsewhere_at = self._ended_elsewhere_at or now
+        if now - self._ended_elsewhere_at > _AFTER_OTHER_HOSTS_S:
+            raise RendezvousClosedError
 
     def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
@@ -264,7 +292,8 @@ def launch(
             print_stderr("ddprun: the run has ended on another host")
         except (DistError, RendezvousError) as error:
             where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
-            print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {error}"))
+            why = str(error).removesuffix(_NO_DETAILS)
+            print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {why}"))
         except OSError as error:
             print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
         return EXIT_FAILURE

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,13 @@ _STORE_TIMEOUT_S = 1.0
 """In trouble nobody waits longer for the store: it may live in the very process that is stuck."""
 
 _T = TypeVar("_T")
+
+
+class FirstFailure(NamedTuple):
+    """Which rank failed first, and its exit code."""
+
+    rank: int | None  # None: another one of this host; nobody could be asked which
+    exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class Ranks:
 
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
+    _store_answers: bool = True
     _peers: dict[int, PeerLocation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -202,23 +210,37 @@ class Ranks:
             found: list[Any] = json.loads(store.get(key))
         return found
 
-    def claim_first_failure(self, exit_code: int) -> tuple[bool, int]:
-        """Claim to be the first rank that failed.
+    def claim_first_failure(self, exit_code: int) -> FirstFailure:
+        """Claim to be the first rank that failed; gives which one was.
 
         A rank that raises claims before its connections close, so the others, whose collectives then break,
         find the claim taken and leave the screen to the cause.
-
-        Returns:
-            (whether this rank is the first, the first rank's exit code).
         """
         if self._base_store is None:
-            return True, exit_code
+            return FirstFailure(self.rank, exit_code)
         mine = json.dumps([self.rank, exit_code])
         winner = self._query_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
         if winner is None:  # the store's own host is gone, or its process: only this host's ranks can agree
-            return claim_once(attempt_folder(), _FIRST_FAILURE), exit_code
-        rank, code = json.loads(winner)
-        return rank == self.rank, code
+            is_first = claim_once(attempt_folder(), _FIRST_FAILURE)
+            return FirstFailure(self.rank if is_first else None, exit_code)
+        return FirstFailure(*json.loads(winner))
+
+    def first_failure(self) -> FirstFailure | None:
+        """Which rank failed first; None if none has, or the store does not answer."""
+        if not self._store_answers:
+            return None
+
+        def ask(store: dist.Store) -> str:
+            return store.get(_FIRST_FAILURE).decode() if store.check([_FIRST_FAILURE]) else ""
+
+        found = self._query_store(ask)
+        self._store_answers = found is not None  # else each question would leave a thread that waits
+        return FirstFailure(*json.loads(found)) if found else None
+
+    def is_on_another_host(self, rank: int | None) -> bool:
+        """Whether that rank is known to be on another host."""
+        found = None if rank is None else self.peers().get(rank)
+        return found is not None and found.host != self.host
 
     def _query_store(self, query: Callable[[dist.Store], _T]) -> _T | None:
         """Run a query on the store; None if it does not answer within a second."""

@@ -37,6 +37,11 @@ _DEVICE_POLL_AGE_S = 1.0
 Python's lock, and breaks the capture of a CUDA graph.
 """
 
+_SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
+"""Waits for ranks to which there is no connection yet that would break if they ended."""
+
+_ASK_EVERY_S = 1.0
+
 _WAITS_NOTED = 4
 
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
@@ -193,12 +198,16 @@ class RankWatchdog(EngineListener):
         folder: of the status pages of this host's ranks, made by their launcher; None: there is none.
         handler: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
             another rank of this host has found that out; with what this rank waits for, oldest first.
+        end_after_failure: called on the watchdog's thread, every second in which this rank waits for others
+            before there are connections to them, with what it waits for. It ends the process if a rank has
+            failed.
     """
 
     rank: int
     timeout_s: float
     folder: Path | None
     handler: "Callable[[RankWatchdog, list[OverdueCollective]], None]"
+    end_after_failure: Callable[[str], None] = lambda _: None
     hang_found: bool = False
     suspended_us: int = 0
     """Time that did not count because this process was stopped."""
@@ -280,7 +289,7 @@ class RankWatchdog(EngineListener):
 
     def _watch(self) -> None:
         tick = min(_TICK_S, self.timeout_s / 10)
-        before = time.monotonic()
+        before = asked = time.monotonic()
         while not self._closed.wait(tick):
             now = time.monotonic()
             if now - before > tick + _SUSPENSION_S:
@@ -292,6 +301,10 @@ class RankWatchdog(EngineListener):
                 waits = self.find_overdue(tick)
             with self._check_failures.reporting():
                 self.write_status(waits)
+            if waits and waits[0].pending.op in _SET_UP_OPS and now - asked > _ASK_EVERY_S:
+                with self._check_failures.reporting():
+                    self.end_after_failure(waits[0].pending.description)
+                asked = time.monotonic()
             # The file is taken for missing if nobody can say.
             another_found = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
             if (waits and waits[0].age_s > self.timeout_s) or another_found:
