@@ -46,6 +46,25 @@ def test_only_public_addresses_are_public(meeting_point: str, address: str | Non
     assert told is None or "no authentication" in told
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "read"),
+    [
+        ("node0", ("node0", 29400)),
+        ("node0:0", ("node0", 0)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+        ("::1", ("::1", 29400)),
+        *((wrong, None) for wrong in ("", ":1", "node0:", "node0:x", "node0:\xb2", "[::1]:65536")),
+    ],
+)
+def test_an_endpoint_has_a_host_and_a_port(endpoint: str, read: tuple[str, int] | None) -> None:
+    """An empty host, or a port that no socket has, was waited for without a word."""
+    if read is None:
+        with pytest.raises(ValueError, match="is not HOST:PORT, with a port up to 65535"):
+            network.host_and_port(endpoint)
+    else:
+        assert network.host_and_port(endpoint) == read
+
+
 def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """One public address of a name is enough."""
 

@@ -282,13 +282,15 @@ def test_a_run_that_tells_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "empty" in capsys.readouterr().err
 
 
-def test_a_rendezvous_that_torchrun_refuses(
+def test_a_rendezvous_that_is_none_is_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    """Is told in a line, and the exit code is 1."""
+    """The flag is named, and the exit code is 2."""
     monkeypatch.chdir(made(tmp_path))
-    assert main(["tune", "p.yaml", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"]) == 1
-    assert capsys.readouterr().err == "ddprun tune: '127.0.0.1:x' is not HOST:PORT\n"
+    assert main(["tune", "p.yaml", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"]) == 2
+    told = capsys.readouterr().err
+    assert "--rdzv-endpoint" in told
+    assert "'127.0.0.1:x' is not HOST:PORT, with a port up to 65535" in told
 
 
 def test_the_line_of_progress_ends_before_a_fault(

@@ -228,6 +228,7 @@ def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[s
 
 def _check_host_count(hosts: int, endpoint: str | None, links: "Links | None", floors: "Floors") -> None:
     """Check that --link, --rdzv-endpoint and --floor make sense for this number of hosts."""
+    from ddprun.host.network import host_and_port
     from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
 
@@ -236,6 +237,11 @@ def _check_host_count(hosts: int, endpoint: str | None, links: "Links | None", f
         raise click.BadParameter(text, param_hint="--link or --latency")
     if hosts == 1 and endpoint is not None:
         raise click.BadParameter("there is one host: name more with --nnodes", param_hint="--rdzv-endpoint")
+    if endpoint is not None:
+        try:
+            host_and_port(endpoint)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--rdzv-endpoint") from None
     reason = "" if endpoint is not None else why_not_run(hosts, links or Links())
     if reason and (floors.cosine, floors.loss) != (None, None):
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")

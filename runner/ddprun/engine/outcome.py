@@ -242,7 +242,7 @@ def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | N
     """Close what this rank has open, after rank `first` has failed; `what` happened to this one goes to its
     log.
 
-    Returns once the launcher of this host, if it is that rank's, too, has seen that one's end, and once nobody
+    Returns once this host's launcher, if it is that rank's, too, has seen that one's end, and once nobody
     needs the store any more.
     """
     session = context.session

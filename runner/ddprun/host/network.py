@@ -98,10 +98,11 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     Raises:
         ValueError: it is none of these.
     """
-    port = endpoint.rpartition(":")[2] if endpoint.count(":") == 1 or "]:" in endpoint else ""
-    if not (port or "0").isdecimal():
-        raise ValueError(f"{endpoint!r} is not HOST:PORT")
-    return host_of(endpoint), int(port or _RENDEZVOUS_PORT)
+    host, has_port = host_of(endpoint), endpoint.count(":") == 1 or "]:" in endpoint
+    port = endpoint.rpartition(":")[2] if has_port else str(_RENDEZVOUS_PORT)
+    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"the rendezvous endpoint {endpoint!r} is not HOST:PORT, with a port up to 65535")
+    return host, int(port)
 
 
 def endpoint_answers(endpoint: str) -> bool:
