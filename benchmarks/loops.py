@@ -9,7 +9,8 @@ into TIMES, seconds of the monotonic clock; the loop never ends by itself.
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -48,10 +50,16 @@ def mlp(hidden: list[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def hand(hidden: list[int], times: Times) -> None:
-    """A plain loop around DDP."""
+def hand(
+    hidden: list[int], times: Times, *, bucket_cap_mb: float | None = None, has_hook: bool = False
+) -> None:
+    """A plain loop around DDP. Without a `bucket_cap_mb` torch cuts the first bucket at 1 MiB; with a hook,
+    torch's own, it calls Python for each bucket.
+    """
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(mlp(hidden), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(mlp(hidden), gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+    if has_hook:
+        model.register_comm_hook(None, allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     data = digits(held_out=0.2, split_seed=0, folder=Path()).train
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
@@ -125,4 +133,11 @@ def lightning(hidden: list[int], times: Times) -> None:
 
 if __name__ == "__main__":
     loop, layers, file = sys.argv[1:]
-    {"hand": hand, "accelerate": accelerate, "lightning": lightning}[loop](json.loads(layers), Times(file))
+    loops: dict[str, Callable[[list[int], Times], None]] = {
+        "hand": hand,
+        "hand_with_our_buckets": partial(hand, bucket_cap_mb=25),
+        "hand_with_hook": partial(hand, bucket_cap_mb=25, has_hook=True),
+        "accelerate": accelerate,
+        "lightning": lightning,
+    }
+    loops[loop](json.loads(layers), Times(file))

@@ -6,8 +6,10 @@
 All train the same model on the same digits without hooks and checkpoints (`loops.py`), ddprun with every
 bucket and step recorded. All are started; then one works at a time while the others are stopped (SIGSTOP),
 for about a second each, in an order drawn anew for each round. So all of them meet whatever else the machine
-does, and nobody's start counts. The loop by hand is there twice, as its own control. Accelerate and Lightning
-take part if they are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 %
+does, and nobody's start counts. The loop by hand is there twice, as its own control, once more with
+ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), and once with those and torch's
+`allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is. Accelerate and Lightning take
+part if they are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 %
 interval.
 """
 
@@ -16,6 +18,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -31,10 +34,25 @@ from benchmarks.loops import BATCH, LR, MOST
 
 from ddprun.compare.runs import bootstrap_ratio
 
-MODELS = {"small": [64], "medium": [512, 512], "wide": [1280, 1280], "large": [2048, 2048]}
-BY_HAND, AGAIN, OURS, AGAINST = "by hand", "by hand again", "ddprun", "ddprun of the other checkout"
+MODELS = {
+    "small": [64],
+    "narrow": [256, 256],
+    "medium": [512, 512],
+    "wide": [1280, 1280],
+    "large": [2048, 2048],
+}
+BY_HAND, AGAIN, SAME_BUCKETS = "by hand", "by hand again", "by hand, ddprun's buckets"
+WITH_HOOK = "the same with allreduce_hook"
+OURS, AGAINST = "ddprun", "ddprun of the other checkout"
 HERE = Path(__file__).resolve().parents[1]
 OTHERS = {"Accelerate": "accelerate", "Lightning": "lightning"}
+_LOOPS = {
+    BY_HAND: "hand",
+    AGAIN: "hand",
+    SAME_BUCKETS: "hand_with_our_buckets",
+    WITH_HOOK: "hand_with_hook",
+    **OTHERS,
+}
 
 PIPELINE = """
 model:
@@ -71,8 +89,7 @@ class Loop:
             (self.folder / "p.yaml").write_text(text)
             command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
         else:
-            module = OTHERS.get(self.name, "hand")
-            arguments = [module, json.dumps(self.hidden), str(self.folder / "times")]
+            arguments = [_LOOPS[self.name], json.dumps(self.hidden), str(self.folder / "times")]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
             command = [*torchrun, "-m", "benchmarks.loops", *arguments]
         root = self.checkout or HERE
@@ -140,14 +157,14 @@ class Loop:
 @contextmanager
 def started(hidden: Sequence[int], against: Path | None) -> Iterator[list[Loop]]:
     """All that take part, stopped."""
-    who: dict[str, Path | None] = {BY_HAND: None, AGAIN: None, OURS: HERE}
+    who: dict[str, Path | None] = dict.fromkeys([BY_HAND, AGAIN, SAME_BUCKETS, WITH_HOOK]) | {OURS: HERE}
     if against is not None:
         who[AGAINST] = against.resolve()
     else:
         who |= {name: None for name, module in OTHERS.items() if importlib.util.find_spec(module)}
     with tempfile.TemporaryDirectory() as scratch:
         loops = [
-            Loop(name, Path(scratch) / name.replace(" ", "-"), hidden, checkout)
+            Loop(name, Path(scratch) / re.sub(r"\W+", "-", name), hidden, checkout)
             for name, checkout in who.items()
         ]
         running: list[Loop] = []

@@ -2,18 +2,22 @@
 
 import contextlib
 import re
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.doctor.ailing import needs_faketime, skewed
 from tests.engine.running import lines, summary
-from tests.namespaces import hosts, needs_namespaces
+from tests.namespaces import Host, hosts, needs_namespaces
 from tests.ranks import Finished, Running, ddprun
 
 pytestmark = [needs_namespaces, pytest.mark.netns]
 
+MLP = "mlp: {inputs: 64, hidden: [64, 64], outputs: 10}"
 PIPELINE = """
 model:
   mlp: {inputs: 64, hidden: [64, 64], outputs: 10}
@@ -30,14 +34,15 @@ stages:
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
-def on_two_hosts(
+@contextlib.contextmanager
+def started_on_two_hosts(
     folder: Path,
     *options: str,
     file: str | Path = "two.yaml",
     setup: tuple[str, str] = ("true", "true"),
     environment: tuple[dict[str, str], dict[str, str]] = ({}, {}),
-) -> list[tuple[int, str]]:
-    """Run a file on two hosts with two ranks each; gives (exit code, stderr) of each host."""
+) -> Iterator[tuple[list[Host], list[Running]]]:
+    """Start a file on two hosts with two ranks each; gives the hosts, and what runs there."""
     with hosts(2) as made, contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(
@@ -58,6 +63,12 @@ def on_two_hosts(
             )
             for host, commands, variables in zip(made, setup, environment, strict=True)
         ]
+        yield made, started
+
+
+def on_two_hosts(folder: Path, *options: str, **more: Any) -> list[tuple[int, str]]:
+    """Run a file on two hosts (`started_on_two_hosts`); gives (exit code, stderr) of each."""
+    with started_on_two_hosts(folder, *options, **more) as (_, started):
         finished = [running.wait(100) for running in started]
     return [(one.code, one.stderr) for one in finished]
 
@@ -224,6 +235,8 @@ def test_uneven_hosts_and_shared_memory_between_hosts_are_bad_input(tmp_path: Pa
 ENDING = """
 import os
 import signal
+import time
+from pathlib import Path
 
 from torch import nn
 
@@ -236,6 +249,9 @@ class Net(nn.Sequential):
             raise FileNotFoundError("no weights here")
         if self.how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "takes long":
+            Path("taking-long").touch()
+            time.sleep(1000)
 
     def forward(self, inputs):
         self.calls += 1
@@ -254,8 +270,7 @@ def test_a_rank_that_ends_on_another_host_ends_all_hosts(tmp_path: Path, node: s
 
     The cause is on the screen of its host. The other host, if it knows that, says nothing of its own.
     """
-    mlp = "mlp: {inputs: 64, hidden: [64, 64], outputs: 10}"
-    (tmp_path / "two.yaml").write_text(PIPELINE.replace(mlp, f"ending.Net: {{node: {node}, how: {how}}}"))
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace(MLP, f"ending.Net: {{node: {node}, how: {how}}}"))
     (tmp_path / "ending.py").write_text(ENDING)
     ended = on_two_hosts(tmp_path)
     assert [code for code, _ in ended] == [1, 1]
@@ -266,6 +281,22 @@ def test_a_rank_that_ends_on_another_host_ends_all_hosts(tmp_path: Path, node: s
     else:
         assert len(re.findall("rank [0-3] failed .*no weights here", here)) == 1
         assert not re.search("failed|cannot|ended|gone", other), other
+
+
+def test_a_second_ctrl_c_on_one_host_ends_the_others(tmp_path: Path) -> None:
+    """They cannot go on without that host, and wait for its ranks to be connected."""
+    (tmp_path / "two.yaml").write_text(PIPELINE.replace(MLP, "ending.Net: {node: node1, how: takes long}"))
+    (tmp_path / "ending.py").write_text(ENDING)
+    with started_on_two_hosts(tmp_path) as (_, started):
+        end = time.monotonic() + 60
+        while not (tmp_path / "taking-long").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        for _ in range(2):
+            started[1].process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        ended = [running.wait(60) for running in started]
+    assert [one.code for one in ended] == [1, 130]
+    assert ended[0].stderr == "ddprun: the run has ended on another host\n"
 
 
 LARGE = """
@@ -343,25 +374,9 @@ def hanging_on_two_hosts(folder: Path, rank: int, cut: bool) -> tuple[list[Finis
     """
     (folder / "two.yaml").write_text(HANGING)
     (folder / "halting.py").write_text(HALTING)
-    with hosts(2) as made, contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                Running(
-                    "two.yaml",
-                    "--nnodes=2",
-                    "--nproc-per-node=2",
-                    "--rdzv-backend=c10d",
-                    "--rdzv-endpoint=node0:29400",
-                    "--rdzv-id=two",
-                    "--run-dir=two",
-                    f"--set=model={{halting.Net: {{rank: {rank}}}}}",
-                    cwd=folder,
-                    environment={"GLOO_SOCKET_IFNAME": "e0"},
-                    host=host,
-                )
-            )
-            for host in made
-        ]
+    interface = {"GLOO_SOCKET_IFNAME": "e0"}
+    model = f"--set=model={{halting.Net: {{rank: {rank}}}}}"
+    with started_on_two_hosts(folder, model, environment=(interface, interface)) as (made, started):
         mark = folder / ("two/steps/rank-00000.jsonl" if cut else "asleep")
         end = time.monotonic() + 60
         while not (mark.exists() and mark.stat().st_size) and time.monotonic() < end:

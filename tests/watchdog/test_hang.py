@@ -1,8 +1,13 @@
 """What a rank says of a hang: which of the collectives that it waits for stands on top."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 
+from ddprun.engine import outcome, worker
+from ddprun.engine.outcome import FailureContext
+from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.watchdog.hang import PeerLocation, RunContext, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
@@ -64,6 +69,27 @@ def test_parameters_say_more_than_a_control_word(
     assert shown in first
     assert {"all_gather 1 of control", "all_reduce 1 of deltas"} == {shown, rest.strip().partition(",")[0]}
     assert report.facts["params"] == (["only.weight"] if "deltas" in shown else [])
+
+
+@pytest.mark.parametrize(("claimant", "is_hang", "code"), [(1, False, 2), (1, True, None), (0, False, None)])
+def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
+    monkeypatch: pytest.MonkeyPatch, claimant: int, is_hang: bool, code: int | None
+) -> None:
+    """After a hang it makes its own report first; after its own failure the training thread ends it."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.HashStore()
+    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=5)) for rank in range(2)]
+    for one in both:
+        one.connect(store)
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr(outcome, "_LAUNCHER_REACTION_S", 0.0)
+    worker.end_after_failure(both[0], FailureContext(), "making a group")
+    assert codes == [], "nobody has failed yet"
+    both[claimant].claim_first_failure(2, is_hang=is_hang)
+    worker.end_after_failure(both[0], FailureContext(), "making a group")
+    assert codes == ([] if code is None else [code])
 
 
 def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> None:

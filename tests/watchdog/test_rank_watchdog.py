@@ -127,7 +127,7 @@ def test_what_is_no_status_page_is_none(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_connections_asks_whether_a_rank_has_failed(tmp_path: Path) -> None:
-    """One that waits in a collective need not: its connections break."""
+    """One that waits in a collective need not: its connections break. Nor one whose own wait has failed."""
     asked, heard = [], threading.Event()
 
     def ask(what: str) -> None:
@@ -138,6 +138,10 @@ def test_who_waits_for_connections_asks_whether_a_rank_has_failed(tmp_path: Path
     it.start()
     with observed_wait(it.new_sequence("world.0", [0, 1]), "all_reduce", "a sum"):
         assert not heard.wait(2.5)
+    failed = it.new_sequence("failed", [0, 1]).issue("new_group", what="failing")
+    failed.mark_failed()
+    assert not heard.wait(2.5)
+    failed.mark_done()
     with observed_wait(it.new_sequence("set-up", [0, 1]), "new_group", "making a group"):
         assert heard.wait(10)
     it.close()

@@ -199,11 +199,11 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
         until = time.monotonic() + _LAUNCHER_REACTION_S
         while time.monotonic() < until and ranks.first_failure() is None:
             time.sleep(_TICK_S)
-    first, code = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
+    claimed = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
     headline = _headline(error, secrets)
-    if first != ranks.rank:
-        leave_to_first_failure(context, ranks, first, headline)
-        return code
+    if claimed.rank != ranks.rank:
+        leave_to_first_failure(context, ranks, claimed.rank, headline)
+        return claimed.exit_code
     if session is not None:
         session.reporter.screen.end()
         session.reporter.trackers.delay_close_as_failed()  # the failure is reported first
@@ -235,7 +235,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
         session.reporter.trackers.close_as_failed()
     if ranks.holds_store:
         time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
-    return code
+    return claimed.exit_code
 
 
 def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:

@@ -4,6 +4,7 @@ import gc
 import importlib
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -75,6 +76,7 @@ _STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
 
 _HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
 _TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
+_LEAVE_DEADLINE_S = 10.0  # how long a rank may take to close what it has open after another one's failure
 _DEFAULT_GC_THRESHOLDS = (700, 2000)
 _GC_YOUNG_THRESHOLD = 5_000
 """Allocations before a collection of the youngest generation; Python's default is 700, or 2000 since 3.13.
@@ -233,7 +235,7 @@ def open_watchdog(
         host=os.uname().nodename,
         peers=lambda: ranks().peers(),
         holds_store=lambda: ranks().holds_store,
-        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE).rank == environment.rank,
+        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
         log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
         publish_report=speak,
         before_exit=leave,
@@ -243,15 +245,20 @@ def open_watchdog(
         timeout_s,
         rank_files.attempt_folder(),
         partial(handle_hang, hang_context),
-        lambda what: _end_after_failure(ranks(), failure_context, what),
+        lambda what: end_after_failure(ranks(), failure_context, what),
     )
 
 
-def _end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
-    """End this process if a rank has failed: `what` it waits for may never be there."""
+def end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
+    """End this process if another rank has failed: `what` it waits for may never be there. After a hang its
+    watchdog has a report of its own to make.
+    """
     first = ranks.first_failure()
-    if first is None:
+    if first is None or first.is_hang or first.rank == ranks.rank:
         return
+    deadline = threading.Timer(_LEAVE_DEADLINE_S, os._exit, [first.exit_code])
+    deadline.daemon = True
+    deadline.start()
     rank_files.unregister_pid()
     leave_to_first_failure(failure_context, ranks, first.rank, f"waited for {what}")
     standard_streams.flush()

@@ -96,7 +96,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     """Host and port of HOST, HOST:PORT or [IPv6]:PORT.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or its port is above 65535.
     """
     host, has_port = host_of(endpoint), endpoint.count(":") == 1 or "]:" in endpoint
     port = endpoint.rpartition(":")[2] if has_port else str(_RENDEZVOUS_PORT)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -50,7 +50,7 @@ from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import print_stderr
-from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
+from ddprun.watchdog.launcher_watchdog import LauncherWatchdog, connecting_ranks
 from ddprun_hooks.errors import format_ranks
 
 _STORE_LINGER_S = 4.0
@@ -64,7 +64,7 @@ _EXIT_BARRIER_S = 30.0
 """Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
 
 _NO_DETAILS = " See inner exception for details."
-"""Torchelastic's end of messages; it is not shown which exception that is."""
+"""Torchelastic's end of some messages, which is not shown: nor is the exception."""
 
 _FORCED_KILL_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
@@ -72,8 +72,8 @@ _FORCED_KILL_S = 1
 _TICK_S = 0.05
 
 _ASK_EVERY_S = 1.0
-_AFTER_OTHER_HOSTS_S = 20.0
-"""For so long ranks may go on, or close what they have open, after the run has ended on another host."""
+_CONNECTING_S = 5.0
+"""For so long ranks may wait to be connected, after the run has ended on another host."""
 
 CheckpointResult = Literal["new", "old", "none", "failing"]
 """Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
@@ -112,7 +112,6 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, config.logs_specs, **timeouts)
         self._close_s = int(timeouts.get("shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._takes_checkpoints, self._min_nodes = scratch, takes_checkpoints, config.min_nodes
-        self._max_nodes = config.max_nodes
         self._failures = 0
         self._next_question_at = 0.0  # whether the run has ended on another host
         self._ended_elsewhere_at: float | None = None
@@ -150,7 +149,7 @@ class Agent(LocalElasticAgent):
         if going_well and (early := self._ended_early(worker_group)):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state == WorkerState.HEALTHY:
-            self._check_other_hosts(worker_group.spec.rdzv_handler)
+            self._check_other_hosts(worker_group)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
         if rank_files.read_outcome(self._scratch) is not None:  # a rank went down after the run had ended
@@ -167,20 +166,22 @@ class Agent(LocalElasticAgent):
             print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
-    def _check_other_hosts(self, rendezvous: RendezvousHandler) -> None:
-        """Make sure that the run has not ended on another host, long ago: a rank that was killed there while
-        the ranks made their connections leaves nobody here who would notice.
+    def _check_other_hosts(self, worker_group: WorkerGroup) -> None:
+        """End ranks that wait to be connected to those of a host on which the run has ended. One that was
+        killed there could not tell them.
 
         Raises:
-            RendezvousClosedError: it has.
+            RendezvousClosedError: there are such ranks.
         """
-        if self._max_nodes == 1 or (now := time.monotonic()) < self._next_question_at:
+        hosts, now = worker_group.group_world_size or 1, time.monotonic()
+        if hosts == 1 or now < self._next_question_at:
             return
         self._next_question_at = now + _ASK_EVERY_S
-        if not rendezvous.is_closed() or rank_files.read_outcome(self._scratch) is not None:
+        if not (connecting_ranks(self._scratch) and worker_group.spec.rdzv_handler.is_closed()):
+            self._ended_elsewhere_at = None
             return
         self._ended_elsewhere_at = self._ended_elsewhere_at or now
-        if now - self._ended_elsewhere_at > _AFTER_OTHER_HOSTS_S:
+        if now - self._ended_elsewhere_at > _CONNECTING_S:
             raise RendezvousClosedError
 
     def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
@@ -316,7 +317,7 @@ def _run_with_watchdog(
     try:
         with watchdog, export_overrides(overrides):
             try:
-                _run_agent(agent)
+                _run_agent(agent, elastic=_is_elastic(config))
             except ChildFailedError:
                 exit_at_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:
@@ -425,15 +426,17 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
         ValueError: which flag is missing.
     """
     given = partial(flag_or_variable, flags)
-    if arguments.rdzv_backend != "static" or given("node_rank"):
-        return
     hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
-    host = network.host_of(where)
-    if not (given("rdzv_endpoint") or given("master_addr")):
+    host, static = network.host_of(where), arguments.rdzv_backend == "static"
+    if static and given("node_rank"):
+        return
+    if not (given("rdzv_endpoint") or (static and given("master_addr"))):
         raise ValueError(
             f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
             "every host, HOST being one of them"
         )
+    if not static:
+        return
     if given("rdzv_endpoint") and not given("rdzv_backend"):
         raise ValueError(
             f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
@@ -555,8 +558,9 @@ def _make_agent(
     return Agent(spec, config, scratch, takes_checkpoints=takes_checkpoints)
 
 
-def _run_agent(agent: Agent) -> None:
-    """Run the ranks of this host to their end.
+def _run_agent(agent: Agent, *, elastic: bool) -> None:
+    """Run the ranks of this host to their end. Unless they are `elastic`, the other hosts cannot go on after
+    it.
 
     Raises:
         ChildFailedError: ranks have failed, and are not started again.
@@ -569,7 +573,7 @@ def _run_agent(agent: Agent) -> None:
         if result is not None and result.is_failed():
             raise ChildFailedError("ddprun", result.failures)
     except SignalException:
-        leaving = True  # the others continue without this host
+        leaving = elastic  # the others continue without this host, or with its next launcher
         raise
     finally:
         if not leaving:

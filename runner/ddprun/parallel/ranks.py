@@ -33,10 +33,11 @@ _T = TypeVar("_T")
 
 
 class FirstFailure(NamedTuple):
-    """Which rank failed first, and its exit code."""
+    """Which rank failed first, or found a hang first."""
 
     rank: int | None  # None: another one of this host; nobody could be asked which
     exit_code: int
+    is_hang: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Ranks:
 
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
-    _store_answers: bool = True
+    _unanswered: threading.Thread | None = None  # asks the store, which has not answered in time
     _peers: dict[int, PeerLocation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,31 +211,30 @@ class Ranks:
             found: list[Any] = json.loads(store.get(key))
         return found
 
-    def claim_first_failure(self, exit_code: int) -> FirstFailure:
-        """Claim to be the first rank that failed; gives which one was.
+    def claim_first_failure(self, exit_code: int, *, is_hang: bool = False) -> FirstFailure:
+        """Claim to be the first rank that failed, or found a hang; gives which one was.
 
         A rank that raises claims before its connections close, so the others, whose collectives then break,
         find the claim taken and leave the screen to the cause.
         """
         if self._base_store is None:
-            return FirstFailure(self.rank, exit_code)
-        mine = json.dumps([self.rank, exit_code])
+            return FirstFailure(self.rank, exit_code, is_hang)
+        mine = json.dumps([self.rank, exit_code, is_hang])
         winner = self._query_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
         if winner is None:  # the store's own host is gone, or its process: only this host's ranks can agree
             is_first = claim_once(attempt_folder(), _FIRST_FAILURE)
-            return FirstFailure(self.rank if is_first else None, exit_code)
+            return FirstFailure(self.rank if is_first else None, exit_code, is_hang)
         return FirstFailure(*json.loads(winner))
 
     def first_failure(self) -> FirstFailure | None:
         """Which rank failed first; None if none has, or the store does not answer."""
-        if not self._store_answers:
-            return None
+        if self._unanswered is not None and self._unanswered.is_alive():
+            return None  # each further question would be a thread that waits, too
 
         def ask(store: dist.Store) -> str:
             return store.get(_FIRST_FAILURE).decode() if store.check([_FIRST_FAILURE]) else ""
 
         found = self._query_store(ask)
-        self._store_answers = found is not None  # else each question would leave a thread that waits
         return FirstFailure(*json.loads(found)) if found else None
 
     def is_on_another_host(self, rank: int | None) -> bool:
@@ -258,6 +258,7 @@ class Ranks:
         thread = threading.Thread(target=run, name="ddprun-store", daemon=True)
         thread.start()
         thread.join(_STORE_TIMEOUT_S)
+        self._unanswered = thread
         return answers[0] if answers else None
 
     def leave(self) -> None:

@@ -96,20 +96,15 @@ class LauncherWatchdog:
 
         A hang is found on one host first. Until another host asks, the ranks of this one may have ended.
         """
-        folders = self._attempt_folders()
+        folders = _attempt_folders(self._folder)
         newest = read_pages(folders[-1]) if folders else {}
         found = {rank: status for rank, status in newest.items() if status.reported}
         for folder in folders:
             found |= _live_ranks(folder)
         return found
 
-    def _attempt_folders(self) -> list[Path]:
-        """One folder for each time that ranks were started."""
-        found = self._folder.glob("*/attempt_[0-9]*")
-        return sorted(found, key=lambda folder: int(folder.name.rpartition("_")[2]))
-
     def _hang_found(self) -> None:
-        for folder in self._attempt_folders():
+        for folder in _attempt_folders(self._folder):
             if _live_ranks(folder):
                 _announce_hang(folder)
 
@@ -122,7 +117,7 @@ class LauncherWatchdog:
                 continue
             living: dict[Path, dict[int, RankStatus]] = {}
             with self._check_failures.reporting():
-                living = {folder: _live_ranks(folder) for folder in self._attempt_folders()}
+                living = {folder: _live_ranks(folder) for folder in _attempt_folders(self._folder)}
             for check in (self._check_ranks, self._check_launcher):
                 with self._check_failures.reporting():
                     check(living, passed)
@@ -170,6 +165,20 @@ class LauncherWatchdog:
             self.killed_ranks[status.rank] = f"{status.phase}{where}"
             with suppress(ProcessLookupError):
                 os.kill(status.pid, signal.SIGKILL)
+
+
+def connecting_ranks(folder: Path) -> list[int]:
+    """Ranks of this launcher, whose folder it is, that wait to be connected to others
+    (`RankStatus.is_connecting`).
+    """
+    found = (_live_ranks(attempt) for attempt in _attempt_folders(folder)[-1:])
+    return [rank for ranks in found for rank, status in ranks.items() if status.is_connecting]
+
+
+def _attempt_folders(folder: Path) -> list[Path]:
+    """One folder for each time that ranks were started, oldest first."""
+    found = folder.glob("*/attempt_[0-9]*")
+    return sorted(found, key=lambda attempt: int(attempt.name.rpartition("_")[2]))
 
 
 def _live_ranks(folder: Path) -> dict[int, RankStatus]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ddprun.standard_streams import print_stderr
-from ddprun.watchdog.status_page import StatusPage, Wait
+from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, Wait
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
@@ -36,9 +36,6 @@ _DEVICE_POLL_AGE_S = 1.0
 """A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
 Python's lock, and breaks the capture of a CUDA graph.
 """
-
-_SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
-"""Waits for ranks to which there is no connection yet that would break if they ended."""
 
 _ASK_EVERY_S = 1.0
 
@@ -129,6 +126,11 @@ class WatchedCollective:
 
     def done_when(self, has_ended: Callable[[], bool]) -> None:
         self.has_ended = has_ended
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the rank waits in it for others to which there is no connection yet."""
+        return self.op in SET_UP_OPS and self.failed_us is None
 
     @property
     def description(self) -> str:
@@ -301,10 +303,11 @@ class RankWatchdog(EngineListener):
                 waits = self.find_overdue(tick)
             with self._check_failures.reporting():
                 self.write_status(waits)
-            if waits and waits[0].pending.op in _SET_UP_OPS and now - asked > _ASK_EVERY_S:
+            oldest = waits[0].pending if waits else None
+            if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
                 with self._check_failures.reporting():
-                    self.end_after_failure(waits[0].pending.description)
-                asked = time.monotonic()
+                    self.end_after_failure(oldest.description)
+                asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
             another_found = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
             if (waits and waits[0].age_s > self.timeout_s) or another_found:

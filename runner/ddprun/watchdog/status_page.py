@@ -30,6 +30,9 @@ MAX_SEQUENCES = 1024
 LIFELESS_S = 3.0
 """A rank whose watchdog has not written for so long is stopped, or a call holds Python's lock."""
 
+SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
+"""What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile."""
+
 _ASK_S = 1.5
 """How long a launcher has to answer."""
 
@@ -134,6 +137,11 @@ class RankStatus:
 
     reported: bool
     """It has reported a hang in its log."""
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether it waits for ranks to which there is no connection yet that would break if they ended."""
+        return bool(self.waits) and self.waits[0].op in SET_UP_OPS
 
     def issued_count(self, sequence: int) -> int:
         """How many collectives of a sequence the rank has issued."""
