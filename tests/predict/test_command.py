@@ -32,7 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("explained")
     (folder / "good.yaml").write_text(GOOD)
     with Running(
-        "explain", "good.yaml", "--nnodes=2", "--link=10Mbit", "--latency=1ms", cwd=folder
+        "explain", "good.yaml", "--nnodes=2", "--link=1Mbit", "--latency=1ms", cwd=folder
     ) as command:
         finished = command.wait(90)
     assert finished.code == 0, finished.stderr
@@ -50,7 +50,7 @@ def test_a_short_run_is_taken_and_read(measured: tuple[Path, str]) -> None:
     """Each stage with steps has a prediction, hooks are judged, and an evaluation has none."""
     _, said = measured
     text = " ".join(said.split())
-    assert text.count("Predicted Over 10 Mbit/s, 1 ms between hosts, a step takes") == 2
+    assert text.count("Predicted Over 1 Mbit/s, 1 ms between hosts, a step takes") == 2
     assert "The limit is the link between hosts." in text
     assert text.count("fp16 It pays: ") == 2
     assert text.count("Memory A rank holds ") == 2
@@ -63,7 +63,7 @@ def test_a_saved_run_gives_the_same(measured: tuple[Path, str], capsys: Out) -> 
         "explain",
         str(file),
         "--nnodes=2",
-        "--link=10Mbit",
+        "--link=1Mbit",
         "--latency=1ms",
         "--from",
         str(saved(file)),
