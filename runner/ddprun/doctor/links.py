@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -297,15 +297,27 @@ def measure(
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
     try:
         link = _LinkBenchmark(device)
-        took = statistics.median(link.time_calls(_WARM_UP_BARRIERS))
+        took = _median_s(link.time_calls(_WARM_UP_BARRIERS))
         count = max(_WARM_UP_BARRIERS, min(_MOST_BARRIERS, int(_TOTAL_BARRIERS_S / took)))
-        latency_s = statistics.median(link.time_calls(count))
+        latency_s = _median_s(link.time_calls(count))
         both = link.bandwidth(dist.all_reduce)
         there, back = (link.bandwidth(partial(dist.broadcast, src=source)) for source in (0, 1))
         by_bytes = link.bandwidth_by_bytes(dist.all_reduce, latency_s)
         return LinkMeasurement(backend, latency_s, there, back, both, link.largest_bytes, by_bytes)
     finally:
         dist.destroy_process_group()
+
+
+class _Call(NamedTuple):
+    """One timed call."""
+
+    wall_s: float
+    cpu_s: float
+    """Processor time of all threads of the first host's process."""
+
+
+def _median_s(calls: Sequence[_Call]) -> float:
+    return statistics.median(call.wall_s for call in calls)
 
 
 class _LinkBenchmark:
@@ -321,35 +333,30 @@ class _LinkBenchmark:
         self.largest_bytes = 0
         """Size of the largest message."""
 
-    def time_calls(
-        self,
-        count: int,
-        send: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> list[float]:
-        """Times of `count` calls of `send`, each followed by a small all-reduce, in seconds of the clock."""
+    def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_Call]:
+        """`count` calls of `send`, each followed by a small all-reduce."""
         times = []
         self._barrier()
         for _ in range(count):
-            began = clock()
+            began, began_cpu = time.perf_counter(), time.process_time()
             send()
             self._barrier()
-            times.append(clock() - began)
+            times.append((time.perf_counter() - began, time.process_time() - began_cpu))
         found = torch.tensor(times, dtype=torch.float64, device=self._device)
         dist.broadcast(found, 0)
-        return list(found.tolist())
+        return [_Call(*one) for one in found.tolist()]
 
     def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
         """Median bandwidth in Mbit/s, in the direction that carries more."""
         nbytes = _FIRST_BYTES
-        took = self._time(collective, nbytes)
+        took = self._time(collective, nbytes).wall_s
         while took < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
             nbytes = min(4 * nbytes, _MAX_MESSAGE_BYTES)
-            took = self._time(collective, nbytes)
+            took = self._time(collective, nbytes).wall_s
         if took < _TARGET_TIMED_S:
             nbytes = min(int(nbytes * _TARGET_TIMED_S / took), _MAX_MESSAGE_BYTES)
         self.largest_bytes = max(self.largest_bytes, nbytes)
-        return 8e-6 * nbytes / self._median_time(collective, nbytes)
+        return 8e-6 * nbytes / _median_s(self._repeat(collective, nbytes))
 
     def bandwidth_by_bytes(
         self, collective: Callable[[torch.Tensor], object], latency_s: float
@@ -359,31 +366,26 @@ class _LinkBenchmark:
         """
         found, nbytes, took_s = list[tuple[int, float]](), _FIRST_BYTES, 0.0
         while nbytes <= _MAX_MESSAGE_BYTES and took_s < _LONG_CALL_S:
-            took_s, cpu_s = self._median_time(collective, nbytes), 0.0
-            if self._device.type == "cpu":
-                cpu_s = statistics.median(self._time(collective, nbytes, time.process_time) for _ in range(3))
-            if cpu_s > _MAX_CPU_SHARE * took_s:
+            calls = self._repeat(collective, nbytes)
+            took_s = _median_s(calls)
+            # What disturbs a process adds to its processor time: the least of some calls is the work itself.
+            if self._device.type == "cpu" and min(call.cpu_s for call in calls) > _MAX_CPU_SHARE * took_s:
                 found.clear()  # nor do shorter ones say anything of the link
             elif took_s > 3 * latency_s:
                 found.append((nbytes, 8e-6 * nbytes / (took_s - 2 * latency_s)))
             nbytes *= 4
         return found
 
-    def _median_time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> float:
-        times = [self._time(collective, nbytes)]
-        while len(times) < _REPEATS and sum(times) < _REPEATS_S:
-            times.append(self._time(collective, nbytes))
-        return statistics.median(times)
+    def _repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_Call]:
+        calls = [self._time(collective, nbytes)]
+        while len(calls) < _REPEATS and sum(call.wall_s for call in calls) < _REPEATS_S:
+            calls.append(self._time(collective, nbytes))
+        return calls
 
-    def _time(
-        self,
-        collective: Callable[[torch.Tensor], object],
-        nbytes: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> float:
+    def _time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> _Call:
         message = self._memory[: -(-nbytes // self._memory.element_size())]
-        (took_s,) = self.time_calls(1, lambda: collective(message), clock)
-        return took_s
+        (call,) = self.time_calls(1, lambda: collective(message))
+        return call
 
     def _barrier(self) -> None:
         dist.all_reduce(self._small)
