@@ -371,11 +371,12 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
-    """Exit code 1, and where its own words are."""
+    """Exit code 1, and where its own words are; also if the page cannot be written."""
     (tmp_path / "failing.py").write_text(
-        "import os\nfrom torch import nn\n\n\nclass Net(nn.Sequential):\n"
+        "from pathlib import Path\nfrom torch import nn\n\n\nclass Net(nn.Sequential):\n"
         "    def __init__(self, fail):\n        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
-        "        self.calls, self.fail = 0, fail\n\n    def forward(self, inputs):\n        self.calls += 1\n"
+        "        self.calls, self.fail = 0, fail\n        Path('out/report.html').mkdir(exist_ok=True)\n\n"
+        "    def forward(self, inputs):\n        self.calls += 1\n"
         "        if self.fail and self.calls > 30:\n            raise ValueError('on purpose')\n"
         "        return super().forward(inputs)\n"
     )
@@ -389,6 +390,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -
     table = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["verdict"] for row in table] == ["the first", "failed"]
     assert "failed with exit code 1; see out/1.log" in done.stderr
+    assert "ddprun: no page: " in done.stderr
     assert "on purpose" in (tmp_path / "out" / "1.log").read_text()
 
 

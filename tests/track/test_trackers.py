@@ -57,6 +57,29 @@ def loss(outputs, targets):
 """
 
 
+LOGGING = """
+import os
+import time
+
+import torch
+import wandb
+
+calls = 0
+
+
+def loss(outputs, targets):
+    global calls
+    calls += 1
+    end = time.monotonic() + 60
+    while calls == 9 and os.environ["RANK"] == "0" and wandb.run is None and time.monotonic() < end:
+        time.sleep(0.05)  # trackers begin beside the training
+    found = torch.nn.functional.cross_entropy(outputs, targets)
+    if wandb.run is not None:
+        wandb.log({"of_users_code": found.item()})
+    return found
+"""
+
+
 class Listening(Tracker):
     """Takes everything down; fails where it is told to."""
 
@@ -188,16 +211,22 @@ def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path) -> None:
-    """A file in the run's folder has curves, metrics and the pipeline: one for each tracker of two."""
+    """A file in the run's folder has curves, metrics and the pipeline: one for each tracker of two. What code
+    of the user logs is in the first one's, beside all that the tracker logs.
+    """
     pytest.importorskip("wandb", reason="no wandb here")
     both = [f"wandb: {{project: {name}, mode: offline, every: 4}}" for name in ("digits", "others")]
-    (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", f"[{', '.join(both)}]"))
+    (tmp_path / "logging_loss.py").write_text(LOGGING)
+    text = TEXT.replace("TRACK", f"[{', '.join(both)}]").replace("hooks:", "loss: logging_loss.loss\nhooks:")
+    (tmp_path / "p.yaml").write_text(text)
     done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
     assert done.code == 0, done.stderr
     folder = tmp_path / done.stdout.strip()
     assert not [event for event in events(folder) if event["event"] == "tracker_failed"]
     files = [file.read_bytes() for file in folder.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(files) == 2, "one of each project"
+    assert sum(b"of_users_code" in kept for kept in files) == 1
+    assert "ignored" not in done.stderr
     for kept in files:
         for name in (b"loss/mean", b"time/backward_seconds", b"communication/bytes", b"evaluate/accuracy"):
             assert name in kept

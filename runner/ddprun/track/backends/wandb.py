@@ -46,10 +46,13 @@ class Wandb(CurveTracker):
                 reinit="create_new" if wandb.run else None,
                 settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
             )
+        # W&B's own steps count calls of `log`, the user's too, and it drops points of a step that is past.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each of these curves."""
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say how it ended."""
