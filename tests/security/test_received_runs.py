@@ -405,6 +405,7 @@ def _set(value: Any, *keys: str | int) -> Change:
         (_set([1, 2], "telemetry", "totals"), "its telemetry cannot be read"),
         (_set({"x": 1}, "telemetry", "round"), "its telemetry cannot be read"),
         (_set("x", "telemetry", "own_loss"), "its telemetry cannot be read"),
+        (_set({}, "evaluations"), "it has no evaluations.best"),
         (_set({}, "reported"), "it has no reported.loss"),
         (_set({"x": 1}, "reported", "nonfinite"), "its reported cannot be read"),
         (_set({"x": 1}, "reported", "audit"), "its reported cannot be read"),

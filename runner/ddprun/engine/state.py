@@ -180,6 +180,8 @@ def validate_state(state: Mapping[str, Any]) -> None:
         if first["type"] == "missing":
             raise ValueError(f"it has no {path}") from None
         raise ValueError(f"its {path} is {first['input']!r:.40}") from None
+    if missing := Evaluations.model_fields.keys() - found.evaluations.model_fields_set:
+        raise ValueError(f"it has no evaluations.{min(missing)}")
     position, stages = found.position, found.pipeline.get("stages")
     entries, last = position.entries, position.stage
     for index, entry in enumerate(entries):
