@@ -35,8 +35,11 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.asked += 1
-        time.sleep(0.005)  # so that the first checkpoint is on disk soon
+        time.sleep(0.005)  # so that the next checkpoints are on disk soon
         if self.asked == self.kill:
+            until = time.monotonic() + (20 if self.signal == 9 else 0)
+            while not [*Path("run/checkpoints").glob("step-*")] and time.monotonic() < until:
+                time.sleep(0.01)  # the first one is still being written
             os.kill(os.getpid(), self.signal)
         with Path(f"asked-{RANK}").open("a") as file:
             print(index, file=file)
