@@ -12,6 +12,7 @@ from tests.ranks import ddprun
 
 MODULE = """
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -35,17 +36,22 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.asked += 1
-        time.sleep(0.005)  # so that the next checkpoints are on disk soon
+        time.sleep(0.005)  # checkpoints are written meanwhile
         if self.asked == self.kill:
-            until = time.monotonic() + (20 if self.signal == 9 else 0)
-            while not [*Path("run/checkpoints").glob("step-*")] and time.monotonic() < until:
-                time.sleep(0.01)  # the first one is still being written
+            if self.signal == signal.SIGKILL:
+                self.wait_for_checkpoint()
             os.kill(os.getpid(), self.signal)
         with Path(f"asked-{RANK}").open("a") as file:
             print(index, file=file)
         generator = torch.Generator().manual_seed(index)
         noise = 0.1 * torch.randn(1, 8, 8)  # of the generator that is part of the state
         return torch.randn(1, 8, 8, generator=generator) + noise, index % 10
+
+    def wait_for_checkpoint(self):
+        \"\"\"Until there is one to go on from: the first may still be being written.\"\"\"
+        until = time.monotonic() + 20
+        while not [*Path("run/checkpoints").glob("step-*")] and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def loud(output, target):

@@ -390,7 +390,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -
     table = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [row["verdict"] for row in table] == ["the first", "failed"]
     assert "failed with exit code 1; see out/1.log" in done.stderr
-    assert "ddprun: no page: " in done.stderr
+    assert "ddprun: cannot write out/report.html: Is a directory\n" in done.stderr
     assert "on purpose" in (tmp_path / "out" / "1.log").read_text()
 
 

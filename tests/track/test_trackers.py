@@ -231,6 +231,7 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path) -> None:
         for name in (b"loss/mean", b"time/backward_seconds", b"communication/bytes", b"evaluate/accuracy"):
             assert name in kept
         assert kept.count(b"loss/rank_0") >= 3, "steps 4, 8 and 12"
+        assert b'\x12\x01*"\x04step' in kept, "glob_name and step_metric of a MetricRecord: the x axis"
         assert b"batch_size" in kept
 
 

@@ -144,12 +144,13 @@ def _run_and_show(
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
         if len(seeds) > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
+        page_path = folder / "report.html"
         page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
         try:
-            (folder / "report.html").write_bytes(page.encode(errors="replace"))
-            click.echo(f"ddprun: {folder / 'report.html'}", err=True)
+            page_path.write_bytes(page.encode(errors="replace"))
+            click.echo(f"ddprun: {page_path}", err=True)
         except OSError as error:
-            click.echo(f"ddprun: no page: {error}", err=True)
+            click.echo(f"ddprun: cannot write {page_path}: {error.strerror or error}", err=True)
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
         text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"

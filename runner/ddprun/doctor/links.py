@@ -368,8 +368,9 @@ class _LinkBenchmark:
         while nbytes <= _MAX_MESSAGE_BYTES and took_s < _LONG_CALL_S:
             calls = self._repeat(collective, nbytes)
             took_s = _median_s(calls)
-            # What disturbs a process adds to its processor time: the least of some calls is the work itself.
-            if self._device.type == "cpu" and min(call.cpu_s for call in calls) > _MAX_CPU_SHARE * took_s:
+            # Disturbances add to both times: the least of some calls is the work itself.
+            least_s, least_cpu_s = map(min, zip(*calls, strict=True))
+            if self._device.type == "cpu" and least_cpu_s > _MAX_CPU_SHARE * least_s:
                 found.clear()  # nor do shorter ones say anything of the link
             elif took_s > 3 * latency_s:
                 found.append((nbytes, 8e-6 * nbytes / (took_s - 2 * latency_s)))
