@@ -27,7 +27,7 @@ test-slow: $(VENV)/.dev  ## soaks and large matrices
 	$(PYTEST) -m slow
 
 test-gpu:  ## what needs an NVIDIA GPU: with .venv or, without one, PYTHON and what it has; at most 8 minutes
-	PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/test-gpu
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu
 
 check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/ruff check .

@@ -8,6 +8,9 @@ import pytest
 # Before torch is imported anywhere: with more threads than cores per rank, times and bits are anyone's guess.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests fork ranks from a process that has counted GPUs: by CUDA's own count, a child could not use them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # What a shell starts in the background ignores SIGINT, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +79,9 @@ class FakeGpu(Gpu):
     def _new_event(self) -> Any:
         self.events_made += 1
         return FakeEvent(self._clock)
+
+    def on_this_thread(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def future(self) -> Future[Tensor]:
         return Future()

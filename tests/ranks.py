@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -254,10 +255,10 @@ class Running:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return [int(pid) for pid in listed.stdout.split()]
+        try:
+            return [child.pid for child in psutil.Process(self.process.pid).children()]
+        except psutil.NoSuchProcess:
+            return []
 
 
 def shared_memory_of(pids: Sequence[int]) -> list[Path]:

@@ -23,6 +23,7 @@ from tests.ranks import as_processes
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if "shared_memory" not in str(specs)]
 STEPS = 4

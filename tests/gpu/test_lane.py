@@ -33,6 +33,7 @@ from tests.ranks import as_processes
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 TIMEOUT = timedelta(seconds=60)
 SEVERAL = ("shared_memory", "hosts")  # which one rank over NCCL cannot have
@@ -94,7 +95,7 @@ def without_waiting(all_specs: list[Any]) -> list[str]:
 
 def test_no_hook_waits_for_the_gpu() -> None:
     """Torch raises where anything would. All stacks over NCCL, in one process."""
-    assert as_processes(1, without_waiting, STACKS) == [[]]
+    assert as_processes(1, without_waiting, STACKS, timeout_s=110) == [[]]
 
 
 class Slow(ddprun_hooks.Hook):
@@ -111,7 +112,7 @@ class Slow(ddprun_hooks.Hook):
 def cycles_of(ms: float) -> int:
     """So many cycles of the device take that long."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    sleep(10_000_000)
+    sleep(500_000_000)  # a quarter of a second, in which the device's clock comes to its full rate
     start.record()
     sleep(100_000_000)
     end.record()
@@ -216,6 +217,31 @@ def test_the_devices_clock_is_tied_to_the_hosts(figure: Figure) -> None:
     assert len(times) > 200
     assert times == sorted(times)
     assert abs(middle) < 200
+
+
+def waiting_streams(connections: int) -> float:
+    """Milliseconds of the host for a new base of the clock, while many streams wait for the device."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
+    gpu = Gpu(torch.device("cuda", 0))
+    clock, streams = StreamClock(gpu), [gpu.new_stream(urgent=True) for _ in range(20)]
+    cycles = cycles_of(300)
+    torch.cuda.synchronize()
+    sleep(cycles)
+    filled = gpu.record_timestamp()
+    for stream in streams:
+        stream.wait_event(filled.event)
+        gpu.record_timestamp(stream)
+    start = time.monotonic()
+    clock.reanchor()
+    return 1000 * (time.monotonic() - start)
+
+
+@pytest.mark.parametrize("connections", [8, 32])
+def test_the_clock_does_not_wait_behind_streams_that_wait(figure: Figure, connections: int) -> None:
+    """As many as the queues of a run have; the device is busy for 300 ms."""
+    ((took_ms),) = as_processes(1, waiting_streams, connections)
+    figure("a new base of the clock", f"{took_ms:.1f} ms")
+    assert took_ms < 50
 
 
 def staged() -> tuple[float, float, bool]:

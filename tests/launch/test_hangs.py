@@ -4,13 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ddprun.watchdog.status_page import RankStatus, read_page
@@ -109,10 +109,7 @@ def started(folder: Path, *arguments: str, **more: Any) -> Iterator[Running]:
 
 def workers_of(pid: int) -> list[int]:
     """A rank's loading processes."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
-    )
-    return [int(child) for child in listed.stdout.split()]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def halting(rank: int, where: str, call: int) -> str:

@@ -57,3 +57,17 @@ def test_a_mark_is_read_once_and_its_event_used_again(drifting: tuple[Time, Fake
         assert clock.times([mark, first]) == [first, first]
         assert mark.has_passed()
     assert gpu.events_made == 2  # the base's, and one for all marks
+
+
+def test_an_event_goes_back_to_the_gpu_object_that_made_it(
+    drifting: tuple[Time, FakeGpu, StreamClock],
+) -> None:
+    """The exchange records timestamps, and the clock reads them: 25 buckets a step, and none is left over."""
+    time, of_clock, clock = drifting
+    of_exchange = FakeGpu(time.device)
+    for _ in range(40):
+        for timestamp in [of_exchange.record_timestamp() for _ in range(25)]:
+            clock.us(timestamp)
+        clock.reanchor()
+    assert of_exchange.events_made == 25
+    assert of_clock.events_made == 2  # the base's, and the next one's

@@ -8,9 +8,11 @@ from torch import Tensor
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.communicator import Communicator, split_by_rank
+from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload
 
 _MIN_KERNEL_NUMEL = 1 << 20  # values; of fewer, starting six kernels should take longer than they save
+_MAX_NUMEL = (1 << 31) - (1 << 20)  # values: indices have 32 bits, and a kernel's go as far beyond the last
 
 
 class TopK(ErrorFeedback):
@@ -30,9 +32,14 @@ class TopK(ErrorFeedback):
         self.density = density
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        dtype = payload.tensor.dtype
+        dtype, numel = payload.tensor.dtype, payload.tensor.numel()
+        if numel > _MAX_NUMEL:
+            raise ExchangeError(
+                f"topk sends indices of 32 bits, so a bucket has at most {_MAX_NUMEL:,} values; bucket "
+                f"{payload.bucket} has {numel:,}: set ddp.bucket_cap_mb lower, or use another hook"
+            )
         residual = self.residual(payload, comm.size)
-        count = math.ceil(self.density * residual.numel())
+        count = math.ceil(self.density * numel)
         gathered = await comm.all_gather(take_largest(payload.tensor, residual, count))
 
         total = torch.zeros_like(residual)

@@ -14,10 +14,11 @@ _ALIGNMENT_BYTES = 64  # where a tensor begins in a block, in bytes
 class StreamTimestamp:
     """A moment on a stream: a CUDA event, or once that was read its time."""
 
-    __slots__ = ("_event", "us")
+    __slots__ = ("_event", "_gpu", "us")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, gpu: "Gpu") -> None:
         self._event: torch.cuda.Event | None = event
+        self._gpu = gpu  # whose event it is
         self.us: int | None = None  # microseconds of this rank's monotonic clock, once it was read
 
     @property
@@ -31,7 +32,15 @@ class StreamTimestamp:
         read asks no device.
         """
         event = self._event
-        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+        if event is None:
+            return True
+        with self._gpu.on_this_thread():
+            return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def set_time(self, us: int) -> None:
+        """Note when it was; its event serves another one."""
+        event, self.us, self._event = self.event, us, None
+        self._gpu.give_back(event)
 
 
 class Gpu:
@@ -69,7 +78,7 @@ class Gpu:
         """Note this moment of a stream; None: of the current one."""
         event = self.take_event()
         event.record(stream or self.current_stream())
-        return StreamTimestamp(event)
+        return StreamTimestamp(event, self)
 
     def take_event(self) -> torch.cuda.Event:
         """An event with a time, not recorded yet."""
@@ -82,10 +91,16 @@ class Gpu:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return event
 
-    def set_time(self, timestamp: StreamTimestamp, us: int) -> None:
-        """Give a timestamp its time; its event serves another one."""
-        event, timestamp.us, timestamp._event = timestamp.event, us, None
+    def give_back(self, event: torch.cuda.Event) -> None:
+        """Keep an event that nobody needs any more for the next one who takes one."""
         self._events.append(event)
+
+    def on_this_thread(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread asks this GPU. A thread that has not said which one it means would make
+        a context on the first GPU, hundreds of megabytes for each rank.
+        """
+        context: AbstractContextManager[None] = torch.cuda.device(self.device)
+        return context
 
     def future(self) -> Future[Tensor]:
         """A future to be completed on the current stream; whoever waits for it has their own stream wait for
@@ -189,7 +204,8 @@ class PinnedStaging:
 
     def wait(self) -> None:
         """Wait for the copies; on any thread."""
-        self._done.synchronize()
+        with self._gpu.on_this_thread():
+            self._done.synchronize()
 
     def release(self) -> None:
         """The copies are not needed any more: their memory serves the next ones."""

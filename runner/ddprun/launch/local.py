@@ -208,17 +208,12 @@ class Agent(LocalElasticAgent):
         assert self._pcontext is not None
         close = self._pcontext.close
 
-        def close_in_time(death_sig: signal.Signals | None = None, timeout: int = self._close_s) -> None:
-            close(death_sig, timeout)
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+            # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails.
+            close(death_sig or signal.SIGTERM, _FORCED_KILL_S if self.kill_at_once else self._close_s)
 
         setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
         return started
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks: the signal goes to all of them, and SIGKILL after the timeout in seconds."""
-        if self.kill_at_once:
-            death_sig, timeout = signal.SIGTERM, _FORCED_KILL_S
-        super()._shutdown(death_sig, timeout)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed

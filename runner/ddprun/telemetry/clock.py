@@ -93,7 +93,7 @@ class StreamClock(Clock):
         if mark.us is None:
             event = mark.event
             event.synchronize()
-            self._gpu.set_time(mark, round(self._time_of(event)))
+            mark.set_time(round(self._time_of(event)))
         assert mark.us is not None
         return mark.us
 
@@ -109,6 +109,7 @@ class StreamClock(Clock):
     def reanchor(self) -> None:
         event, host_us = self._base_event()
         device_us = self._time_of(event)
+        self._gpu.give_back(self._base)
         self._base, self._base_us = event, device_us
         drift_us = host_us - device_us
         self._rate = 1.0 + max(-_MAX_DRIFT_RATE, min(_MAX_DRIFT_RATE, drift_us / 1e6))
