@@ -3,12 +3,22 @@
 import json
 import os
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import pytest
+
+from tests.ranks import Finished, ddprun
+
+FRESH = ("-m", "ddprun")  # a new Python: NCCL needs NVML, which does not outlive a fork
 
 Figure = Callable[[str, str], None]
 
 _figures: dict[str, list[str]] = {}
+
+
+def on_gpu(*arguments: str | Path, cwd: Path) -> Finished:
+    """Run `ddprun` in a fresh process, with fresh ranks, to its end."""
+    return ddprun(*arguments, cwd=cwd, module=FRESH)
 
 
 @pytest.fixture

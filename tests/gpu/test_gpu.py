@@ -7,7 +7,7 @@ import torch
 
 from ddprun.telemetry.steps import PARTS
 from tests.engine.running import lines, summary
-from tests.ranks import ddprun
+from tests.gpu.conftest import on_gpu as ddprun
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.checkpoint.folder import steps_in
 from tests.engine.running import lines, summary
-from tests.gpu.conftest import Figure
-from tests.ranks import Running, as_processes, ddprun
+from tests.gpu.conftest import FRESH, Figure
+from tests.gpu.conftest import on_gpu as ddprun
+from tests.ranks import Running, as_processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +55,7 @@ def broken_off_and_resumed(folder: Path, ranks: int, text: str, *changes: str) -
     whole = ddprun("p.yaml", *options, "--run-dir", "whole", cwd=folder)
     assert whole.code == 0, whole.stderr
     checkpoints = folder / "part" / "checkpoints"
-    with Running("p.yaml", *options, "--run-dir", "part", cwd=folder) as running:
+    with Running("p.yaml", *options, "--run-dir", "part", cwd=folder, module=FRESH) as running:
         until = time.monotonic() + 60
         while not steps_in(checkpoints) and time.monotonic() < until:
             time.sleep(0.005)

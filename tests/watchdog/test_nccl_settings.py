@@ -15,7 +15,12 @@ def test_torchs_monitor_waits_for_the_watchdogs_report(timeout_s: float, heartbe
         prepare_nccl(timeout_s)
         assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
         assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
-    own = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    own = {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7",
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     with mock.patch.dict(os.environ, own, clear=True):
         prepare_nccl(timeout_s)
         assert own.items() <= os.environ.items()

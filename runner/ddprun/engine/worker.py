@@ -88,9 +88,10 @@ _NCCL_VARIABLES = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with CUDA's 8, the clock's stream waits behind those of buckets
 }
-"""So that ranks' watchdogs report before torch's own, and process groups do not wait for each other on a GPU
-(`docs/reliability.md`).
+"""So that ranks' watchdogs report before torch's own, and neither process groups nor streams wait for each
+other on a GPU (`docs/reliability.md`).
 """
 
 _HEARTBEAT_S = 480
