@@ -362,6 +362,13 @@ def test_cuda_graphs_on_a_cpu(loaded: Load) -> None:
     assert told(loaded, "compile: {mode: reduce-overhead}\n") == []
 
 
+def test_cuda_graphs_lose_only_gradients_that_accumulate(loaded: Load) -> None:
+    """Which file is refused for it: `bad/cuda-graphs-accumulate.yaml`."""
+    assert told(loaded, "compile: {mode: max-autotune}\n") == []
+    assert told(loaded, "compile: {mode: max-autotune}\naccumulate: 2\nlaunch: {device: cpu}\n") == []
+    assert told(loaded, "compile: {mode: max-autotune-no-cudagraphs}\naccumulate: 2\n") == []
+
+
 def test_every_policy_says_its_period() -> None:
     """The option that a message names is the one that the plan goes by. Without one ranks synchronise at
     every step or never; and with one, never if it is only some ranks that exchange.

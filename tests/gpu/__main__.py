@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-LIMIT_S = 480.0  # of all parts
+LIMIT_S = 560.0  # of all parts
 _END_S = 8  # from SIGINT, at which pytest prints its summary, to SIGKILL
 _ROOT = Path(__file__).parents[2]
 _PART_VARIABLE = "DDPRUN_GPU_TESTS_PART"
@@ -41,10 +41,11 @@ class Part(NamedTuple):
 PARTS = (
     Part("first run over NCCL", 60, "test_gpu.py", "fp32 and nccl or more_ranks"),
     Part("kernels, bits", 120, "test_kernels_on_gpu.py", "normal", alone=False),
-    Part("hooks as on the CPU", 150, "test_hooks_on_gpu.py", alone=False),
-    Part("resumed runs", 120, "test_runs_on_gpu.py", "resumed", alone=False),
-    Part("compiled runs", 120, "test_runs_on_gpu.py", "compiled", alone=False),
-    Part("other precisions, Gloo", 120, "test_gpu.py", "not (fp32 and nccl) and not more_ranks", alone=False),
+    Part("hooks as on the CPU", 220, "test_hooks_on_gpu.py", alone=False),
+    Part("resumed runs", 220, "test_runs_on_gpu.py", "resumed", alone=False),
+    Part("compiled runs", 180, "test_runs_on_gpu.py", "compiled", alone=False),
+    Part("other precisions, Gloo", 220, "test_gpu.py", "not (fp32 and nccl) and not more_ranks", alone=False),
+    Part("hang, clocks, refusal", 150, "test_runs_on_gpu.py", "hangs or jump or shared_memory", alone=False),
     Part(
         "kernels, other values",
         120,
@@ -54,8 +55,7 @@ PARTS = (
     ),
     Part("streams, clocks, copies", 120, "test_lane.py"),
     Part("kernels, speed", 35, "test_kernels_on_gpu.py", "quantising or other_kernels"),
-    Part("cost of a step", 80, "test_runs_on_gpu.py", "costs"),
-    Part("hang, clocks, refusal", 50, "test_runs_on_gpu.py", "hangs or jump or shared_memory"),
+    Part("cost of a step", 150, "test_runs_on_gpu.py", "costs"),
 )
 
 
@@ -110,7 +110,7 @@ def run_part(number: int, limit_s: float, out: Path) -> int:
         _PART_VARIABLE: str(number),
     }
     options = ["-v", "-rA", "--tb=short", "--color=no", "--durations=5", "-m", "gpu"]
-    plugins = ["-p", "pytest_timeout", "-p", "no:cacheprovider", "--timeout", "120"]
+    plugins = ["-p", "pytest_timeout", "-p", "no:cacheprovider", "--timeout", "200"]
     tests = [f"{_ROOT / 'tests' / 'gpu' / part.file}", *(["-k", part.select] if part.select else [])]
     with (out / f"{number}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -148,12 +148,16 @@ def machine() -> str:
 
 
 def table(results: Path) -> list[str]:
-    """The machine, and a row for each test that has ended."""
-    rows = [machine(), "", "| test | result | s | figures |", "|---|---|---|---|"]
-    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
-        one = json.loads(line)
-        name = one["test"].removeprefix("tests/gpu/").replace("|", "\\|")
-        rows.append(f"| {name} | {one['outcome']} | {one['s']:.1f} | {'; '.join(one['figures'])} |")
+    """The machine, how many tests have passed, and a row for each of the others and of those with figures."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    found = [json.loads(line) for line in lines]
+    passed = sum(one["outcome"] == "passed" for one in found)
+    rows = [machine(), "", f"{passed} of {len(found)} tests passed.", ""]
+    rows += ["| test | result | s | figures |", "|---|---|---|---|"]
+    for one in found:
+        if one["figures"] or one["outcome"] != "passed":
+            name = one["test"].removeprefix("tests/gpu/").replace("|", "\\|")
+            rows.append(f"| {name} | {one['outcome']} | {one['s']:.1f} | {'; '.join(one['figures'])} |")
     return rows
 
 

@@ -72,7 +72,7 @@ def test_a_gpu_computes_what_the_cpu_does(specs: Specs, ranks: int, backend: str
         for cpu, gpu in pairs:
             assert cpu.abs().sum() > 0
             if "powersgd" in str(specs):
-                assert torch.allclose(gpu, cpu, rtol=1e-2, atol=1e-3)
+                assert (gpu - cpu).norm() < 2e-2 * cpu.norm()
             elif ranks <= 2 or adds_in_rank_order(specs):
                 assert torch.equal(gpu, cpu)
             else:

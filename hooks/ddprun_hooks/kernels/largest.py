@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ddprun_hooks.kernels.casts import is_finite, load_fp32
 
-_LAUNCH = {"TILE": 2048, "num_warps": 8, "enable_fp_fusion": False}  # 8 values for each thread
-_PROGRAMS = 512
+_LAUNCH = {"TILE": 1024, "num_warps": 4, "enable_fp_fusion": False}  # 8 values for each thread
+_PROGRAMS = 1024
 _BINS = tl.constexpr(256)
 _LEVELS = tl.constexpr(4)  # 8 bits at a time, of 31
 
@@ -57,7 +57,9 @@ def histogram_next_bits(residual, bins, numel, tiles, k, LEVEL: tl.constexpr, TI
         mask = at < numel
         size = _magnitude_bits(load_fp32(residual + at, mask))
         bits = (size << 1 >> (shift - 7)) & 0xFF  # the last of the 32 bits is not a magnitude's: it is 0
-        counts += tl.histogram(bits, _BINS, mask & (size >> shift == upper))
+        match = mask & (size >> shift == upper)
+        if tl.max(match.to(tl.int32), 0) > 0:  # most tiles have none of the last bits
+            counts += tl.histogram(bits, _BINS, match)
     tl.atomic_add(bins + LEVEL * _BINS + tl.arange(0, _BINS), counts)
 
 
@@ -112,20 +114,23 @@ def write_largest(
         mask = at < numel
         x = load_fp32(residual + at, mask)
         size = _magnitude_bits(x)
-        larger = (mask & (size > threshold)).to(tl.int32)
-        same = (mask & (size == threshold)).to(tl.int32)
-        order = equal + tl.cumsum(same, 0) - same  # how many equal ones come before
-        taken_same = (same > 0) & (order < of_equal)
-        taken = (larger > 0) | taken_same
-        place = tl.where(taken_same, k - of_equal + order, above + tl.cumsum(larger, 0) - larger)
+        larger = mask & (size > threshold)
+        same = mask & (size == threshold)
+        both = larger.to(tl.int32) | same.to(tl.int32) << 16
+        upto = tl.cumsum(both, 0)  # with each value itself: larger ones in the low bits, equal ones above
+        order = equal + (upto >> 16) - 1  # how many equal ones come before an equal one
+        taken_same = same & (order < of_equal)
+        taken = larger | taken_same
+        place = tl.where(taken_same, k - of_equal + order, above + (upto & 0xFFFF) - 1)
         sent = x.to(values.dtype.element_ty)
         tl.store(indices + place, at, taken)
         tl.store(values + place, sent, taken)
         left = tl.where(taken, x - sent.to(tl.float32), x)
         sound = is_finite(left)
         tl.store(residual + at, tl.where(sound, left, 0.0), taken | mask & ~sound)
-        above += tl.sum(larger, 0)
-        equal += tl.sum(same, 0)
+        total = tl.sum(both, 0)
+        above += total & 0xFFFF
+        equal += total >> 16
 
 
 @triton.jit

@@ -341,6 +341,28 @@ def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
     yield KeyConflict(("compile", "blocks"), text, "write compile: true, or name the modules")
 
 
+@register_check("compile", "launch", "accumulate", "stages")
+def _graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    """Torch keeps the first micro-step's gradients in a graph's memory, which the next ones overwrite; what
+    they add is lost. Seen on an H200 with torch 2.11.
+    """
+    if pipeline.compile is None or pipeline.launch.device == "cpu":
+        return
+    mode = pipeline.compile.mode
+    if mode not in ("reduce-overhead", "max-autotune"):
+        return
+    for stage in pipeline.train_stages():
+        accumulate = stage.effective_settings(pipeline).accumulate
+        if accumulate > 1:
+            text = (
+                f'"mode: {mode}" clashes with {setting_text(stage, "accumulate", accumulate)}: CUDA graphs '
+            )
+            text += "overwrite gradients that accumulate, without an error"
+            hint = "write max-autotune-no-cudagraphs, or default"
+            yield KeyConflict(("compile", "mode"), text, hint)
+            return
+
+
 @register_check("compile", "launch", "deterministic")
 def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.compile is None:
