@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,6 +11,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -35,18 +35,24 @@ def _is_early(variable: str) -> bool:
     return variable.startswith(("LD_", "LC_", "PYTHON", "OMP_")) and variable != "PYTHONPATH"
 
 
-# Below the ports that the kernel gives to outgoing connections, and others for each process of the tests: a
-# port that is given here stays free until somebody listens there.
-_PORTS = itertools.cycle(range(10_000 + os.getpid() % 200 * 100, 10_100 + os.getpid() % 200 * 100))
+_HELD: deque[socket.socket] = deque()
+_MAX_HELD = 100
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody uses now."""
-    for port in _PORTS:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("ports have no end")
+    """A TCP port on loopback that nobody uses now.
+
+    It stays bound, so that the kernel gives it neither to another process nor to an outgoing connection. Who
+    sets SO_REUSEADDR, as servers do, may listen there.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    if len(_HELD) > _MAX_HELD:  # the test that had it is over
+        _HELD.popleft().close()
+    port: int = held.getsockname()[1]
+    return port
 
 
 def as_processes(
