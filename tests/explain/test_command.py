@@ -372,7 +372,10 @@ def test_torch_waits(args: list[str]) -> None:
 
 
 def test_as_a_process_under_detailed_debugging(file: Path) -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, in which DDP crashes, nothing crashes."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, in which DDP crashes, nothing crashes: here DDP itself is asked
+    for its buckets.
+    """
+    file.write_text(GOOD.replace("bucket_cap_mb: 1", "bucket_cap_mb: 1, find_unused_parameters: true"))
     done = python("-m", "ddprun", "explain", file, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("explained: 4 ranks on 1 host\n")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
-from ddprun.predict.links import TCP_SHARE, Link, Links, link_text, parse_links, rate_text
+from ddprun.predict.links import Link, Links, link_text, parse_links, rate_text
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,8 @@ from ddprun.predict.links import TCP_SHARE, Link, Links, link_text, parse_links,
     ],
 )
 def test_a_rate_is_what_headers_leave_of_it(text: str, bytes_per_s: float) -> None:
-    """Bits or bytes, with prefixes of 1000."""
-    assert parse_links(text).across.bytes_per_s == pytest.approx(TCP_SHARE * bytes_per_s)
+    """Bits or bytes, with prefixes of 1000; 1,448 of the 1,538 bytes of an Ethernet frame are payload."""
+    assert parse_links(text).across.bytes_per_s == pytest.approx(bytes_per_s * 1448 / 1538, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -43,32 +44,38 @@ def test_latencies(text: str, seconds: float) -> None:
 def test_each_level_has_its_own() -> None:
     """What has no name is that between hosts."""
     found = parse_links("within=50GB/s,across=10Gbit", "across=20us")
-    assert found.within == Link(TCP_SHARE * 50e9, 0.0)
-    assert (found.across.bytes_per_s, found.across.latency_s) == pytest.approx((TCP_SHARE * 1.25e9, 2e-5))
-    assert parse_links("10Gbit") == Links(across=Link(TCP_SHARE * 1.25e9))
-    assert parse_links(None) == Links()
+    assert (found.within.bytes_per_s, found.within.latency_s) == (pytest.approx(47e9), 0.0)
+    assert (found.across.bytes_per_s, found.across.latency_s) == pytest.approx((1.175e9, 2e-5))
+    assert parse_links("10Gbit") == Links(across=Link(found.across.bytes_per_s))
+    assert parse_links(None) == Links(Link(math.inf, 0.0), Link(math.inf, 0.0))
+
+
+@pytest.mark.parametrize("text", ["fast", "100", "0Mbit", "-1Mbit", "100mbit", "1Gbit 2Gbit", ""])
+def test_what_is_no_rate(text: str) -> None:
+    """It is named, and so is what would do."""
+    said = re.escape(f'"{text}" is not a rate; write 100Mbit, 2.5Gbit, 10GB/s or unlimited')
+    for rates in (text, f"within={text}"):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            parse_links(rates)
+
+
+@pytest.mark.parametrize("text", ["8", "8 minutes", "-8ms", "1e-3s", ""])
+def test_what_is_no_time(text: str) -> None:
+    """It is named, and so is what would do."""
+    said = re.escape(f'"{text}" is not a time; write 5us, 0.3ms or 1s')
+    for latencies in (text, f"across={text}"):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            parse_links(None, latencies)
 
 
 @pytest.mark.parametrize(
-    ("rate", "latency"),
-    [
-        ("fast", None),
-        ("100", None),
-        ("0Mbit", None),
-        ("-1Mbit", None),
-        ("100mbit", None),
-        ("within=1Gbit,within=2Gbit", None),
-        ("inside=1Gbit", None),
-        ("within=", None),
-        (None, "8"),
-        (None, "8 minutes"),
-        (None, "-8ms"),
-    ],
+    "text", ["within=1Gbit,within=2Gbit", "inside=1Gbit", "=1Gbit", "within=1Gbit,2Gbit"]
 )
-def test_what_is_neither_a_rate_nor_a_time(rate: str | None, latency: str | None) -> None:
-    """It is named, and so is what would do."""
-    with pytest.raises(ValueError, match=r"(write|must name)"):
-        parse_links(rate, latency)
+def test_what_names_no_link(text: str) -> None:
+    """The whole text is named, and the two names there are."""
+    said = re.escape(f'"{text}" must name "within" and "across", each at most once')
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        parse_links(text)
 
 
 def test_a_link_that_doctor_has_measured(tmp_path: Path) -> None:
