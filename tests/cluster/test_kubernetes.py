@@ -222,9 +222,9 @@ def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
     [
         ("{pod: {containers: []}}", 'kubernetes.pod.containers: "containers" is set by ddprun; there is one'),
         ("{pod: {Node: 1}}", 'kubernetes.pod.Node: "Node" is not a field of a pod; as in nodeSelector'),
-        ("{memory: lots}", "kubernetes.memory"),
-        ("{kind: pod}", "kubernetes.kind"),
-        ("{claims: {data: relative}}", "kubernetes.claims"),
+        ("{memory: lots}", 'kubernetes.memory: cannot be "lots"; a number of bytes, as in 512Mi or 8Gi'),
+        ("{kind: pod}", 'kubernetes.kind: unknown value "pod"; allowed: trainjob, job'),
+        ("{claims: {data: relative}}", 'kubernetes.claims.data: cannot be "relative"; a path from "/" on'),
     ],
 )
 def test_bad_values_are_faults_of_the_file(tmp_path: Path, asked: str, told: str) -> None:

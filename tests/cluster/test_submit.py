@@ -103,7 +103,7 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
         ("{options: {-N: 2}}", '"-N" is not a long option of sbatch'),
         ('{options: {comment: "a\\n#SBATCH --uid=0"}}', "cannot hold quotes, backslashes or line ends"),
         ('{options: {mem: "64G\\n"}}', "cannot hold quotes, backslashes or line ends"),
-        ("{partition: 'a b'}", "slurm.partition"),
+        ("{partition: 'a b'}", 'slurm.partition: cannot be "a b"; letters, digits and'),
         ("{nodes: 0}", "slurm.nodes: must be greater than 0, got 0"),
         ("{gpu: 2}", 'unknown key "gpu"'),
     ],
@@ -332,11 +332,17 @@ def test_what_docker_inspect_shows_is_said(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_folders_of_ones_own_are_mounted(submitted: Submitted) -> None:
-    """For data and runs."""
+    """For runs, and for data, which is only read; in a network of one's own."""
     keys = "{network: mine, runs: /home/me/runs, mounts: {/mnt/images: /data, /usr/share/dict: /words}}"
     code, out, told = submitted("docker", more=f"docker: {keys}\n")
     assert (code, told) == (0, "")
-    assert "/usr/share/dict" in out
+    (made,) = [one["body"] for one in yaml.safe_load_all(out) if "containers" in one.get("POST", "")]
+    assert made["HostConfig"]["NetworkMode"] == "mine"
+    assert made["HostConfig"]["Mounts"] == [
+        {"Type": "bind", "Source": "/home/me/runs", "Target": "/workspace/runs"},
+        {"Type": "bind", "Source": "/mnt/images", "Target": "/data", "ReadOnly": True},
+        {"Type": "bind", "Source": "/usr/share/dict", "Target": "/words", "ReadOnly": True},
+    ]
 
 
 def test_the_engine_starts_no_container_again(submitted: Submitted) -> None:

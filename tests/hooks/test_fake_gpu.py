@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
@@ -29,12 +30,23 @@ LAYOUT = BucketLayout(0, "float32", sum(param.numel for param in PARAMS), PARAMS
 STACKS = [specs for specs in [*EXACT, *LOSSY, *CASTS] if "shared_memory" not in str(specs)]
 
 
+class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses tensors of two devices: meta tensors take another's where they are changed in place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
+        if len({one.device for one in operands}) > 1:
+            raise RuntimeError(f"{func}: operands are on more than one device")
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """Inside, tensors say that they are on a GPU."""
     is_cuda = mock.patch.object(Tensor, "is_cuda", property(lambda self: True))
     with (
         is_cuda,
+        OneDevice(),
         mock.patch.object(cast, "copy_scalar_to_host", lambda code: torch.zeros((), dtype=code.dtype)),
     ):
         yield
@@ -78,6 +90,8 @@ def test_the_stand_in_for_a_gpu_sees_a_wait_and_mixed_devices() -> None:
             bool(values.any())
         with pytest.raises(RuntimeError, match="device"):
             values + torch.ones(4)
+        with pytest.raises(RuntimeError, match="device"):
+            values.add_(torch.ones(4))
 
 
 @pytest.mark.parametrize("wire", [Int8(256), Int4(64), Fp8(256)])
