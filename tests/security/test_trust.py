@@ -378,7 +378,7 @@ def test_built_in_and_torchs_own_are_always_allowed(
     model = build.build_model(loaded)
     optimizer = build.build_optimizer(loaded, model)
     assert build.build_schedule(loaded, "schedule", loaded.pipeline.schedule, optimizer, 5) is not None
-    assert build.build_loss(loaded, torch.device("cpu")) is not None
+    assert build.build_loss(loaded) is not None
 
 
 @pytest.mark.parametrize(
@@ -419,10 +419,7 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
     [
         ("model={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_model),
         ("data={tests.security.lab.computed_shell: {command: 'touch ran'}}", build.build_data),
-        (
-            "loss=tests.security.lab.computed_shell",
-            lambda loaded: build.build_loss(loaded, torch.device("cpu")),
-        ),
+        ("loss=tests.security.lab.computed_shell", build.build_loss),
         (
             "optimizer=tests.security.lab.computed_shell",
             lambda loaded: build.build_optimizer(loaded, nn.Linear(1, 1)),

@@ -36,13 +36,12 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
     },
     "loss": {
         "NLLLoss2d": "torch has deprecated it; use nll_loss",
-        "LinearCrossEntropyLoss": "it holds weights of its own, which no optimizer here would train",
     },
 }
 _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "optimizer": frozenset({"self", "params"}),
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
-    "loss": frozenset({"self", "size_average", "reduce"}),
+    "loss": frozenset({"self", "size_average", "reduce", "device", "dtype", "options"}),
 }
 Schema = dict[str, Any]
 """JSON Schema of what a parameter takes, as far as a file can hold it: `type`, `enum`, `items`,

@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,10 @@ from ddprun.config.choices import parse_object_ref
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, parse_path
 from ddprun.engine.data import is_iterable
+from ddprun.engine.model_with_loss import LossFunction, ModelWithLoss, belongs_to_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
-from ddprun.engine.weights import freeze, parameter_groups
+from ddprun.engine.weights import averages_itself, freeze, parameter_groups
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.zoo.data import DATASETS, DataError, Split
 from ddprun.zoo.functions import FUNCTIONS
@@ -235,14 +237,11 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
 
 
 def build_model(loaded: LoadedPipeline) -> nn.Module:
-    """The model that the file chooses, on the CPU, with what it freezes."""
+    """The model that the file chooses, on the CPU."""
     chosen = ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
     made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
         raise chosen.error(chosen.describe_result(made), _REQUIREMENTS_BY_KIND["model"].description)
-    if not any(param.requires_grad for param in made.parameters()):
-        raise chosen.error(f'"{chosen.name}" has no parameter to train')
-    freeze(loaded, made)
     return made
 
 
@@ -364,8 +363,8 @@ def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     return ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
 
 
-def build_loss(loaded: LoadedPipeline, device: torch.device) -> Callable[[Any, Any], Tensor] | None:
-    """The loss as a function of (output, target); None where the model returns its own."""
+def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
+    """The loss as a function of (output, target), on the CPU; None where the model returns its own."""
     chosen = ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
@@ -375,19 +374,49 @@ def build_loss(loaded: LoadedPipeline, device: torch.device) -> Callable[[Any, A
             name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
             for name, value in chosen.options.items()
         }
-        made = chosen.call_constructor(lambda: getattr(nn, chosen.name)(**options))
-        return made.to(device)  # type: ignore[no-any-return]
+        made: Callable[[Any, Any], Tensor] = chosen.call_constructor(
+            lambda: getattr(nn, chosen.name)(**options)
+        )
+        return made
     target = chosen.import_target()
-    if not inspect.isclass(target):
-        return functools.partial(target, **chosen.options) if chosen.options else target
-    made = chosen.call()
-    return made.to(device) if isinstance(made, nn.Module) else made
+    if inspect.isclass(target):
+        made = chosen.call()
+    elif any(isinstance(option, nn.Module) for option in chosen.options.values()):
+        made = LossFunction(target, chosen.options)
+    else:
+        made = functools.partial(target, **chosen.options) if chosen.options else target
+    return made
+
+
+def join_loss(
+    loaded: LoadedPipeline, model: nn.Module, loss: object, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    """What is trained: the model, on its device already, and a loss that is a module, which comes there, too.
+    Freezes what the file says.
+
+    Raises:
+        PipelineError: nothing is left to train, or a parameter or buffer of each has the same name.
+    """
+    joined = model
+    if belongs_to_model(loss):
+        joined = ModelWithLoss(model, loss.to(device=device, dtype=dtype))
+        of_model = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+        of_loss = {f"loss.{name}" for name, _ in chain(loss.named_parameters(), loss.named_buffers())}
+        if both := of_model & of_loss:
+            text = f'the model has a "{min(both)}" of its own, as the loss\'s is called'
+            raise loaded.error("loss", text, "rename the model's part")
+    if not any(param.requires_grad for param in joined.parameters()):
+        raise loaded.error("model", f'"{loaded.pipeline.model.name}" has no parameter to train')
+    freeze(loaded, joined)
+    return joined
 
 
 def build_optimizer(
     loaded: LoadedPipeline, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient, in groups if the file has some."""
+    """The optimizer over all parameters that require a gradient, in groups if the file has some. One that has
+    modes is in that of training.
+    """
     choice = choice or loaded.pipeline.optimizer
     options = []
     for index, group in enumerate(loaded.pipeline.groups):
@@ -398,18 +427,40 @@ def build_optimizer(
             own = {key: getattr(read, key) for key in own}
         options.append(own)
     params = parameter_groups(loaded, model, options)
-    return ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
+    optimizer: Any = ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
+    if averages_itself(optimizer):
+        if loaded.pipeline.ema is not None:
+            text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
+            raise loaded.error("ema", text, "remove one of the two")
+        optimizer.train()
+    return cast("Optimizer", optimizer)
 
 
 def optimizer_settings(
-    loaded: LoadedPipeline, stage: StepStage, model: nn.Module, optimizer: Optimizer
-) -> list[dict[str, Any]]:
-    """The optimizer's settings in one stage, for each parameter group."""
-    if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
-        optimizer = build_optimizer(loaded, model, stage.optimizer, f"{stage.path}.optimizer")
-    return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
+    loaded: LoadedPipeline, model: nn.Module, optimizer: Optimizer
+) -> dict[int, list[dict[str, Any]]]:
+    """The optimizer's settings in each stage that takes steps, by its index, for each parameter group: what
+    constructors take, and what stages differ in. Whatever else a group holds is the optimizer's own state, as
+    schedule-free ones count their steps there.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+    for stage in loaded.pipeline.stages_with_steps():
+        made = optimizer
+        if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
+            made = build_optimizer(loaded, model, stage.optimizer, f"{stage.path}.optimizer")
+        found[stage.index] = [dict(group) for group in made.param_groups]
+    kept = {"lr", "betas", "momentum"}  # which schedules change
+    makers = (vars(one).get("__init__") for one in type(optimizer).__mro__)
+    kept.update(*(inspect.signature(make).parameters for make in makers if make is not None))
+    for of_stages in zip(*found.values(), strict=True):  # a group's
+        for key in of_stages[0]:
+            if len({repr(settings.get(key)) for settings in of_stages}) > 1:
+                kept.add(key)
+    kept.discard("params")
+    return {
+        index: [{key: value for key, value in group.items() if key in kept} for group in groups]
+        for index, groups in found.items()
+    }
 
 
 def build_schedule(
@@ -431,11 +482,14 @@ def build_schedule(
 
 
 def build_function(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
-    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure)."""
+    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure). A dotted one gets
+    the model without its loss.
+    """
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(FUNCTIONS[chosen.name], **chosen.options)
-    return chosen.bound_callable(*([None] if choice.kind == "mutate" else [None, None]))
+    function = chosen.bound_callable(*([None] if choice.kind == "mutate" else [None, None]))
+    return lambda model, *closure: function(model_alone(model), *closure)
 
 
 def build_metric(

@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters, get_optimize_ddp_mode
 
 from ddprun.config import Compile, LoadedPipeline, PipelineError
 from ddprun.config.patterns import abbreviated_list, matches
+from ddprun.engine.model_with_loss import model_alone
 
 _MODULES_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _MAX_GRAPHS_PER_BLOCK = 16
@@ -154,9 +155,9 @@ def check_dynamo(loaded: LoadedPipeline) -> None:
 def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -> dict[str, nn.Module]:
     """What is compiled, by name, the model itself being ""; a PipelineError if there is no such module."""
     if settings.blocks is None:
-        return {"": model}
+        return {"": model_alone(model)}
     if settings.blocks == "auto":
-        if found := dict(_repeated_blocks(model, "")):
+        if found := dict(_repeated_blocks(model_alone(model), "")):
             return found
         text = "no block of the model repeats: no list of modules holds two of one class that are made of "
         raise loaded.error("compile.blocks", f"{text}modules", "write compile: true, or name the modules")

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,17 @@ from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
+from ddprun.engine.model_with_loss import belongs_to_model
 from ddprun.parallel.ddp import DdpReplica, restore_buffers_on_exit
 from ddprun.sync.buffers import BufferUse, probe_buffer_use
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
+
+# Means over the targets that count, each by its class's weight.
+_CROSS_ENTROPIES: tuple[Any, ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
+if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
+    _CROSS_ENTROPIES = (*_CROSS_ENTROPIES, nn.LinearCrossEntropyLoss)
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -179,6 +186,7 @@ class Objective:
         weight: Callable[[Any], Any] | None = None,
     ) -> None:
         self._loaded, self._loss, self._weight_function = loaded, loss, weight
+        self._joined = belongs_to_model(loss)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
@@ -187,19 +195,33 @@ class Objective:
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
     def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
-        """Forward and loss; raises a PipelineError if batches, model and loss do not fit together."""
+        """Forward and loss of what is trained (`ModelWithLoss`, where the loss is a module); raises a
+        PipelineError if batches, model and loss do not fit together.
+        """
         positional, named, target = self._split_batch(content)
+        call = partial(self._output_and_loss, positional, named, target)
+        output, loss = model(call) if self._joined else call(model, self._loss)
+        return ForwardResult(loss, output, content if self._loss is None else target, content)
+
+    def _output_and_loss(
+        self,
+        positional: Sequence[Any],
+        named: Mapping[str, Any],
+        target: Any,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor] | None,
+    ) -> tuple[Any, Tensor]:
         try:
             output = model(*positional, **named)
         except Exception as error:
             error.add_note(f"the model was called as {_describe_call('model', positional, named)}")
-            if self._loss is None and self._batch.inputs is None and positional:
+            if criterion is None and self._batch.inputs is None and positional:
                 error.add_note("write batch: {inputs: …} if its arguments are others")
             raise
-        if self._loss is None:
-            return ForwardResult(self._loss_from_output(output), output, content, content)
+        if criterion is None:
+            return output, self._loss_from_output(output)
         try:
-            loss = self._loss(output, target)
+            loss = criterion(output, target)
         except Exception as error:
             error.add_note(f"the loss was called as {_describe_call('loss', (output, target))}")
             raise
@@ -208,7 +230,7 @@ class Objective:
             raise self._loaded.error(
                 "loss", f"gives {shape}", "one number is wanted: the mean over the batch"
             )
-        return ForwardResult(loss.reshape(()), output, target, content)
+        return output, loss.reshape(())
 
     def _split_batch(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
         """The model's positional and named arguments, and the target."""
@@ -305,9 +327,9 @@ class Objective:
         if self._weight_by is not None:
             return self.batch_weight(result.content) if self.has_batch_weights else samples
         loss, target = self._loss, result.target
-        if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or not isinstance(target, Tensor):
+        if not isinstance(loss, _CROSS_ENTROPIES) or not isinstance(target, Tensor):
             return samples
-        return _count_weighted_targets(target, loss, loss.ignore_index)
+        return _count_weighted_targets(target, loss, -100 if self.ignore_index is None else self.ignore_index)
 
     def unused_parameters_error(self, names: Sequence[str], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
@@ -339,14 +361,14 @@ class Objective:
 
 def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
     """How many targets count; of a cross-entropy each by its class's weight."""
-    by_class = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    by_class = isinstance(loss, _CROSS_ENTROPIES)
     if target.is_floating_point():  # of a cross-entropy probabilities of classes, which lie on dimension 1
         return target.numel() // (target.shape[min(1, target.dim() - 1)] if by_class else 1)
     counts = target != ignored
     if not by_class or loss.weight is None:
         return counts.sum()
     of_classes: Tensor = loss.weight.to(target.device)
-    return of_classes[target[counts]].sum()
+    return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))
 
 
 def find_buffer_use(

@@ -17,6 +17,7 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import sort_metadata
 from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import SaveStage
+from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
@@ -81,7 +82,7 @@ def write_weights(
     notes = {"format": "pt", "ddprun": __version__} | ({} if step is None else {_STEP: str(step)})
     with _replace_atomically(target) as unfinished:
         try:
-            kept = _SavedWeights(session.runtime.model, only_trainable=only_trainable)
+            kept = _SavedWeights(model_alone(session.runtime.model), only_trainable=only_trainable)
             save_model(kept, str(unfinished), notes)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None

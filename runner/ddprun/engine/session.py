@@ -63,7 +63,7 @@ class Runtime:
     records: RecordFiles
     clock: Clock
     recorder: StepRecorder
-    model: nn.Module  # the bare model
+    model: nn.Module  # what is trained: the bare model, or with its loss (`ModelWithLoss`)
     replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
     stacks: Stacks  # the hooks of each stage
     buffers: BufferSync

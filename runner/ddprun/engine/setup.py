@@ -89,12 +89,11 @@ def open_session(
     compiling.check_dynamo(loaded)
     compiling.check_compiler(loaded, device)
     build.check_metrics(loaded, device)
-    objective = Objective(loaded, build.build_loss(loaded, device), build.build_batch_weight(loaded))
+    loss = build.build_loss(loaded)
+    model = build.join_loss(loaded, model, loss, device, precision.parameter_dtype)
+    objective = Objective(loaded, loss, build.build_batch_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
-    optimizer_settings = {
-        stage.index: build.optimizer_settings(loaded, stage, model, optimizer)
-        for stage in pipeline.stages_with_steps()
-    }
+    optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
     stacks = open_stacks(loaded)
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)

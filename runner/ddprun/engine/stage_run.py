@@ -26,8 +26,9 @@ from ddprun.engine.data import StepBatches, with_batch_weights
 from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_stage
+from ddprun.engine.weights import averages_itself
 from ddprun.sync.audit import DriftError, audit
-from ddprun.sync.exchanger import average_optimizer_state
+from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
 from ddprun.sync.plan import Effect
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun_hooks.buckets import ParameterBuckets
@@ -304,8 +305,11 @@ def make_parameters_equal(session: Session, source: int | None = None) -> None:
     """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
     and no hook is used.
     """
-    frozen = session.runtime.frozen
+    frozen, optimizer = session.runtime.frozen, session.runtime.optimizer
     _average_or_broadcast(session, frozen.trainable, source)
+    if source is not None and averages_itself(optimizer):  # its state is part of the weights that are read
+        initialize_optimizer_state(optimizer)
+        _average_or_broadcast(session, floating_state(optimizer), source)
     frozen.post_checksum()
     frozen.make_equal(source)
     session.state.replicas.parameters = "common"
@@ -332,15 +336,21 @@ def _average_or_broadcast(session: Session, named: Mapping[str, Tensor], source:
 
 @contextmanager
 def averaged_weights(session: Session) -> Iterator[None]:
-    """Inside, the model has the weights that are measured and saved: the average (`ema`), if there is one,
-    and the mean over ranks of what differs between them. Then each rank has its own again, bit for bit.
+    """Inside, the model has the weights that are measured and saved: the average (`ema`) or those of the
+    optimizer's `eval()`, if there is one, and the mean over ranks of what differs between them. Then each
+    rank has its own again, bit for bit.
     """
     trainable, replicas, ema = session.runtime.frozen.trainable, session.state.replicas, session.runtime.ema
+    optimizer: Any = session.runtime.optimizer
     ranks_differ = replicas.parameters != "common" or (ema is not None and ema.ranks_differ)
-    if ema is None and not ranks_differ:
+    if switching := averages_itself(optimizer):
+        ranks_differ = ranks_differ or replicas.optimizer != "common"
+    if ema is None and not ranks_differ and not switching:
         yield
         return
     own = {name: param.detach().clone() for name, param in trainable.items()}
+    if switching:
+        optimizer.eval()
     if ema is not None:
         ema.copy_to_model()
     if ranks_differ:
@@ -348,6 +358,8 @@ def averaged_weights(session: Session) -> Iterator[None]:
     try:
         yield
     finally:
+        if switching:
+            optimizer.train()
         with torch.no_grad():
             for name, param in trainable.items():
                 param.copy_(own[name])

@@ -245,6 +245,12 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.difference_reported = reported["apart_reported"]
 
+    def load_extra(extra: Mapping[str, Any]) -> None:
+        for name, module in model.named_modules():
+            key = f"{name}._extra_state".removeprefix(".")
+            if key in extra:
+                module.set_extra_state(extra[key])
+
     def load_evaluations(evaluations: Mapping[str, Any]) -> None:
         run_state.evaluations = Evaluations.model_validate(evaluations)
 
@@ -260,7 +266,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     parts: dict[str, Callable[[Any], object]] = {
         "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
         "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
-        "extra": lambda extra: extra and model.load_state_dict(extra, strict=False),
+        "extra": load_extra,
         "optimizer": partial(_load_optimizer, runtime.optimizer),
         "ema": load_ema,
         "position": run_state.cursor.load_state_dict,

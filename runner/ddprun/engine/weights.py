@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddprun.config import Fault, LoadedPipeline, PipelineError
 from ddprun.config.patterns import abbreviated_list, matches, unmatched
@@ -18,6 +19,13 @@ _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
 def plain_name(name: str) -> str:
     """The name that a weight has in a model without `torch.compile`."""
     return name.replace(_COMPILE_PREFIX, "")
+
+
+def averages_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has `train()` and `eval()`, as schedule-free ones have: in training the model
+    holds other weights than those that are to be read.
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:

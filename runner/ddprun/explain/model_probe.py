@@ -19,6 +19,7 @@ from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
+from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -140,16 +141,19 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
         make_folder_importable(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
-    model = feeds = optimizer = None
+    model = loss = feeds = optimizer = None
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if not unknown.data:
         data = build.build_data(loaded).train
         feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
+    if model is not None:
+        if allow_imports or not is_external_code(pipeline.loss):
+            loss = build.build_loss(loaded)
+        model = build.join_loss(loaded, model, loss, device, precision.parameter_dtype)
     if model is not None and not unknown.optimizer:
         optimizer = build.build_optimizer(loaded, model)
-        for stage in pipeline.stages_with_steps():
-            build.optimizer_settings(loaded, stage, model, optimizer)
+        build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
     if model is not None:
         build.check_sync(loaded, model, world.ranks)
 
@@ -157,7 +161,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     gradients = compiled = None
     compiling.check_dynamo(loaded)
     if model is not None and feeds is not None and not unknown.batch:
-        objective = Objective(loaded, build.build_loss(loaded, device))
+        objective = Objective(loaded, loss)
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
         if pipeline.compile is not None:
             compiled = _compile_model(loaded, model, objective, precision, feeds.main)
@@ -281,9 +285,12 @@ class _LossOfBatch(nn.Module):
     def __init__(self, model: nn.Module, objective: Objective, content: Any) -> None:
         super().__init__()
         self.model, self._objective, self._content = model, objective, content
+        self._call: list[nn.Module] = [model]  # hidden from torch, which replaces parameters by these names:
+        if isinstance(model, ModelWithLoss):
+            self.model, self.loss = model.model, model.loss
 
     def forward(self) -> Tensor:
-        return self._objective(self.model, self._content).loss
+        return self._objective(self._call[0], self._content).loss
 
 
 def _bucket_layouts_from_ddp(

@@ -7,7 +7,9 @@ from typing import Any
 
 from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
 from ddprun.config.resolved import flow_yaml
+from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
+from ddprun.explain.model_probe import is_external_code
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
 from ddprun.units import format_bytes, format_count
 
@@ -39,9 +41,13 @@ def _head(explained: Explanation) -> Iterator[str]:
         return
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
-    what = f"{pipeline.model.name}: {format_count(len(parameters), 'parameter')}, "
+    name = pipeline.model.name
+    name += " and its loss" if isinstance(explained.probe.model, ModelWithLoss) else ""
+    what = f"{name}: {format_count(len(parameters), 'parameter')}, "
     what += f"{format_count(values, 'value')}, {format_bytes(held)}; "
     what += f"{format_count(len(buffers), 'buffer')}, {format_bytes(more)}" if buffers else "no buffers"
+    if explained.probe.unknown_reasons.batch and is_external_code(pipeline.loss):
+        what += f'; without what "loss: {pipeline.loss.name}" may have, which is not imported'
     yield from paragraph("Model", what)
     yield from _compile_lines(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]

@@ -176,16 +176,17 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
         return
     gradients = [param.grad for param in everything]
     weights = [param.detach().clone() for param in lacking]
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    settings = [dict(group) for group in optimizer.param_groups]
     for param in everything:
         param.grad = None
     for param in lacking:
         param.grad = torch.zeros_like(param)
-    for group, _ in decays:
-        group["weight_decay"] = 0.0  # or the weights would enter the state
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0  # or the weights would enter the state
     optimizer.step()
-    for group, decay in decays:
-        group["weight_decay"] = decay
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)  # some optimizers count their steps there
     with torch.no_grad():
         for param, value in zip(lacking, weights, strict=True):
             param.copy_(value)

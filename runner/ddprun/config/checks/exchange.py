@@ -248,7 +248,8 @@ def _leaves_equal(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool
 
 @register_check("buffers", "model", "stages")
 def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not isinstance(pipeline.model.settings, (Mlp, Transformer)):
+    own_loss = pipeline.loss.source not in ("built-in", "torch")  # which may have buffers
+    if not isinstance(pipeline.model.settings, (Mlp, Transformer)) or own_loss:
         return
     for path, buffers in values_of_key(pipeline, "buffers"):
         if buffers.when not in ("auto", "never"):

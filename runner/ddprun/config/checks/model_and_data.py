@@ -23,6 +23,7 @@ from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvalu
 from ddprun.config.tree import KeyPath
 from ddprun_hooks.config.messages import describe_value, message_parts, unknown_option
 
+_LINEAR_LOSS = "LinearCrossEntropyLoss"
 _MAX_COMPARED_NAMES = 100_000
 """Most names that are compared with patterns: `check` has to stay quick, whatever the file says."""
 
@@ -127,11 +128,13 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("model", "freeze", "groups")
 def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Of built-in models the names are known without building them."""
+    """Of built-in models the names are known without building them, unless the loss may bring some."""
     model = pipeline.model.settings
     places: list[tuple[KeyPath, tuple[str, ...]]] = [(("freeze",), pipeline.freeze)]
     places += [(("groups", index, "match"), group.match) for index, group in enumerate(pipeline.groups)]
     if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
+        return
+    if pipeline.loss.source not in ("built-in", "torch") or pipeline.loss.name == _LINEAR_LOSS:
         return
     if isinstance(model, Transformer) and 12 * model.layers > _MAX_COMPARED_NAMES:
         return
@@ -209,9 +212,12 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             warned = True  # once, however many evaluations there are
         elif own:
             continue
-        elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss"):
+        elif metric.name == "perplexity" and loss.name not in ("CrossEntropyLoss", "NLLLoss", _LINEAR_LOSS):
             text = f"{clash}: it is the exponential of a cross-entropy"
             yield KeyConflict(path, text, "use the loss cross_entropy or nll_loss, or model")
+        elif metric.name == "accuracy" and loss.name == _LINEAR_LOSS:
+            text = f"{clash}: only the loss makes classes of the model's output"
+            yield KeyConflict(path, text, "use the loss cross_entropy, and a model that ends in the classes")
 
 
 @register_check("stages")

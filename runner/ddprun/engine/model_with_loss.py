@@ -1,0 +1,74 @@
+"""A loss that is a module is trained, sent, kept and switched to evaluation together with the model."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+
+LOSS_PREFIX = "loss"
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss as one module.
+
+    Parameters, buffers and modules of the model have the names that they have in the model alone. Those of
+    the loss are called `loss.NAME`.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        # DDP asks the module that it wraps.
+        self._ddp_params_and_buffers_to_ignore = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+
+    def forward(self, call: Callable[[nn.Module, nn.Module], tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
+        """What `call` makes of the two: the output and the loss. DDP thereby sees which parameters of both a
+        forward pass has used.
+        """
+        return call(self.model, self.loss)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; torch names parameters and buffers by it, too."""
+        memo = set() if memo is None else memo
+        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        at = f"{prefix}.{LOSS_PREFIX}" if prefix else LOSS_PREFIX
+        yield from self.loss.named_modules(memo, at, remove_duplicate)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """By the same names."""
+        prefix = options.pop("prefix", "")
+        of_loss = self.loss.state_dict(*args, prefix=f"{prefix}{LOSS_PREFIX}.", **options)
+        return {**self.model.state_dict(*args, prefix=prefix, **options), **of_loss}
+
+
+class LossFunction(nn.Module):
+    """A loss that is a function, with options some of which are modules."""
+
+    def __init__(self, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._function, self._options = function, options
+        for name, value in options.items():
+            if isinstance(value, nn.Module):
+                self.add_module(name, value)
+
+    def forward(self, output: Any, target: Any) -> Tensor:
+        """The mean over the batch, shape ()."""
+        return self._function(output, target, **self._options)
+
+
+def belongs_to_model(loss: object) -> TypeGuard[nn.Module]:
+    """Whether a loss is joined with the model: a module with parameters or buffers, or of the user's own
+    code, which may do something else in evaluation. Others are functions to a run.
+    """
+    if not isinstance(loss, nn.Module):
+        return False
+    stateful = next(chain(loss.parameters(), loss.buffers()), None) is not None
+    return stateful or not type(loss).__module__.startswith("torch.")
+
+
+def model_alone(module: nn.Module) -> nn.Module:
+    """The model without its loss."""
+    return module.model if isinstance(module, ModelWithLoss) else module
