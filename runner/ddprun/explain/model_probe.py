@@ -210,8 +210,9 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
     loader = pipeline.loader
     data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
     data |= {f"{stage.path}.data": stage.data for stage in pipeline.stages_with_steps()}
+    by_name = pipeline.loss if pipeline.freeze or pipeline.groups else None  # they may name what a loss has
     return UnknownReasons(
-        reason(model=pipeline.model),
+        reason(model=pipeline.model, loss=by_name),
         reason(**data),
         reason(model=pipeline.model, loss=pipeline.loss, **data),
         reason(optimizer=pipeline.optimizer),
