@@ -101,8 +101,7 @@ def said(folder: Path, model: str = "mine.Heads", options: str = "") -> str:
     ("model", "of"),
     [
         ("mine.Heads", "the loss of a rank's first batch"),
-        # Two passes freeze the layout, and two look at step 1 and 2.
-        ("{mine.Heads: {passes: 4}}", "the loss of rank [01] in step 3"),
+        ("{mine.Heads: {passes: 2}}", "the loss of rank [01] in step 3"),
     ],
 )
 def test_parameters_that_take_no_part_are_named(tmp_path: Path, model: str, of: str) -> None:

@@ -259,7 +259,7 @@ def test_a_failing_rank_ends_the_run_with_its_own_error_once(
     with Running(
         "endless.yaml",
         "--set",
-        f"model={{failing.Failing: {{after: 12, how: {how}}}}}",
+        f"model={{failing.Failing: {{after: 10, how: {how}}}}}",
         "--set",
         f"hooks={hooks}",
         "--run-dir",

@@ -1,5 +1,6 @@
 """Buffers: what is found out about them, when they are sent, and that readers see the same on all ranks."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddprun.sync.buffers import BufferUse, is_counter, probe_buffer_use
+from ddprun.engine.no_trace import no_trace
+from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, probe_buffer_use
 from tests.engine.running import events, lines, run_pipeline, weights
 
 MODELS = """
@@ -59,6 +61,18 @@ class Centred(nn.Module):
                 self.mean.lerp_(flat.mean(0), 0.1)
         return out
 
+class Rebound(Centred):
+    '''Its mean is another tensor after each pass.'''
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        out = self.layer(flat - self.mean)
+        if self.training:
+            self.mean = self.mean.lerp(flat.mean(0), 0.1)
+        else:
+            Path(f"mean-{os.environ['RANK']}").write_text(str(self.mean.tolist()))
+        return out
+
 class Late(Constant):
     '''The mask begins to change on rank 1 after three forward passes in training.'''
 
@@ -67,7 +81,7 @@ class Late(Constant):
     def forward(self, images):
         if self.training:
             self.calls += 1
-            if self.calls > 6 and os.environ["RANK"] == "1":
+            if self.calls > 3 and os.environ["RANK"] == "1":
                 self.mask.mul_(0.5)
         return super().forward(images)
 """
@@ -145,6 +159,15 @@ def test_what_training_reads_goes_with_the_policys_rounds(tmp_path: Path) -> Non
     assert sent(folder) == {2: 256, 4: 256, 5: 256}
 
 
+def test_a_buffer_that_is_another_tensor_each_time_is_the_same_buffer(tmp_path: Path) -> None:
+    """It is sent by its name, wherever one that is changed in place is."""
+    folder = run(tmp_path, "nets.Rebound")
+    assert verdict(folder)["changing"] == ["mean"]
+    assert verdict(folder)["read_in_training"]
+    assert sent(folder) == {1: 256, 2: 256, 3: 256, 4: 256, 5: 512}
+    assert (tmp_path / "mean-0").read_text() == (tmp_path / "mean-1").read_text()
+
+
 def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> None:
     """Values are looked at before each evaluate: the change of one rank counts."""
     folder = run(tmp_path, "nets.Late")
@@ -208,7 +231,12 @@ def test_a_probe_leaves_no_trace() -> None:
     assert model.running_mean is not None
     model.running_mean[1] = torch.nan
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found = probe_buffer_use(model, lambda: model(torch.randn(4, 3)).sum())
+
+    def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with no_trace(torch.device("cpu"), model):
+            return model(torch.randn(4, 3)).sum(), clone_buffers(model)
+
+    found = probe_buffer_use(model, forward)
     assert found.changing == ("running_mean", "running_var")
     for name, buffer in model.named_buffers():
         assert buffer.numpy().tobytes() == before[name].numpy().tobytes()

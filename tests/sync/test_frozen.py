@@ -12,7 +12,7 @@ from torch import nn
 from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text as explain_text
-from ddprun.sync.frozen import checksums
+from ddprun.sync.audit import checksums
 from ddprun.zoo.functions import noise
 from ddprun_hooks.buckets import view_complex_as_real
 from tests.checkpoint.runs import as_rank

@@ -17,8 +17,9 @@ from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.model_with_loss import belongs_to_model
-from ddprun.parallel.ddp import DdpReplica, restore_buffers_on_exit
-from ddprun.sync.buffers import BufferUse, probe_buffer_use
+from ddprun.engine.no_trace import no_trace
+from ddprun.parallel.ddp import DdpReplica
+from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
@@ -286,6 +287,11 @@ class Objective:
         raise self._loaded.error(path, f"batches have no {shown}", f"they {has}")
 
     @property
+    def loss(self) -> Callable[[Any, Any], Tensor] | None:
+        """The loss, as a function of (output, target); None: the model returns its own."""
+        return self._loss
+
+    @property
     def has_batch_weights(self) -> bool:
         """Whether the file says what a batch's mean loss counts, and that is not its samples."""
         return self._weight_by is not None and self._weight_by.name != "samples"
@@ -383,31 +389,33 @@ def find_buffer_use(
     with seeding.preserve_rng_state(precision.device):
         content = precision.to_device(feed.first_batch())
         fixed_rng = seeding.RepeatableRng(precision.device)
-        model.train()
 
-        def forward() -> Tensor:
-            with fixed_rng(), precision.autocast():
-                return objective(model, content).loss
+    def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with no_trace(precision.device, model, objective.loss), fixed_rng(), precision.autocast():
+            model.train()
+            load_buffers(model, buffers)
+            loss = objective(model, content).loss
+            return loss.detach().clone(), clone_buffers(model)
 
-        return probe_buffer_use(model, forward)
+    return probe_buffer_use(model, forward)
 
 
 def warmup_pass(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, backward: bool
 ) -> None:
-    """One pass on this rank's first batch that leaves no trace: forward, and backward too if `backward`."""
-    model.train()
-    with (
-        seeding.preserve_rng_state(precision.device),
-        restore_buffers_on_exit(model),
-        torch.set_grad_enabled(backward),
-    ):
+    """Passes on this rank's first batch that leave no trace: forward, and backward too if `backward`.
+
+    There are two: a model may take another way once its first pass has left something in it.
+    """
+    with no_trace(precision.device, model, objective.loss), torch.set_grad_enabled(backward):
+        model.train()
         content = precision.to_device(feed.first_batch())
-        with precision.autocast():
-            loss = objective(model, content).loss
-        if backward:
-            loss.backward()  # type: ignore[no-untyped-call]
-        model.zero_grad(set_to_none=True)
+        for _ in range(2):
+            with precision.autocast():
+                loss = objective(model, content).loss
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
 
 
 def _describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
@@ -432,7 +440,7 @@ def settle_bucket_layout(
     """Have DDP fix its buckets, by passes on this rank's first batch; raises a PipelineError if parameters
     take no part in the loss.
     """
-    with seeding.preserve_rng_state(precision.device):
+    with no_trace(precision.device, replica.model, objective.loss):
         content = precision.to_device(feed.first_batch())
 
         def loss() -> Tensor:

@@ -20,6 +20,7 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
+from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -246,7 +247,8 @@ def _buckets(
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
-            with suppress(Exception):  # of a model that looks at values; it runs with them, then
+            # A model that looks at values cannot run without them: then it runs with them.
+            with suppress(Exception), no_trace(precision.device, model, objective.loss):
                 ready = _params_in_ready_order(model, objective, precision, content, _on_meta)
         if ready is None:
             ready = _params_in_ready_order(model, objective, precision, content, lambda value: value)

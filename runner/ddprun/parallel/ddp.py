@@ -1,8 +1,7 @@
 """DistributedDataParallel around a model: the one place that knows it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class DdpReplica:
         make_unused_error: Callable[[Sequence[str]], Exception],
         barrier: Callable[[], None],
     ) -> None:
-        """Run backward passes that leave no trace until DDP's buckets are as they stay.
+        """Run throw-away backward passes until DDP's buckets are as they stay.
 
         DDP starts with one layout and rebuilds it after its first backward pass, with `static_graph` one pass
         later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
@@ -62,7 +61,7 @@ class DdpReplica:
         """
         settings = self._settings
         self.model.train()
-        with restore_buffers_on_exit(self.model), self.dispatcher.learning_layout():
+        with self.dispatcher.learning_layout():
             for _ in range(3 if settings.static_graph else 2):
                 loss().backward()  # type: ignore[no-untyped-call]
                 missing = parameters_without_gradient(self.model)
@@ -126,16 +125,6 @@ def predict_bucket_layout(
         named_tensors = [(names[one], tensors[one]) for one in bucket]
         layouts.append(BucketLayout.from_tensors(index, tensors[bucket[0]].dtype, named_tensors))
     return tuple(layouts)
-
-
-@contextmanager
-def restore_buffers_on_exit(model: nn.Module) -> Iterator[None]:
-    """Restore the values of the model's buffers on exit."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 def parameters_without_gradient(model: nn.Module) -> list[str]:

@@ -1,16 +1,21 @@
 """The parameter audit: do all ranks hold the same weights, and if not, how far are they apart?"""
 
-import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ddprun_hooks.buckets import view_complex_as_real
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.exchange import Exchange
 
-_DIGEST_BYTES = 6
-"""48 bits of a hash: a whole number that float64, in which control messages travel, holds exactly."""
+_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # 32-bit words that are hashed at once, by device
+_CHECKSUM_BITS = 48
+"""A whole number that float64, in which control messages travel, holds exactly."""
+
+_HASH_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, 6364136223846793005)
+"""Odd numbers: of splitmix64, and Knuth's."""
 
 
 class DriftError(RuntimeError):
@@ -34,47 +39,86 @@ def audit(
     exchange: Exchange,
     groups: Sequence[Sequence[int]] | None = None,
     exempt: Container[str] = (),
+    *,
+    measure_allowed: bool = True,
 ) -> AuditResult:
-    """Compare parameters between ranks by hash, and those that differ by value. Called by all ranks together.
+    """Compare parameters between ranks by checksum, and those that differ by value. Called by all ranks
+    together. Its traffic is in no record.
 
-    Within each of `groups` (None: all ranks) parameters have to be equal, except those in `exempt`; distances
-    are over all ranks. The audit's traffic is in no record.
+    Args:
+        model: whose parameters they are.
+        exchange: of all ranks.
+        groups: within each of these, parameters have to be equal; None: on all ranks.
+        exempt: names of those that need not.
+        measure_allowed: by value also where no parameter differs that has to be equal. Distances are over all
+            ranks.
     """
     parameters = dict(model.named_parameters())
-    hashes = [float(digest(param)) for param in parameters.values()]
-    digests = exchange.control.all_gather(hashes, "digests of the parameters")  # (ranks, parameters)
-    off_majority = _ranks_off_majority(digests, groups or [range(len(digests))])  # (ranks, parameters)
-    judged = zip(parameters, off_majority.any(0), strict=True)
+    found = gather_checksums(parameters, exchange.control, "checksums of the parameters")
+    odd, unequal = odd_ranks(found, groups), (found != found[0]).any(0)  # (ranks, parameters), (parameters,)
+    judged = zip(parameters, odd.any(0), strict=True)
     differing = [name for name, differs in judged if differs and name not in exempt]
-    unequal = (digests != digests[0]).any(0)
+    if not (differing or measure_allowed):
+        unequal[:] = False
     distances = {
         name: _largest_difference(param, exchange)
         for (name, param), differs in zip(parameters.items(), unequal, strict=True)
         if differs
     }
     farthest = max(distances, key=lambda name: distances[name], default="")
-    odd_ranks: list[int] = []
+    ranks: list[int] = []
     if differing:
-        odd_ranks = off_majority[:, list(parameters).index(differing[0])].nonzero().flatten().tolist()
-    return AuditResult(tuple(differing), tuple(odd_ranks), distances.get(farthest, 0.0), farthest)
+        ranks = odd[:, list(parameters).index(differing[0])].nonzero().flatten().tolist()
+    return AuditResult(tuple(differing), tuple(ranks), distances.get(farthest, 0.0), farthest)
 
 
-def digest(tensor: Tensor) -> int:
-    """A hash of the tensor's bits, a whole number below 2^48."""
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    found = hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=_DIGEST_BYTES)
-    return int.from_bytes(found.digest(), "big")
+def gather_checksums(named: Mapping[str, Tensor], control: ControlChannel, what: str) -> Tensor:
+    """Each rank's checksum of each tensor: shape (ranks, tensors). Called by all ranks together."""
+    return control.all_gather(list(map(float, checksums(named.values()))), what)
 
 
-def _ranks_off_majority(digests: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Which ranks differ from most of their group: shape (ranks, parameters)."""
-    off_majority = torch.zeros_like(digests, dtype=torch.bool)
-    for ranks in map(list, groups):
-        for index, values in enumerate(digests[ranks].T.tolist()):
+def odd_ranks(found: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """Which ranks differ from most of their group, of checksums of shape (ranks, tensors): the same shape."""
+    odd = torch.zeros_like(found, dtype=torch.bool)
+    for ranks in map(list, groups or [range(len(found))]):
+        unequal = (found[ranks] != found[ranks[0]]).any(0).nonzero().flatten().tolist()
+        for index in unequal:
+            values = found[ranks, index].tolist()
             # Of two equally frequent values, that of the first rank counts as the right one.
             usual = max(dict.fromkeys(values), key=values.count)
-            off_majority[ranks, index] = digests[ranks, index] != usual
-    return off_majority
+            odd[ranks, index] = found[ranks, index] != usual
+    return odd
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """A checksum of each tensor's bits, a whole number below 2^48, computed where the tensor is.
+
+    A sum of the 32-bit words, each times an odd number of its own (multilinear hashing), so that it costs
+    about one pass over memory also on a GPU.
+    """
+    found = [_checksum(tensor) for tensor in tensors]
+    return [number % (1 << _CHECKSUM_BITS) for number in torch.stack([one.cpu() for one in found]).tolist()]
+
+
+def combined_checksum(tensors: Iterable[Tensor]) -> int:
+    """One checksum of all tensors, a whole number below 2^48."""
+    total = 0
+    for one in checksums(tensors):
+        total = (total * _HASH_MULTIPLIERS[2] + one) % (1 << _CHECKSUM_BITS)
+    return total
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Shape (), int64; its arithmetic is modulo 2^64."""
+    values = view_complex_as_real(tensor.detach()).reshape(-1).view(torch.uint8)
+    words = nn.functional.pad(values, (0, -len(values) % 4)).view(torch.int32)
+    chunk_words = min(_WORDS_PER_CHUNK.get(tensor.device.type, _WORDS_PER_CHUNK["cpu"]), max(1, len(words)))
+    factors = torch.arange(chunk_words, device=tensor.device) * _HASH_MULTIPLIERS[0]
+    factors = ((factors ^ (factors >> 32)) * _HASH_MULTIPLIERS[1]) ^ (factors >> 29) | 1
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(words, chunk_words):
+        total = total * _HASH_MULTIPLIERS[2] + (part * factors[: len(part)]).sum()
+    return total ^ (total >> 32)  # its high bits depend on all others
 
 
 def _largest_difference(param: Tensor, exchange: Exchange) -> float:

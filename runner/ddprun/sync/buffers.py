@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ddprun.sync.audit import digest
+from ddprun.sync.audit import checksums
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
 from ddprun.sync.plan import BufferSettings
 from ddprun_hooks.buckets import ParameterBuckets
@@ -65,26 +65,40 @@ def is_counter(buffer: Tensor) -> bool:
     return buffer.numel() == 1 and not can_be_averaged(buffer)
 
 
-def probe_buffer_use(model: nn.Module, forward: Callable[[], Tensor]) -> BufferUse:
-    """Find out by value what training forward passes do with the buffers; leaves them as they were. `forward`
-    runs the model, which is in training mode, on one and the same batch with the same random numbers, and
-    gives the loss.
-    """
+def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of each buffer, by name."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def load_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give buffers these values, by name."""
     named = dict(model.named_buffers())
-    if not named:
+    with torch.no_grad():
+        for name, value in values.items():
+            named[name].copy_(value)
+
+
+def probe_buffer_use(
+    model: nn.Module, forward: Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+) -> BufferUse:
+    """Find out by value what training forward passes do with the buffers.
+
+    Args:
+        model: whose buffers they are.
+        forward: a pass in training mode that leaves no trace, on one and the same batch with the same random
+            numbers: from buffers that have other values by name, to the loss and the buffers after it.
+    """
+    before = clone_buffers(model)
+    if not before:
         return BufferUse()
-    before = {name: buffer.detach().clone() for name, buffer in named.items()}
-    first = forward().detach().clone()
+    first, after = forward({})
     changing = [
         name
-        for name, buffer in named.items()
-        if not is_counter(buffer) and not _bitwise_equal(buffer, before[name])
+        for name, buffer in before.items()
+        if not is_counter(buffer) and not _bitwise_equal(buffer, after[name])
     ]
-    read = bool(changing) and not _bitwise_equal(forward().detach(), first)
-    with torch.no_grad():
-        for name, buffer in named.items():
-            buffer.copy_(before[name])
-    return BufferUse.from_changes(named, changing, read=read)
+    read = bool(changing) and not _bitwise_equal(forward(after)[0], first)
+    return BufferUse.from_changes(before, changing, read=read)
 
 
 def merge_buffer_use(found: BufferUse, model: nn.Module, control: ControlChannel) -> BufferUse:
@@ -150,10 +164,14 @@ class BufferSync:
         self, model: nn.Module, exchanger: ParameterExchanger, use: BufferUse, setting: BufferSettings
     ) -> None:
         self.use = use
-        self._exchanger = exchanger
-        self._named: dict[str, Tensor] = dict(model.named_buffers())
-        self._common_values = self._clone_buffers()
+        self._model, self._exchanger = model, exchanger
+        self._common_values = clone_buffers(model)
         self.begin_stage(setting, gradients_everywhere=True)
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        """The buffers as they are now: a forward pass may give a name to another tensor."""
+        return dict(self._model.named_buffers())
 
     def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
         """Go by other settings from now on."""
@@ -174,22 +192,23 @@ class BufferSync:
         Only what has changed on some rank since ranks were last equal is sent. Gives the names of those;
         under `never`, of those that differ from what they were.
         """
-        if not self._named:
+        named, common = self._named, self._common_values
+        if not named:
             return ()
-        count = len(self._named)
-        common, buffers = self._common_values, self._named.values()
-        changed = [float(not _bitwise_equal(buffer, common[name])) for name, buffer in self._named.items()]
-        digests = [0.0 if can_be_averaged(buffer) else float(digest(buffer)) for buffer in buffers]
+        count = len(named)
+        changed = [float(not _bitwise_equal(buffer, common[name])) for name, buffer in named.items()]
+        sums = zip(named.values(), checksums(named.values()), strict=True)
+        digests = [0.0 if can_be_averaged(buffer) else float(one) for buffer, one in sums]
         found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
         changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
         wanted = [
             name
-            for index, (name, buffer) in enumerate(self._named.items())
+            for index, (name, buffer) in enumerate(named.items())
             if (changes if can_be_averaged(buffer) else differs)[index]
         ]
         if self.plan.setting.when != "never":
             self._send(wanted)
-            self._common_values = self._clone_buffers()
+            self._common_values = clone_buffers(self._model)
         return tuple(wanted)
 
     @contextmanager
@@ -197,15 +216,13 @@ class BufferSync:
         """Context in which buffers are as before an evaluate stage; afterwards each rank has its own back,
         bit for bit.
         """
-        own, common_values = self._clone_buffers(), self._common_values
+        own, common_values = clone_buffers(self._model), self._common_values
         self.before_evaluate_or_save()
         try:
             yield
         finally:
             self._common_values = common_values
-            with torch.no_grad():
-                for name, buffer in self._named.items():
-                    buffer.copy_(own[name])
+            load_buffers(self._model, own)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values that all ranks had in common last."""
@@ -216,14 +233,11 @@ class BufferSync:
         for name, value in self._common_values.items():
             value.copy_(state[name])
 
-    def _clone_buffers(self) -> dict[str, Tensor]:
-        """A copy of each buffer, by name."""
-        return {name: buffer.detach().clone() for name, buffer in self._named.items()}
-
     def _send(self, names: Sequence[str]) -> bool:
         if not names:
             return False
-        named = {name: self._named[name] for name in names}
+        held = self._named
+        named = {name: held[name] for name in names}
         averaged, broadcast = split_averaged_and_broadcast(named, self.plan.setting)
         cap_bytes = self._exchanger.cap_bytes
         self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
@@ -233,4 +247,5 @@ class BufferSync:
 
 def _bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Bit for bit: a NaN is the same as itself."""
-    return digest(one) == digest(other)
+    first, second = checksums([one, other])
+    return first == second

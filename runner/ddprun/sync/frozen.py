@@ -1,21 +1,15 @@
 """Parameters that are not trained: ranks hold the same from the start, so they are compared, not sent."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from ddprun.sync.audit import combined_checksum, gather_checksums, odd_ranks
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
-from ddprun_hooks.buckets import ParameterBuckets, view_complex_as_real
+from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import PendingMessage
-
-_WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # 32-bit words that are hashed at once, by device
-_CHECKSUM_BITS = 48
-"""A whole number that float64, in which control messages travel, holds exactly."""
-
-_HASH_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, 6364136223846793005)
-"""Odd numbers: of splitmix64, and Knuth's."""
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -47,10 +41,7 @@ class FrozenParameters:
     def post_checksum(self) -> None:
         """Compare, without waiting for other ranks; `make_equal` acts on it."""
         if self.parameters and self._control.size > 1:
-            total = 0
-            for one in checksums(self.parameters.values()):
-                total = (total * _HASH_MULTIPLIERS[2] + one) % (1 << _CHECKSUM_BITS)
-            what = "a checksum of the frozen parameters"
+            what, total = "a checksum of the frozen parameters", combined_checksum(self.parameters.values())
             self._posted = self._control.all_gather_async([float(total)], what)
 
     def ranks_differ(self) -> bool:
@@ -102,35 +93,11 @@ class FrozenParameters:
         """Those of which not all ranks hold the same bits, by name; called by all ranks together."""
         if not self.parameters or self._control.size == 1:
             return {}
-        numbers = list(map(float, checksums(self.parameters.values())))
-        found = self._control.all_gather(numbers, "checksums of the frozen parameters")  # (ranks, parameters)
-        flags = (found != found[0]).any(0).tolist()
+        found = gather_checksums(self.parameters, self._control, "checksums of the frozen parameters")
+        flags = odd_ranks(found).any(0).tolist()
         named = zip(self.parameters.items(), flags, strict=True)
         differing = {name: param for (name, param), differs in named if differs}
         if new := [name for name in differing if name not in self._reported]:
             self._reported.update(new)
             self._report(new)
         return differing
-
-
-def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """A checksum of each tensor's bits, a whole number below 2^48, computed where the tensor is.
-
-    A sum of the 32-bit words, each times an odd number of its own (multilinear hashing), so that it costs
-    about one pass over memory also on a GPU.
-    """
-    found = [_checksum(tensor) for tensor in tensors]
-    return [number % (1 << _CHECKSUM_BITS) for number in torch.stack([one.cpu() for one in found]).tolist()]
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Shape (), int64; its arithmetic is modulo 2^64."""
-    values = view_complex_as_real(tensor.detach()).reshape(-1).view(torch.uint8)
-    words = nn.functional.pad(values, (0, -len(values) % 4)).view(torch.int32)
-    chunk_words = min(_WORDS_PER_CHUNK.get(tensor.device.type, _WORDS_PER_CHUNK["cpu"]), max(1, len(words)))
-    factors = torch.arange(chunk_words, device=tensor.device) * _HASH_MULTIPLIERS[0]
-    factors = ((factors ^ (factors >> 32)) * _HASH_MULTIPLIERS[1]) ^ (factors >> 29) | 1
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(words, chunk_words):
-        total = total * _HASH_MULTIPLIERS[2] + (part * factors[: len(part)]).sum()
-    return total ^ (total >> 32)  # its high bits depend on all others
