@@ -147,7 +147,9 @@ PIPELINE = st.fixed_dictionaries(
         ),
         "sync": SYNCS,
         "buffers": BUFFERS,
-        "audit": st.fixed_dictionaries({}, optional={"every": st.integers(0, 9)}),
+        "audit": st.fixed_dictionaries(
+            {}, optional={"every": st.integers(0, 9), "on_drift": st.sampled_from(["stop", "continue"])}
+        ),
         "stages": st.lists(STAGE, min_size=1, max_size=3),
         "launch": st.fixed_dictionaries(
             {}, optional={"nproc_per_node": st.none() | st.integers(1, 9), "timeout_s": st.floats(1e-3, 1e9)}

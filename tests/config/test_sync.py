@@ -219,6 +219,7 @@ def test_the_digest_knows_the_new_keys(loaded: Load) -> None:
         "buffers: {auto: {reduce: mean}}\n",
         "buffers: {every: 2}\n",
         "audit: {every: 2}\n",
+        "audit: {on_drift: continue}\n",
         "sync: independent\n",
         "stages: [{train: {epochs: 1, mutate: a.b}}]\n",
         "stages: [{forward: {epochs: 1}}]\n",

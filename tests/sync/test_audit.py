@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from tests.engine.running import events, run_pipeline, summary, weights
-from tests.ranks import ddprun
+import pytest
+
+from ddprun.config import load
+from tests.engine.running import events, run_pipeline, summary, to_its_end, weights
+from tests.ranks import as_processes, ddprun
 
 HEAD = """
 model:
@@ -144,3 +147,118 @@ def test_a_mutation_of_ones_own_is_applied_after_each_synchronisation_but_the_la
     plain = weights(run_pipeline(tmp_path, head + "stages:\n  - train: {steps: 1}\n  - save\n", 4, "plain"))
     for name, value in plain.items():
         assert (mutated[name] - value - 3 * 0.5 * 1.5).abs().max() < 1e-5, name
+
+
+ACTNORM = """
+import os
+import torch
+from torch import nn
+
+class ActNorm(nn.Module):
+    '''Sets a scale from the first data that it trains on.'''
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.scale, self.is_set = nn.Parameter(torch.ones(64), requires_grad=not frozen), False
+
+    def forward(self, images):
+        flat = images.flatten(1)
+        if self.training and not self.is_set:
+            self.scale.data.copy_(1 / (flat.std(0) + 0.1))
+            self.is_set = True
+        return self.layer(flat * self.scale)
+"""
+UNAUDITED = """
+model: {nets.ActNorm: {frozen: FROZEN}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.05}}
+checkpoint: {every: 3}
+stages: [{STAGES}, save]
+"""
+
+
+def attempt(folder: Path) -> int:
+    """Be a rank."""
+    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+
+
+def ended(folder: Path, text: str, ranks: int) -> tuple[int, str]:
+    """How a run ends: whether any rank failed, and what all of them printed."""
+    (folder / "nets.py").write_text(ACTNORM)
+    (folder / "faulty.py").write_text(FAULTY)
+    (folder / "p.yaml").write_text(text)
+    codes = as_processes(ranks, attempt, folder, cwd=folder)
+    return max(codes), (folder / "told").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stages", "frozen", "ranks", "told"),
+    [
+        ("train: {steps: 6}", "false", 2, 'after step 1 of stages[0].train TEXT"scale" differs on rank 1;'),
+        ("train: {steps: 6}", "true", 2, 'after step 1 of stages[0].train TEXT"scale" differs on rank 1;'),
+        ("forward: {steps: 2}", "false", 2, 'at the end of stages[0].forward TEXT"scale" differs on rank 1;'),
+        (
+            "train: {steps: 6, sync: {hierarchical_sgd: {across: 4, hosts: 2}}}",
+            *("false", 4, 'after step 1 of stages[0].train TEXT"scale" differs on rank 1, 3;'),
+        ),
+    ],
+)
+def test_parameters_that_forward_sets_from_data_end_the_run(
+    tmp_path: Path, stages: str, frozen: str, ranks: int, told: str
+) -> None:
+    """Without any `audit`: as soon as the policy says that ranks hold the same, with parameter and ranks."""
+    code, printed = ended(tmp_path, UNAUDITED.replace("STAGES", stages).replace("FROZEN", frozen), ranks)
+    text = "the ranks hold different parameters, which the sync policy does not allow: "
+    assert code == 1
+    assert told.replace("TEXT", text) in printed
+    assert "a forward pass that sets them from its data" in printed
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "forward: {steps: 1}, broadcast, train: {steps: 4}",
+        "train: {steps: 1, sync: independent}, broadcast, train: {steps: 4}",
+        "train: {steps: 5, sync: {local_sgd: {every: 2}}}",
+        "train: {steps: 5, sync: independent}",
+        "train: {steps: 5, hooks: [noop]}",
+    ],
+)
+def test_they_may_where_ranks_are_made_equal_afterwards(tmp_path: Path, stages: str) -> None:
+    """As the error says, or by the policy."""
+    stages = "[{" + stages.replace(", broadcast, ", "}, broadcast, {") + "}, save]"
+    text = UNAUDITED.replace("[{STAGES}, save]", stages).replace("FROZEN", "false")
+    code, printed = ended(tmp_path, text, 2)
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("at", "checkpoint", "told"),
+    [(5, 2, "before the checkpoint of step 6"), (5, 100, "at the end of stages[0].train")],
+)
+def test_ranks_that_drift_later_are_found_before_anything_is_kept(
+    tmp_path: Path, at: int, checkpoint: int, told: str
+) -> None:
+    """One flipped bit of one weight, without any `audit`."""
+    optimizer = f"{{faulty.Flipping: {{rank: 1, at: {at}, lr: 0.05}}}}"
+    text = HEAD.replace("OPTIMIZER", optimizer).replace("audit: {every: 2}\n", "")
+    text += f"stages: [{{train: {{steps: 9}}}}, save]\ncheckpoint: {{every: {checkpoint}}}\n"
+    code, printed = ended(tmp_path, text, 2)
+    assert code == 1
+    assert f"{told} the ranks hold different parameters" in printed
+    assert '"3.weight" differs on rank 1;' in printed
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_a_run_may_go_on_with_drift(tmp_path: Path) -> None:
+    """It is told once, and each time an event says so."""
+    text = UNAUDITED.replace("STAGES", "train: {steps: 6}").replace("FROZEN", "false")
+    code, printed = ended(tmp_path, text + "audit: {on_drift: continue}\n", 2)
+    assert code == 0
+    assert printed.count("the ranks hold different parameters") == 1
+    found = audits(tmp_path / "run")
+    assert [look["step"] for look in found] == [1, 3, 6, 6, 6, 6]
+    assert not any(look["equal"] for look in found)
+    assert not summary(tmp_path / "run")["audit"]["equal"]

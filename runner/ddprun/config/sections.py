@@ -347,7 +347,11 @@ class Audit(Options):
     """Whether parameters are compared between ranks."""
 
     every: NonNegativeInt = 0
-    """Compare at every n-th step, and end the run on drift that `sync` does not allow; 0 never does."""
+    """Compare at every n-th step of a stage, and record how far ranks are apart; 0 only looks for drift that
+    `sync` does not allow: after the first step, at a stage's end, before weights are saved or measured."""
+
+    on_drift: Literal["stop", "continue"] = "stop"
+    """What drift does that `sync` does not allow: `stop` ends the run, `continue` reports it once."""
 
 
 class Checkpoint(Options):

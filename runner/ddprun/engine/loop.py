@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
+from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import StageRun, audit_parameters, begin_stage, end_stage
+from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.telemetry.recorder import AgreedSteps
@@ -377,8 +378,10 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
     run.update_consistency(run.synchronizer.after_step(stage_step))
     by_policy = run.settings.plan.synchronizes(stage_step)
     session.runtime.buffers.after_step(stage_step, synchronized=by_policy)
-    if run.audits(stage_step):
-        audit_parameters(session, f"after step {step} of {run.stage.path}", step)
+    if run.audits(stage_step) or run.compares_first_step:
+        where = f"after step {step} of {run.stage.path}"
+        audit_parameters(session, where, step, recorded=run.audits(stage_step))
+        session.compared_stage = run.stage.index
     if by_policy and stage_step != run.steps:  # after the last step no other would use it
         run.mutate_weights(step)
     session.runtime.recorder.lap("sync_us")

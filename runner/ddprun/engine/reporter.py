@@ -40,7 +40,7 @@ class Reporter:
         self.location = "before the first stage"  # for an error's message
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
-        self._recompile_limit_reported = False
+        self._recompile_limit_reported = self._drift_reported = False
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -186,6 +186,12 @@ class Reporter:
         elif at_end and not result.farthest and self.difference_reported:
             self.difference_reported = False
             self.note(f"audit, step {step}: the ranks hold the same parameters again")
+
+    def note_drift(self, text: str) -> None:
+        """Report once that ranks differ which have to be equal."""
+        if not self._drift_reported:
+            self._drift_reported = True
+            self.note(f"warning: {text}")
 
 
 # Trackers.

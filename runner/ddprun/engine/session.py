@@ -202,6 +202,7 @@ class Session:
     state: RunState
     reporter: Reporter
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
+    compared_stage: int | None = None  # the last stage after a step of which parameters have been compared
 
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""

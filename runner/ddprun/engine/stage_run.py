@@ -1,5 +1,5 @@
 """A stage that takes steps: what begins it, what it works with, what ends it (its loop is in `loop.py`). And
-what makes ranks equal outside of a sync policy, and audits whether they are.
+what makes ranks equal outside of a sync policy.
 """
 
 import math
@@ -22,12 +22,12 @@ from ddprun.config import (
     StepStageSettings,
 )
 from ddprun.engine import build, seeding
+from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, with_batch_weights
 from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_stage
 from ddprun.engine.weights import averages_itself
-from ddprun.sync.audit import DriftError, audit
 from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
 from ddprun.sync.plan import Effect
 from ddprun.sync.synchronizer import Synchronizer
@@ -94,7 +94,7 @@ class StageRun:
         return bool(every) and step % every == 0 and self.settings.gradient_averaging == "all"
 
     def audits(self, stage_step: int) -> bool:
-        """Whether all ranks' parameters are compared after this step of the stage."""
+        """Whether the file's `audit` compares all ranks' parameters after this step of the stage."""
         every = self.session.runtime.loaded.pipeline.audit.every
         return every > 0 and stage_step % every == 0
 
@@ -104,6 +104,15 @@ class StageRun:
         """
         plan, buffers = self.settings.plan, self.session.runtime.buffers.plan
         return plan.synchronizes(stage_step) or buffers.synchronizes(stage_step) or self.audits(stage_step)
+
+    @property
+    def compares_first_step(self) -> bool:
+        """Whether parameters are compared now, because it is after the first step in this attempt that leaves
+        ranks the same.
+        """
+        if self.session.compared_stage == self.stage.index or self.exchanges_nothing:
+            return False
+        return self.settings.plan.changes_weights and self.session.state.replicas.parameters != "apart"
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -275,8 +284,8 @@ def end_stage(run: StageRun) -> None:
         session.runtime.frozen.make_equal()
     if reconcile:
         _make_averages_equal(session)
-    if effect == "common" and session.runtime.loaded.pipeline.audit.every:
-        audit_parameters(session, f"at the end of {stage.path}", state.step, at_end=True)
+        where, recorded = f"at the end of {stage.path}", effect == "common"
+        audit_parameters(session, where, state.step, at_end=True, recorded=recorded)
 
 
 def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
@@ -284,7 +293,7 @@ def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
     return epochs - (session.runtime.feeds.for_stage(stage.index).epoch - session.state.cursor.first_epoch)
 
 
-# Making ranks equal, and the audit.
+# Making ranks equal.
 
 
 def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
@@ -296,8 +305,7 @@ def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str
     reporter.events.info(stage.name, stage=stage.index, step=step)
     what = "the mean of all ranks' parameters" if source is None else f"the parameters of rank {source}"
     reporter.note(f"{stage.name}: every rank holds {what}")
-    if runtime.loaded.pipeline.audit.every:
-        audit_parameters(session, f"after {stage.path}", step, at_end=True)
+    audit_parameters(session, f"after {stage.path}", step, at_end=True)
     return {"step": step}
 
 
@@ -342,6 +350,8 @@ def averaged_weights(session: Session) -> Iterator[None]:
     """
     trainable, replicas, ema = session.runtime.frozen.trainable, session.state.replicas, session.runtime.ema
     optimizer: Any = session.runtime.optimizer
+    if replicas.parameters == "common":
+        audit_parameters(session, f"in {session.reporter.location}", session.state.step, recorded=False)
     ranks_differ = replicas.parameters != "common" or (ema is not None and ema.ranks_differ)
     if switching := averages_itself(optimizer):
         ranks_differ = ranks_differ or replicas.optimizer != "common"
@@ -403,39 +413,3 @@ def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> No
         reporter.note(f"{stage.name}: buffers differ between ranks (buffers: never): {whose}")
     else:
         reporter.events.info("buffers_sent", stage=stage.index, step=state.step, names=list(names))
-
-
-def audit_parameters(session: Session, where: str, step: int, *, at_end: bool = False) -> None:
-    """Compare the ranks' parameters and report the result; `at_end`: a stage has just made them equal. Raises
-    DriftError if ranks differ that have to be equal.
-    """
-    runtime, state, reporter = session.runtime, session.state, session.reporter
-    groups = None
-    if state.replicas.parameters == "host":
-        groups = runtime.ranks.placement.split_by_host(state.replicas.hosts)
-    exempt = frozenset[str]()
-    if groups is not None:  # frozen ones are made equal where all ranks synchronise
-        exempt = frozenset(runtime.frozen.parameters)
-    result = audit(runtime.model, runtime.exchange, groups, exempt)
-    reporter.events.info(
-        "audit",
-        step=step,
-        where=where,
-        expected=state.replicas.parameters,
-        equal=not result.farthest,
-        largest_distance=result.largest_distance,
-        farthest=result.farthest or None,
-        differing=len(result.differing),
-    )
-    if result.differing and state.replicas.parameters != "apart":
-        names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
-        more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
-        raise DriftError(
-            f"{where} the ranks hold different parameters, which the sync policy does not allow: "
-            f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '
-            f'{result.largest_distance:.3g}, in "{result.farthest}". Something changes weights on one rank '
-            "only: code that acts by rank, a library that computes differently there, or failing memory"
-        )
-    state.last_audit = result
-    state.farthest_apart = max(state.farthest_apart, result.largest_distance)
-    reporter.report_audit(result, step, at_end=at_end)

@@ -29,6 +29,7 @@ from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_pa
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
 from ddprun.engine import seeding
+from ddprun.engine.audit import audit_parameters
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.session import Evaluations, Session
 from ddprun.host.rank_files import report_checkpoint
@@ -439,7 +440,9 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         writer.skip_to(int(known[:, 1].max()))
     full_state, shared = collect_state(session), shared_keys(session)
     together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
-    if together and "parameters" not in shared:
+    if together and "parameters" in shared:
+        audit_parameters(session, f"before the checkpoint of step {step}", step, recorded=False)
+    elif together:
         differing = runtime.frozen.differing_parameters()
         parameters = full_state["parameters"]
         equal = [name for name in runtime.frozen.parameters if name not in differing]

@@ -1,0 +1,67 @@
+"""Audits of a run: whether ranks hold the same parameters where the sync policy says so."""
+
+from ddprun.engine.session import Session
+from ddprun.sync.audit import DriftError, audit
+
+_CAUSES = (
+    "Something changes weights on one rank only: a forward pass that sets them from its data (set them in "
+    "`forward: {steps: 1}` before a `broadcast` stage, or in the constructor), code that acts by rank, "
+    "a library that computes differently there, or failing memory"
+)
+
+
+def audit_parameters(
+    session: Session, where: str, step: int, *, at_end: bool = False, recorded: bool = True
+) -> None:
+    """Compare the ranks' parameters; called by all of them together.
+
+    Args:
+        session: the run.
+        where: the moment, in words.
+        step: of the run.
+        at_end: a stage has just made them equal.
+        recorded: it is one of the file's own `audit`, if that asks for any, and the result is reported.
+
+    Raises:
+        DriftError: ranks differ that have to be equal, and the file does not let the run go on.
+    """
+    runtime, state, reporter = session.runtime, session.state, session.reporter
+    wanted = runtime.loaded.pipeline.audit
+    recorded = recorded and wanted.every > 0
+    if runtime.ranks.size == 1 and not recorded:
+        return
+    groups = None
+    if state.replicas.parameters == "host":
+        groups = runtime.ranks.placement.split_by_host(state.replicas.hosts)
+    exempt = frozenset[str]()
+    if groups is not None:  # frozen ones are made equal where all ranks synchronise
+        exempt = frozenset(runtime.frozen.parameters)
+    result = audit(runtime.model, runtime.exchange, groups, exempt, measure_allowed=recorded)
+    drifted = bool(result.differing) and state.replicas.parameters != "apart"
+    if not (drifted or recorded):
+        return
+    reporter.events.info(
+        "audit",
+        step=step,
+        where=where,
+        expected=state.replicas.parameters,
+        equal=not result.farthest,
+        largest_distance=result.largest_distance,
+        farthest=result.farthest or None,
+        differing=len(result.differing),
+    )
+    state.last_audit = result
+    state.farthest_apart = max(state.farthest_apart, result.largest_distance)
+    if not drifted:
+        reporter.report_audit(result, step, at_end=at_end)
+        return
+    names, ranks_text = result.differing, ", ".join(map(str, result.odd_ranks))
+    more = f" and {len(names) - 1} more parameters differ" if len(names) > 1 else " differs"
+    text = (
+        f"{where} the ranks hold different parameters, which the sync policy does not allow: "
+        f'"{names[0]}"{more} on rank {ranks_text}; the largest difference is '
+        f'{result.largest_distance:.3g}, in "{result.farthest}". {_CAUSES}'
+    )
+    if wanted.on_drift == "stop":
+        raise DriftError(text)
+    reporter.note_drift(text)
