@@ -15,7 +15,19 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.folder import steps_in
 from ddprun.cli import main
 from ddprun.plugins import SYNC_POLICIES
-from tests.checkpoint.runs import CNN, MLP, MODULE, PIPELINE, as_rank, asked, check, final, prepare, run
+from tests.checkpoint.runs import (
+    CNN,
+    COMPARED,
+    MLP,
+    MODULE,
+    PIPELINE,
+    as_rank,
+    asked,
+    check,
+    final,
+    prepare,
+    run,
+)
 from tests.engine.running import events, lines, summary, weights
 from tests.ranks import Running, as_processes, ddprun
 
@@ -136,7 +148,7 @@ def test_another_number_of_ranks_begins_from_the_mean_of_every_parameter(tmp_pat
     """Of one element, too. A learning rate of 0 shows what the resumed run has begun from."""
     (tmp_path / "samples.py").write_text(MODULE + SCALED)
     (tmp_path / "p.yaml").write_text(APART)
-    (tmp_path / "kill").write_text("0 24")
+    (tmp_path / "kill").write_text(f"0 {24 + COMPARED}")
     run_dir = run(tmp_path, 3, may_die=True)
     (tmp_path / "kill").unlink()
     newest = checkpoints.open_checkpoint(run_dir / "checkpoints", steps_in(run_dir / "checkpoints")[0])

@@ -10,7 +10,7 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.config import load
 from ddprun.config.stages import MonitoredMetric
 from ddprun.engine.save import saved_step
-from tests.checkpoint.runs import CNN, MLP, MODULE, final, told
+from tests.checkpoint.runs import CNN, COMPARED, MLP, MODULE, final, told
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import ddprun
 
@@ -182,7 +182,7 @@ def test_an_interrupted_run_measures_what_is_owed(tmp_path: Path) -> None:
         .replace("every: 4", "every: 1")
     )
     text = text.replace("patience: 4", "patience: 40").replace("every: 3", "every: 0")
-    launch(tmp_path, text, 2, kill="0 16 2", code=130)
+    launch(tmp_path, text, 2, kill=f"0 {16 + COMPARED} 2", code=130)
     interrupted = summary(tmp_path / "run")
     assert interrupted["status"] == "interrupted"
     assert evaluated(tmp_path / "run")[-1]["step"] < interrupted["steps"] < 12

@@ -46,7 +46,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         self.count += 1
-        if self.full and self.count == 25:
+        if self.full and self.count == 41:  # 16 are read for checkpoints, before step 1
             fill()
         return torch.ones(64), index % 10
 """

@@ -63,7 +63,7 @@ def check_changes(
         raise PipelineError(faults)
     return [
         f"{format_path(path)}: {flow_yaml(was)} in the checkpoint, {flow_yaml(now)} now"
-        for path, was, now in _differences(checkpoint_pipeline, loaded.as_dict(), ())
+        for path, was, now in _differences(to_plain_data(old), loaded.as_dict(), ())
     ]
 
 

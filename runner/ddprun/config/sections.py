@@ -365,6 +365,9 @@ class Checkpoint(Options):
     keep: NonNegativeInt = 3
     """How many are kept, the newest; 0 takes none at all."""
 
+    on_changed_data: Literal["continue", "stop"] = "stop"
+    """What a resumed run does in the middle of an epoch whose data is not as it was."""
+
 
 def _parse_nnodes(value: Any) -> int | str:
     """A number of hosts, or the smallest and the largest."""

@@ -149,9 +149,18 @@ class Feed:
                 "have it draw from torch, NumPy or random, which are seeded alike on all ranks",
             )
 
+    @property
+    def mid_epoch(self) -> bool:
+        """Whether an epoch of map-style data has begun and is not used up."""
+        consumed = self._consumed_samples
+        return not self.iterable and consumed > 0 and self._micro_batches_left(consumed) > 0
+
     def _micro_batches_left(self, consumed: int) -> int:
-        """How many micro-batches are left in the epoch after `consumed` samples."""
-        full, rest = divmod(self._nominal_epoch_samples - consumed, self.batch_size * self.world_size)
+        """How many micro-batches are left in the epoch after `consumed` samples; of data that has become
+        shorter, these may be more than it has.
+        """
+        samples_left = max(0, self._nominal_epoch_samples - consumed)
+        full, rest = divmod(samples_left, self.batch_size * self.world_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     @property

@@ -57,8 +57,14 @@ def resume(session: Session) -> None:
         with raise_damaged_on_error("pipeline"):
             _reopen_longer_stage(session, before, cursor)
     notes = check_changes(runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"])
+    changed_data = _check_data(session, saved)
     with fail_on_all_ranks(session, checkpoint, "session"):
         restore(session, saved)
+    for name, text, mid_epoch in changed_data:
+        if not mid_epoch:
+            runtime.fingerprints.leave_epoch(name)
+        reporter.events.warning("data_changed", name=name, how=text, mid_epoch=mid_epoch)
+        reporter.note(f"{name} has changed: {text}")
     if state.cursor.mid_stage:
         new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
@@ -75,6 +81,25 @@ def resume(session: Session) -> None:
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; every stage is done, so nothing is left to do" if done else ""
     reporter.note(f"resuming after step {state.step} from {checkpoint.path}{left}")
+
+
+def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """The data that has changed since the checkpoint was taken (see `Fingerprints.changes`). A PipelineError:
+    steps are left in the middle of an epoch of it, and `checkpoint.on_changed_data` does not accept that.
+    """
+    runtime = session.runtime
+    pipeline, fingerprints = runtime.loaded.pipeline, runtime.fingerprints
+    saved_data = saved.get("data", {})
+    if pipeline.loader.sharded and saved["world_size"] != runtime.ranks.size:
+        saved_data = {}  # rank 0 has another share of it
+    changes = runtime.ranks.from_rank_0("resume/data", lambda: fingerprints.changes(saved_data))
+    steps_left = any(isinstance(stage, StepStage) for stage in pipeline.stages[saved["position"]["next"] :])
+    for name, text, mid_epoch in changes:
+        if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
+            problem = f"{name}: {text}: samples of this epoch would be seen twice, others not at all"
+            allowed = "bring the data back, or accept it with --set checkpoint.on_changed_data=continue"
+            raise fingerprints.error(name, problem, allowed)
+    return [(name, text, mid_epoch) for name, text, mid_epoch in changes]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds, open_feeds
+from ddprun.engine.fingerprints import Fingerprints
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import (
@@ -127,6 +128,8 @@ def open_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
+    held_out = build.build_held_out(loaded, data.evaluate)
+    fingerprints = Fingerprints(loaded, feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
@@ -167,7 +170,8 @@ def open_session(
         precision=precision,
         objective=objective,
         feeds=feeds,
-        held_out=build.build_held_out(loaded, data.evaluate),
+        fingerprints=fingerprints,
+        held_out=held_out,
         stage_held_out=stage_held_out,
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite_check),
         staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,

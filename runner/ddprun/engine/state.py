@@ -129,6 +129,12 @@ class _FeedSchema(BaseModel, strict=True):
     samples: _Count
 
 
+class _DataSchema(BaseModel, strict=True):
+    length: _Count
+    digests: list[str | None]
+    mid_epoch: bool
+
+
 class _EmaSchema(BaseModel, strict=True):
     tensors: dict[str, Any]
     updates: _Count
@@ -167,6 +173,7 @@ class _StateSchema(BaseModel, strict=True):
     reported: _ReportedSchema
     generators: dict[str, Any]
     pipeline: dict[str, Any]
+    data: dict[str, _DataSchema] = {}  # older checkpoints have none
     world_size: int
     layout: str
 
@@ -455,6 +462,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     if runtime.ranks.rank == 0:
         metadata = {
             "pipeline": runtime.loaded.as_dict(),
+            "data": runtime.fingerprints.of_checkpoint(),
             "world_size": runtime.ranks.size,
             "layout": hook_state_layout(session),
             "ddprun": __version__,

@@ -1,0 +1,109 @@
+"""Whether a resumed run reads the data that it has read before: lengths, and digests of a few samples."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddprun.config import LoadedPipeline
+from ddprun.engine.build import HeldOutData, data_error
+from ddprun.engine.data import ErrorFactory, is_iterable
+from ddprun.engine.feeds import Feeds
+from ddprun.engine.samples import digest_of
+from ddprun.engine.seeding import preserve_rng_state, seed_host
+
+_SAMPLES = 8  # of a dataset
+_LIMIT_S = 1.0  # after which no further sample of a dataset is read
+_HELD_OUT = "held-out data"
+
+
+class Fingerprints:
+    """What a checkpoint keeps of each map-style dataset; rank 0 alone reads samples for it, once."""
+
+    def __init__(
+        self,
+        loaded: LoadedPipeline,
+        feeds: Feeds,
+        held_out: HeldOutData,
+        stage_held_out: Mapping[int, HeldOutData],
+        *,
+        rank: int,
+    ) -> None:
+        self._feeds = feeds.by_name()
+        self._errors: dict[str, ErrorFactory] = {name: feed.make_error for name, feed in self._feeds.items()}
+        datasets = {name: feed.dataset for name, feed in self._feeds.items()}
+        of_stages = {f"{_HELD_OUT} of stages[{index}]": one for index, one in stage_held_out.items()}
+        for name, one in {_HELD_OUT: held_out, **of_stages}.items():
+            if one.dataset is not None:
+                assert one.choice is not None
+                datasets[name] = one.dataset
+                self._errors[name] = partial(data_error, loaded, one.path, one.choice)
+        self._by_name: dict[str, dict[str, Any]] = {}
+        if rank == 0:
+            self._by_name = {
+                name: fingerprint(dataset) for name, dataset in datasets.items() if not is_iterable(dataset)
+            }
+
+    def of_checkpoint(self) -> dict[str, Any]:
+        """By name of the dataset: its fingerprint, and whether the run is in the middle of an epoch of it.
+        Data that is held out beside training data counts as that.
+        """
+        in_use = {name for name, feed in self._feeds.items() if feed.mid_epoch}
+        in_use |= {_HELD_OUT} if in_use else set()
+        return {name: {**found, "mid_epoch": name in in_use} for name, found in self._by_name.items()}
+
+    def changes(self, saved: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+        """On rank 0, the datasets that are not as in a checkpoint's `of_checkpoint`: name, what differs, and
+        whether the checkpoint is in the middle of an epoch of it.
+        """
+        pairs = [(name, saved[name], now) for name, now in self._by_name.items() if name in saved]
+        return [(name, text, was["mid_epoch"]) for name, was, now in pairs if (text := _difference(was, now))]
+
+    def error(self, name: str, problem: str, allowed: str) -> Exception:
+        """An error about a dataset, at its place in the file."""
+        return self._errors[name](problem, allowed)
+
+    def leave_epoch(self, name: str) -> None:
+        """Let training data begin its next epoch."""
+        if name in self._feeds:
+            self._feeds[name].start_epoch()
+
+
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """The length of a map-style dataset, and digests of samples spread over it; None for one that is unknown.
+
+    Each is read twice under one seed, so that torch, NumPy and `random` draw the same. A dataset that draws
+    from elsewhere gives other samples each time: then only the length counts. A sample that cannot be read is
+    left to the step that needs it.
+    """
+    length, digests = len(dataset), list[str | None]()
+    until = time.monotonic() + _LIMIT_S
+    with preserve_rng_state(torch.device("cpu")):
+        for index in sorted({number * (length - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+            if not length or (digests and time.monotonic() > until):
+                break
+            first, again = _digest(dataset, index), _digest(dataset, index)
+            if first != again:
+                return {"length": length, "digests": []}
+            digests.append(first)
+    return {"length": length, "digests": digests}
+
+
+def _digest(dataset: Any, index: int) -> str | None:
+    seed_host(0)
+    try:
+        return digest_of([dataset[index]]).hex()
+    except Exception:
+        return None
+
+
+def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two fingerprints; empty: nothing that is known."""
+    if was["length"] != now["length"]:
+        return f"{now['length']} samples here, and {was['length']} in the checkpoint"
+    pairs = zip(was["digests"], now["digests"], strict=False)
+    if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+        return f"{now['length']} samples, as in the checkpoint, but other ones"
+    return ""
