@@ -246,7 +246,7 @@ def test_a_trackers_folder_is_not_followed_elsewhere(tmp_path: Path, name: str) 
     tracker = TRACKERS.load(name)
     options = tracker.Options.model_validate({"mode": "offline"} if name == "wandb" else {})
     with pytest.raises(WrongFileTypeError, match=f"{name} is a symbolic link, not a folder"):
-        tracker(options, RunInfo("run", made, {}))
+        tracker(options, RunInfo("run", made, {}, made))
     assert list(elsewhere.iterdir()) == []
 
 
@@ -379,6 +379,6 @@ def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: 
     tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
     reporter, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace())
-    open_trackers(load(tmp_path / "p.yaml"), tmp_path, reporter, recorder)
+    open_trackers(load(tmp_path / "p.yaml"), tmp_path, tmp_path, reporter, recorder)
     assert reporter.trackers.close({}) == []
     assert made == ["https://mlflow.example.org/x"]

@@ -15,6 +15,9 @@ from ddprun.cli import catalog, check, compare, doctor, explain, init, report, r
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 
 _RUN_COMMANDS = ("run", "resume")
+_PATH_VARIABLES = ("TMPDIR", "TEMP", "TMP", "TORCHELASTIC_ERROR_FILE")
+"""Environment variables whose paths this process and its children keep, wherever the user's code goes."""
+
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
@@ -144,6 +147,9 @@ for _command in (
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
     standard_streams.protect_standard_streams()
+    for name in _PATH_VARIABLES:
+        if path := os.environ.get(name):
+            os.environ[name] = os.path.abspath(path)
     try:
         result: Any = cli.main(
             args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False

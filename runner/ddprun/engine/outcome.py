@@ -77,22 +77,23 @@ def finish_run(session: Session, status: Status) -> list[str]:
                 f"ddprun: the run {ended}, but not all of it could be written: {'; '.join(unwritten)}"
             )
         elif status == "interrupted" and runtime.loaded.pipeline.checkpoint.keep:
-            reporter.note(f"to resume: {resume_command(runtime.run_dir)}")
-        standard_streams.print_stdout(str(runtime.run_dir))
+            reporter.note(f"to resume: {resume_command(runtime.shown_dir)}")
+        standard_streams.print_stdout(str(runtime.shown_dir))
     return list(ranks.from_rank_0("lost", lambda: unwritten))
 
 
 def _nonfinite_message(session: Session) -> str:
     """Why the run has ended as its weights are not finite, and how to resume it; on rank 0."""
-    finite_check, run_dir = session.runtime.finite_check, session.runtime.run_dir
+    runtime, finite_check = session.runtime, session.runtime.finite_check
     assert finite_check.first_nonfinite is not None
-    first, step = finite_check.first_nonfinite, folder.newest_finite_step(run_dir / folder.CHECKPOINTS_FOLDER)
+    first = finite_check.first_nonfinite
+    step = folder.newest_finite_step(runtime.run_dir / folder.CHECKPOINTS_FOLDER)
     lines = [f"{finite_check.nonfinite_parameter} is not finite any more, and on_nan is stop"]
     if first.value is not None:
         lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
     again = "no finite checkpoint is left: start again"
     if step is not None:
-        again = f"{resume_command(run_dir)} --set …, from step {step},"
+        again = f"{resume_command(runtime.shown_dir)} --set …, from step {step},"
     lines += [
         f"  next      {again} with a smaller learning rate,",
         "            clip_norm or warmup_steps, or with bf16 in place of fp16; or, if it should",
@@ -139,7 +140,7 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
         "versions": {"ddprun": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "records_dropped": runtime.records.writer.dropped,
         "records_failure": runtime.records.writer.failure,
-        "run_dir": str(runtime.run_dir),
+        "run_dir": str(runtime.shown_dir),
         "audit": audit
         and {
             "equal": not audit.farthest,

@@ -211,14 +211,16 @@ def check_trackers(loaded: LoadedPipeline) -> None:
         raise PipelineError(faults)
 
 
-def open_trackers(loaded: LoadedPipeline, run_dir: Path, reporter: Reporter, recorder: StepRecorder) -> None:
+def open_trackers(
+    loaded: LoadedPipeline, run_dir: Path, started_in: Path, reporter: Reporter, recorder: StepRecorder
+) -> None:
     """Open the trackers of the run, and give them every step; on rank 0 alone."""
 
     def failed(name: str, why: str) -> None:
         reporter.events.warning("tracker_failed", tracker=name, reason=why)
         reporter.note(f"{name} has failed and gets no more of this run: {why}")
 
-    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()))
+    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()), started_in)
     makers = []
     for index, choice in enumerate(loaded.pipeline.track):
         filled = loaded.fill_placeholders(f"track[{index}]", choice).options

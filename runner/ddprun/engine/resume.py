@@ -43,7 +43,7 @@ def resume(session: Session) -> None:
         try:
             truncate_records(runtime.run_dir, 0 if checkpoint is None else checkpoint.step)
         except OSError as error:
-            problem = f"cannot resume in the run folder {runtime.run_dir}: {error.strerror}"
+            problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
             raise RunFolderError(problem) from None
     if checkpoint is None:
         reporter.note("no whole checkpoint: the run starts from the beginning")
@@ -70,17 +70,18 @@ def resume(session: Session) -> None:
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     for note in notes:
         reporter.note(note)
+    shown = runtime.shown(checkpoint.path)
     reporter.events.info(
         "resumed",
         step=state.step,
         stage=state.cursor.next,
-        checkpoint=str(checkpoint.path),
+        checkpoint=str(shown),
         world_size_before=checkpoint.world_size,
         changed=notes,
     )
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
     left = "; every stage is done, so nothing is left to do" if done else ""
-    reporter.note(f"resuming after step {state.step} from {checkpoint.path}{left}")
+    reporter.note(f"resuming after step {state.step} from {shown}{left}")
 
 
 def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
@@ -119,10 +120,11 @@ def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> It
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
     if kind == "unfit":
-        raise runtime.loaded.error("model", f"{problem} ({checkpoint.path})")
+        raise runtime.loaded.error("model", f"{problem} ({runtime.shown(checkpoint.path)})")
     if kind:
         raise RunFolderError(
-            f"the checkpoint of step {checkpoint.step} is damaged: {problem} ({checkpoint.path})"
+            f"the checkpoint of step {checkpoint.step} is damaged: {problem} "
+            f"({runtime.shown(checkpoint.path)})"
         )
 
 

@@ -47,7 +47,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     reporter = session.reporter
     make_buffers_equal(session, stage)
     with averaged_weights(session):
-        target = _write_on_rank_0(session, stage)
+        target = session.runtime.shown(_write_on_rank_0(session, stage))
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
@@ -62,10 +62,11 @@ def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
             pipeline = write_weights(session, target, only_trainable=stage.only == "trainable")
             usual = target.with_suffix(".yaml")
             if pipeline != usual:
-                note = f"{usual} was not written by save and is kept; the pipeline is in {pipeline}"
+                note = f"{runtime.shown(usual)} was not written by save and is kept; the pipeline is in "
+                note += str(runtime.shown(pipeline))
                 reporter.note(f"{stage.name}: {note}")
         except OSError as error:
-            problem = f"cannot write {target}: {error.strerror or error}"
+            problem = f"cannot write {runtime.shown(target)}: {error.strerror or error}"
             if error.errno in _DISK_ERRNOS:
                 raise OutputWriteError(f"{stage.path}: {problem}") from None
             raise runtime.loaded.error(f"{stage.path}.to", problem) from None

@@ -54,7 +54,8 @@ class Runtime:
     """
 
     loaded: LoadedPipeline
-    run_dir: Path
+    run_dir: Path  # absolute, as is every path of a run: the user's code may change the working directory
+    shown_dir: Path  # the same as it was given, for messages
     ranks: Ranks
     device: torch.device
     backend: str  # `gloo` or `nccl`
@@ -92,6 +93,11 @@ class Runtime:
             self.exchange.set_detailed_timing(detailed)
         if self.gradient_times is not None:
             self.gradient_times.enabled = detailed
+
+    def shown(self, path: Path) -> Path:
+        """A path as messages have it: in the run's folder, if it is there, as that was given."""
+        inside = path.is_relative_to(self.run_dir)
+        return self.shown_dir / path.relative_to(self.run_dir) if inside else path
 
     @property
     def feed(self) -> Feed:

@@ -76,6 +76,7 @@ def open_session(
         PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
+    started_in, shown_dir, run_dir = Path.cwd(), run_dir, run_dir.absolute()
     ranks.watchdog.set_phase(b"building")
     make_folder_importable(loaded.folder)
     seeding.make_deterministic(device, strict=pipeline.deterministic)
@@ -112,7 +113,7 @@ def open_session(
         # A rank that fails has no time to clear up: what is there goes with the launch.
         records = RecordFiles(run_dir, control, ranks.from_rank_0, rank_files.attempt_folder())
     except OSError as error:
-        raise RunFolderError(f"cannot write into the run folder {run_dir}: {error.strerror}") from None
+        raise RunFolderError(f"cannot write into the run folder {shown_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     event_writer = records.writer if ranks.rank == 0 else None
     events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
@@ -150,6 +151,7 @@ def open_session(
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
+        shown_dir=shown_dir,
         ranks=ranks,
         device=device,
         backend=place.backend,
@@ -184,7 +186,7 @@ def open_session(
     check_state_storable(session)
     session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        open_trackers(loaded, run_dir, reporter, recorder)
+        open_trackers(loaded, run_dir, started_in, reporter, recorder)
     return session
 
 

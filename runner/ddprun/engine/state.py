@@ -500,7 +500,7 @@ def report_checkpoints(session: Session) -> None:
                 step=step,
                 seconds=seconds,
                 bytes=written.bytes,
-                folder=str(written.path),
+                folder=str(session.runtime.shown(written.path)),
                 nonfinite=written.nonfinite,
             )
         writer.last_problem = outcome.problem

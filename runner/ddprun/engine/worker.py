@@ -159,7 +159,7 @@ def _run(
     place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
     ranks.join(place)
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())
-    failure_context.run_dir = folder.path
+    failure_context.run_dir = folder.path.absolute()
     rank_files.report_run_dir(folder.path)
     session = failure_context.session = open_session(loaded, folder.path, ranks, place, signals, folder.token)
     _announce(session)
@@ -296,7 +296,7 @@ def _announce(session: Session) -> None:
     launch, environment = pipeline.launch, ranks.environment
     reporter.note(
         f"ddprun {__version__}: {pipeline.name}, {ranks.size} rank{'s' if ranks.size > 1 else ''} on "
-        f"{runtime.device.type} over {runtime.backend}, in {runtime.run_dir}"
+        f"{runtime.device.type} over {runtime.backend}, in {runtime.shown_dir}"
     )
     if launch.nproc_per_node not in (None, environment.local_world_size):
         reporter.note(

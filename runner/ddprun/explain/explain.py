@@ -1,8 +1,10 @@
 """What a pipeline sends, when, among whom and how much, without a run: as dataclasses and as JSON."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -291,12 +293,13 @@ def explain(
     launch = loaded.pipeline.launch
     ranks_per_host = ranks_per_host or launch.nproc_per_node or default_rank_count(loaded)
     world = WorldShape(hosts or launch.host_range[1], ranks_per_host)
-    if probe is None or not probe.suffices_for(loaded):
-        probe = probe_model(loaded, world, allow_imports=allow_imports)
-    simulator = TrafficSimulator(loaded, world, probe.device, allow_imports=allow_imports)
-    planner = _Planner(loaded, probe, simulator)
-    stages = tuple(planner.explain_stage(stage) for stage in loaded.pipeline.stages)
-    return Explanation(loaded, world, probe, _initial_broadcast(probe, simulator), stages)
+    with chdir(os.getcwd()):  # the user's code may leave it
+        if probe is None or not probe.suffices_for(loaded):
+            probe = probe_model(loaded, world, allow_imports=allow_imports)
+        simulator = TrafficSimulator(loaded, world, probe.device, allow_imports=allow_imports)
+        planner = _Planner(loaded, probe, simulator)
+        stages = tuple(planner.explain_stage(stage) for stage in loaded.pipeline.stages)
+        return Explanation(loaded, world, probe, _initial_broadcast(probe, simulator), stages)
 
 
 def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBytes | None:

@@ -20,6 +20,8 @@ class RunInfo:
 
     folder: Path
     pipeline: Mapping[str, Any]
+    started_in: Path
+    """The working directory when the run began, to which relative paths refer."""
 
     def own_folder(self, name: str) -> Path:
         """Where below the run's folder a tracker may keep files of its own; need not exist.

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ddprun.options import PositiveInt
 from ddprun.track import CurveTracker, RunInfo
 
 _MAX_VALUE_LENGTH = 500  # what every MLflow server takes
+_LOCAL_URIS = ("sqlite:///", "file:")
 
 
 class Mlflow(CurveTracker):
@@ -27,10 +29,11 @@ class Mlflow(CurveTracker):
 
     def __init__(self, options: Options, run: RunInfo) -> None:
         """Begin a run there."""
-        from mlflow.tracking import MlflowClient
+        from mlflow.tracking import MlflowClient, get_tracking_uri
 
         super().__init__(options, run)
-        client = self._client = MlflowClient(tracking_uri=options.tracking_uri)
+        uri = _absolute_uri(options.tracking_uri or get_tracking_uri(), run.started_in)
+        client = self._client = MlflowClient(tracking_uri=uri)
         known = client.get_experiment_by_name(options.experiment)
         experiment = known.experiment_id if known else client.create_experiment(options.experiment)
         self._id = client.create_run(experiment, run_name=run.folder.name).info.run_id
@@ -49,6 +52,14 @@ class Mlflow(CurveTracker):
         now_ms = int(time.time() * 1000)
         points = [Metric(name, value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, points)
+
+
+def _absolute_uri(uri: str, folder: Path) -> str:
+    """A URI of MLflow's; one of a local file or folder by its absolute path."""
+    start = next((one for one in _LOCAL_URIS if uri.startswith(one)), "")
+    path = uri.removeprefix(start)
+    remote = not start and (":" in uri or uri.startswith("databricks"))
+    return uri if remote or path.startswith("/") else f"{start}{folder / path}"
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
