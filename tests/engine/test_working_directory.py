@@ -45,7 +45,6 @@ class Samples(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, index):
-        assert os.path.isabs(os.environ["TMPDIR"])
         return torch.full((4,), index / 64), index % 2
 """
 PIPELINE = """
