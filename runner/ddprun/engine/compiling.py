@@ -8,8 +8,10 @@ its gradients are there when its backward pass is over, and the next block's ove
 import itertools
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -121,7 +123,7 @@ def check_compiler(loaded: LoadedPipeline, device: torch.device) -> None:
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     try:
         if device.type == "cpu":
@@ -133,6 +135,10 @@ def check_compiler(loaded: LoadedPipeline, device: torch.device) -> None:
     except OSError as error:
         text = f"torch.compile cannot keep its kernels in {error.filename}: {error.strerror}"
         raise loaded.error("compile", text, _CACHE_HINT) from None
+    if os.stat(tempfile.gettempdir()).st_mode & 0o077 == 0:
+        # Headers that torch builds go below the temporary folder, which is gone with the run.
+        with suppress(OSError):
+            os.symlink(folder, default_cache_dir())
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         text = f"torch.compile keeps its kernels in {folder}, and nothing there can be executed (noexec)"
         raise loaded.error("compile", text, _CACHE_HINT)

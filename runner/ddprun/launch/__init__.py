@@ -3,14 +3,18 @@
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
+from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.network import public_warning
 from ddprun.host.processes import exit_at_signals
-from ddprun.launch.launcher import LauncherError, detect_launcher, restart_warning
+from ddprun.host.rank_files import attempt_folder
+from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
 
 if TYPE_CHECKING:
@@ -51,16 +55,16 @@ def start(
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher is not None and not launcher.starts_ranks:  # this process is a rank
-        from ddprun.engine.worker import run_worker
-
-        for name, value in launcher.variables.items():
-            os.environ.setdefault(name, value)
-        if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
-            print_stderr(f"ddprun: started by {launcher.summary}")
-            for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
-                if warning is not None:
-                    print_stderr(warning)
-        return run_worker(loaded, run_dir, resuming=resuming)
+        with ExitStack() as stack:
+            if LAUNCHED_VARIABLE not in os.environ:
+                scratch = TemporaryDirectory("", "ddprun-", attempt_folder(), ignore_cleanup_errors=True)
+                try:
+                    stack.enter_context(own_code_folders(Path(stack.enter_context(scratch))))
+                except (ForeignFolderError, OSError) as error:
+                    if os.environ.get("LOCAL_RANK", "0") == "0":
+                        print_stderr(f"ddprun: {error}")
+                    return EXIT_BAD_INPUT
+            return _be_rank(loaded, launcher, run_dir, resuming)
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
@@ -73,3 +77,16 @@ def start(
             print_stderr(f"ddprun: started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
     return launch(loaded, flags, overrides, run_dir, resuming=resuming)
+
+
+def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode") -> int:
+    from ddprun.engine.worker import run_worker
+
+    for name, value in launcher.variables.items():
+        os.environ.setdefault(name, value)
+    if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
+        print_stderr(f"ddprun: started by {launcher.summary}")
+        for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
+            if warning is not None:
+                print_stderr(warning)
+    return run_worker(loaded, run_dir, resuming=resuming)

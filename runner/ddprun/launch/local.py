@@ -38,6 +38,7 @@ from ddprun import (
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, rank_files
+from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.device import check_launch, default_rank_count
 from ddprun.host.processes import (
     LAUNCHER_PID_VARIABLE,
@@ -263,6 +264,10 @@ def launch(
     with ExitStack() as stack:
         try:  # torchelastic would leave its own folder behind
             folder = stack.enter_context(rank_files.launcher_folder())
+            stack.enter_context(own_code_folders(folder))
+        except ForeignFolderError as error:
+            print_stderr(f"ddprun: {error}")
+            return EXIT_BAD_INPUT
         except OSError as error:
             print_stderr(f"ddprun: cannot make a temporary folder: {error}")
             return EXIT_FAILURE

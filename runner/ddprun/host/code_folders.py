@@ -1,0 +1,83 @@
+"""Folders from which libraries load code, such as kernels that torch.compile has built.
+
+By default torch keeps them below the folder of temporary files, under a name that everybody can guess, and
+unpickles what it finds there. Another user of the host may have been there first.
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
+
+
+class ForeignFolderError(Exception):
+    """Others than this user may put code into a folder; says which, and what to do."""
+
+
+@contextmanager
+def own_code_folders(scratch: Path) -> Iterator[None]:
+    """Set the variables that say where libraries keep code, for this process and those that it starts.
+
+    They name folders below `$XDG_CACHE_HOME/ddprun` (`~/.cache/ddprun`); where that cannot be written, below
+    `scratch`. Folders that the user has set are judged and kept. Temporary files go below `scratch`, and with
+    them what libraries look for there, whatever is set.
+
+    Args:
+        scratch: a folder of this run's own, gone after it.
+
+    Raises:
+        ForeignFolderError: others may write to one of the folders.
+        OSError: `scratch` cannot be written.
+    """
+    found: dict[str, str] = {}
+    for name in (*_KEPT, *_IN_HOME):
+        if given := os.environ.get(name):
+            found[name] = os.path.abspath(given)
+            _own_folder(Path(found[name]), name)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "ddprun"
+    if not (_own_folder(cache, "XDG_CACHE_HOME") and os.access(cache, os.W_OK | os.X_OK)):
+        cache = scratch
+    for name, folder in _KEPT.items():
+        if name not in found:
+            _own_folder(cache / folder, name)
+            found[name] = str(cache / folder)
+    temporary = scratch / "tmp"
+    temporary.mkdir(mode=0o700)
+    before = {name: os.environ.get(name) for name in (*found, "TMPDIR")}
+    os.environ |= {**found, "TMPDIR": str(temporary)}
+    tempfile.tempdir = None  # what TMPDIR says counts again
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
+
+
+def _own_folder(folder: Path, variable: str) -> bool:
+    """Make a folder that only this user may write to; False if it cannot be made. `variable` names it."""
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        found = folder.lstat()
+    except OSError:
+        return False  # whoever needs it says so
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is no folder"
+    elif found.st_uid != os.geteuid():
+        problem = "belongs to another user"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "can be written by other users"
+    else:
+        return True
+    raise ForeignFolderError(
+        f"{folder} {problem}, and libraries load code from it: remove it, or set {variable} to a folder that "
+        "only you can write"
+    )
