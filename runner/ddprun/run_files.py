@@ -2,7 +2,8 @@
 
 A file is opened by its name below the folder. A symbolic link (the file itself or a folder on the way to it),
 a named pipe, a socket or a device is refused: it may lead outside the run, and opening a pipe may block for
-ever. The path of the folder itself comes from the user and may contain links.
+ever. A file that is written to has no other name: `wb` makes a new one in the place of the old one, and one
+with hard links is not continued. The path of the folder itself comes from the user and may contain links.
 """
 
 import errno
@@ -32,7 +33,7 @@ _OPEN_FLAGS: dict[Mode, int] = {
     "r+b": os.O_RDWR,
     "a+b": os.O_RDWR | os.O_CREAT | os.O_APPEND,
     "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-    "wb": os.O_WRONLY | os.O_CREAT,
+    "wb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
     "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
 }
 _COMMON_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -46,6 +47,14 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFREG: "a file",
 }
+
+
+class HardLinkError(OSError):
+    """A file that is to be continued has another name, under which it would change, too."""
+
+    def __init__(self, path: Path) -> None:
+        problem = f"{path.name} has hard links, and would change elsewhere, too; copy the folder with cp -r"
+        super().__init__(errno.EMLINK, problem, str(path))
 
 
 class WrongFileTypeError(OSError):
@@ -70,18 +79,15 @@ def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders
 
     Raises:
         WrongFileTypeError: it is not a regular file, or is behind a link.
+        HardLinkError: it has other names, and `mode` continues what is in it.
         OSError: it cannot be opened.
     """
     *folders, last = Path(name).parts
     with _open_folder(folder, folders, make=make_folders) as inside:
-        handle = _open_checked(folder / name, last, inside, _OPEN_FLAGS[mode])
-    try:
         if mode == "wb":
-            os.ftruncate(handle, 0)
-        return os.fdopen(handle, mode)
-    except BaseException:
-        os.close(handle)
-        raise
+            with suppress(OSError):
+                os.unlink(last, dir_fd=inside)
+        return os.fdopen(_open_checked(folder / name, last, inside, _OPEN_FLAGS[mode]), mode)
 
 
 def names_in(folder: Path, name: str | Path = "") -> list[str]:
@@ -225,8 +231,11 @@ def _open_checked(path: Path, name: str, folder_fd: int, flags: int, wanted: str
             if not (stat.S_ISDIR(found) if flags & os.O_DIRECTORY else stat.S_ISREG(found)):
                 raise WrongFileTypeError(path, found, wanted) from None
         raise OSError(error.errno, error.strerror, str(path)) from None
-    found = os.fstat(handle).st_mode
-    if not flags & os.O_DIRECTORY and not stat.S_ISREG(found):
+    found = os.fstat(handle)
+    if not flags & os.O_DIRECTORY and not stat.S_ISREG(found.st_mode):
         os.close(handle)
-        raise WrongFileTypeError(path, found, wanted)
+        raise WrongFileTypeError(path, found.st_mode, wanted)
+    if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+        os.close(handle)
+        raise HardLinkError(path)
     return handle

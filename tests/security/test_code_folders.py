@@ -88,8 +88,8 @@ def test_a_folder_that_others_may_write_to_is_refused(
     assert done.code == (1 if module else 2)  # torchrun's own code for a rank's failure
     said = [line for line in done.stderr.splitlines() if line.startswith("ddprun: ")]
     assert said == [
-        f"ddprun: {planted} can be written by other users, and libraries load code from it: remove it, or set "
-        "TORCHINDUCTOR_CACHE_DIR to a folder that only you can write"
+        f"ddprun: {planted} can be written by other users, and libraries load code from it: remove it, or "
+        "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write"
     ]
     assert not (tmp_path / "noted.json").exists()
 
@@ -131,7 +131,9 @@ def test_what_stands_in_a_folders_place_is_refused(
             pytest.skip("only root can give a folder away")
         os.chown(place, 65534, 65534)
     problem = {"mode": "can be written by other users", "owner": "belongs to another user"}
-    assert refusal(scratch).startswith(f"{place} {problem.get(what, 'is no folder')}, and libraries load code")
+    assert refusal(scratch).startswith(
+        f"{place} {problem.get(what, 'is no folder')}, and libraries load code"
+    )
 
 
 @pytest.mark.parametrize("variable", [*VARIABLES, "TORCH_EXTENSIONS_DIR"])

@@ -127,6 +127,45 @@ def test_what_a_run_writes_anew_replaces_a_link(run: Path, tmp_path: Path) -> No
     assert not (run / "report.html").is_symlink()
 
 
+@pytest.mark.parametrize(
+    "name", ["run.lock", "events.jsonl", "steps/rank-00000.jsonl", "buckets/rank-00000.jsonl"]
+)
+def test_a_file_with_hard_links_is_not_continued(run: Path, tmp_path: Path, name: str) -> None:
+    """Such a link is no link to look at, and the lock was written over whatever else had its file."""
+    victim = tmp_path / "victim"
+    victim.write_text(KEPT)
+    (run / name).unlink(missing_ok=True)
+    (run / name).parent.mkdir(exist_ok=True)
+    os.link(victim, run / name)
+    code, told = go_on(run)
+    assert code == 2
+    file = Path(name).name
+    assert (
+        f"{run}: {file} has hard links, and would change elsewhere, too; copy the folder with cp -r" in told
+    )
+    assert "Traceback" not in told
+    assert victim.read_text() == KEPT
+
+
+def test_a_copy_of_links_leaves_the_original_as_it_was(run: Path, tmp_path: Path) -> None:
+    """`cp -al`: neither `resume` nor `report` writes into a file that both have."""
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-00000.log").write_text(KEPT)
+    assert main(["report", str(run)]) == 0
+    before = _listed(run)
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, copy_function=os.link)
+    assert go_on(copy)[0] == 2
+    append_to_rank_log(copy, 0, "a failure")
+    assert main(["report", str(copy)]) == 0
+    with open_file(copy, "pipeline.yaml", "wb") as file:
+        file.write(b"anew")
+    assert _listed(run) == before
+    shutil.rmtree(copy)
+    code, told = go_on(run)
+    assert code == 0, told
+
+
 def test_logs_and_records_are_not_written_through_links(run: Path, tmp_path: Path) -> None:
     """They are lost then, as on a full disk."""
     victim = tmp_path / "victim"

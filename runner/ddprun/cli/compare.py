@@ -11,6 +11,7 @@ import click
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
+from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import is_terminal
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _run_and_show(
         page_path = folder / "report.html"
         page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
         try:
-            page_path.write_bytes(page.encode(errors="replace"))
+            with replace_atomically(folder, page_path.name) as file:
+                file.write(page.encode(errors="replace"))
             click.echo(f"ddprun: {page_path}", err=True)
         except OSError as error:
             click.echo(f"ddprun: cannot write {page_path}: {error.strerror or error}", err=True)

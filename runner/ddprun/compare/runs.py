@@ -37,6 +37,7 @@ from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import RunDigest, digest_run, merge_digests
+from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.units import format_bytes, format_count
@@ -285,7 +286,8 @@ async def _running_processes(
                 if host is not None:
                     command += ["--rdzv-id", f"{host.rdzv_id}-{number}"]
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
-                with export_overrides(overrides), log_path(run, host).open("wb") as log:
+                log_file = log_path(run, host)
+                with export_overrides(overrides), open_file(log_file.parent, log_file.name, "wb") as log:
                     process = Popen(
                         command,
                         stdin=DEVNULL,
