@@ -108,6 +108,9 @@ wrapped_shell.__module__ = __name__
 partial_net = functools.partial(Net, width=10)
 
 
+_hidden_net = make_net
+
+
 def count() -> int:
     return 1
 

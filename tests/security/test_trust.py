@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def pipeline(tmp_path: Path) -> Callable[..., LoadedPipeline]:
         ("torch.nn.functional.torch.load", "of torch only"),
         ("torch.nn.modules.module.warnings.sys.exit", "of torch only"),
         ("torch.nn.functional.boolean_dispatch", "of torch only"),
-        ("torch.nn.Linear.__init__.__globals__", "__"),
+        ("torch.nn.Linear.__init__.__globals__", "is private"),
         ("numpy.load", '"numpy" is not trusted'),
         (f"{LAB}.shell", "is posix.system"),
         (f"{LAB}.run", "is subprocess.run"),
@@ -81,7 +81,8 @@ def pipeline(tmp_path: Path) -> Callable[..., LoadedPipeline]:
         (f"{LAB}.star_shell", "is posix.system"),
         (f"{LAB}.os.system", "is the module os"),
         (f"{LAB}.lab_parts.os.system", "is the module tests.security.lab_parts"),
-        (f"{LAB}.__builtins__.eval", "__"),
+        (f"{LAB}.__builtins__.eval", "is private"),
+        (f"{LAB}._hidden_net", "a part that begins with _ is private"),
         (f"{LAB}.Net.runs", "own library"),
         (f"{LAB}.Net.mro", "is builtins.type.mro"),
         (f"{LAB}.Net.compile", r"is torch.nn.modules.module.Module.compile: of torch only"),
@@ -279,6 +280,122 @@ def test_the_open_places_of_torch_hold_what_they_are_said_to(trusted: Callable[[
         "torch.utils.data": {"DFIterDataPipe", "IterDataPipe", "MapDataPipe"},
         "torch.nn.functional": {"linear_cross_entropy"},
     }
+
+
+OF_OTHERS = [
+    (
+        "model",
+        "torchvision.datasets.utils.extract_archive",
+        "the models in torchvision.models may be named here",
+    ),
+    ("model", "torchvision.models.Weights", "only the models"),
+    ("model", "torchvision.models.resnet.load_state_dict_from_url", "only the models"),
+    ("model", "torchvision._internally_replaced_utils.load_state_dict_from_url", "is private"),
+    (
+        "data",
+        "torchvision.datasets.utils.download_url",
+        "the datasets in torchvision.datasets may be named here",
+    ),
+    ("data", "torchvision.datasets.LSUN", "only the datasets"),
+    ("data", "torchvision.datasets.lsun.pickle.load", "only the datasets"),
+    ("data", "torchvision.transforms.Lambda", "only the datasets"),
+    ("loss", "torchvision.io.write_file", "the losses in torchvision.ops may be named here"),
+    (
+        "model",
+        "torchaudio.pipelines.WAV2VEC2_BASE.get_model",
+        "the models in torchaudio.models may be named here",
+    ),
+    ("model", "timm.models.load_checkpoint", "of timm only create_model in timm may be named here"),
+    ("model", "transformers.AutoModel.from_pretrained", "nothing of transformers may be named here"),
+    ("data", "numpy.load", "nothing of numpy may be named here"),
+    ("option", "numpy.memmap", "of numpy only the types of numbers in numpy may be named here"),
+    ("option", "numpy.f2py.compile", "only the types of numbers"),
+    (
+        "option",
+        "torchvision.datasets.utils.extract_archive",
+        "transforms in torchvision.transforms may be named",
+    ),
+    ("option", "torchvision.datasets.utils.pickle.load", "transforms in torchvision.transforms may be named"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "reason"), OF_OTHERS)
+def test_of_well_known_packages_only_places_are_open(
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline], kind: str, name: str, reason: str
+) -> None:
+    """They hold functions that extract, unpickle, download and write. `check` and a run refuse these names,
+    before anything is imported.
+    """
+    trusted("torchvision, torchaudio, timm, transformers, numpy, torchvision.datasets.utils")
+    imported = set(sys.modules)
+    with pytest.raises(UntrustedError, match=reason):
+        import_trusted(name, build._REQUIREMENTS_BY_KIND.get(kind))
+    folder = "data={torchvision.datasets.ImageFolder: {root: ., loader: {ref: NAME}}}"
+    with pytest.raises(PipelineError, match=reason):
+        pipeline((folder if kind == "option" else f"{kind}=NAME").replace("NAME", name))
+    assert not {module for module in set(sys.modules) - imported if module.partition(".")[0] in name}
+
+
+PACKAGE = {
+    "__init__": "",
+    "models/__init__": "from .net import Net, net\nfrom .net import load",
+    "models/net": """
+from torch import nn
+from pickle import load
+class Net(nn.Linear):
+    def __init__(self): super().__init__(1, 1)
+def net() -> nn.Module: return Net()
+""",
+    "datasets/__init__": "from .folder import *\nfrom .utils import *\nfrom subprocess import Popen",
+    "datasets/folder": """
+from torch.utils.data import Dataset
+class ImageFolder(Dataset):
+    def __init__(self, transform): self.transform = transform
+    def __getitem__(self, index): raise IndexError
+    def __len__(self): return 0
+""",
+    "datasets/utils": "import pickle\nclass Archive: ...\ndef extract_archive(path): ...",
+    "transforms/__init__": "from .some import Some",
+    "transforms/some": "import enum\nclass Some(enum.Enum): ONE = 1",
+}
+
+
+@pytest.fixture
+def torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with that name, built as it is: public names in front, and what defines them behind."""
+    for name, text in PACKAGE.items():
+        file = tmp_path / "site" / "torchvision" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    before = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("torchvision")}
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield
+    for name in [name for name in sys.modules if name.startswith("torchvision")]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.usefixtures("torchvision")
+def test_a_run_judges_what_stands_at_an_open_place(
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline]
+) -> None:
+    """What a package defines elsewhere is had by its public name; what comes from elsewhere is not."""
+    trusted("torchvision.models,torchvision.transforms,torchvision.datasets.ImageFolder")
+    for name in ("net", "Net"):
+        loaded = pipeline(f"model=torchvision.models.{name}")
+        assert type(build.build_model(loaded)).__name__ == "Net"
+    option = "{ref: torchvision.transforms.Some.ONE}"
+    data = build.build_data(pipeline(f"data={{torchvision.datasets.ImageFolder: {{transform: {option}}}}}"))
+    assert data.train.transform.name == "ONE"
+    with pytest.raises(PipelineError, match=r"is _pickle\.load: Python's own library is never trusted"):
+        build.build_model(pipeline("model=torchvision.models.load"))
+    trusted("torchvision")
+    for name, reason in (
+        ("Popen", "is subprocess.Popen: Python's own"),
+        ("Archive", "data is a Dataset class"),
+    ):
+        with pytest.raises(PipelineError, match=reason):
+            build.build_data(pipeline(f"data=torchvision.datasets.{name}"))
 
 
 SEEN_BY_CHECK = [

@@ -6,7 +6,8 @@ imported, by where the object that it leads to really comes from (`logging.os.sy
 by its kind (a model is not a `Popen`). Set and empty, nothing may be imported.
 
 Torch is too large to be trusted by a prefix: some of its functions and methods compile, download or write
-what their options say. Of torch a few public places are open, and at each of them one kind of object.
+what their options say. So are other well-known packages. Of these a few public places are open, and at each
+of them one kind of object.
 """
 
 import functools
@@ -37,8 +38,8 @@ METHOD_ALTERNATIVES_TEXT = (
 )
 
 
-class _AllowedTorchNames(NamedTuple):
-    """A module of torch's, and what in it may be named."""
+class _OpenPlace(NamedTuple):
+    """A module of a well-known package, and what in it may be named."""
 
     module: str
     name_pattern: str  # a regular expression for the whole name in the module
@@ -52,24 +53,53 @@ _SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestar
 _SAMPLERS = r"(Weighted|Subset)?RandomSampler|SequentialSampler"
 _DTYPES = r"dtype|bool|b?float(16|32|64)|u?int(8|16|32|64)|complex(32|64|128)"
 _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
-_ALLOWED_IN_TORCH = (
-    _AllowedTorchNames("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
-    _AllowedTorchNames(
-        "torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")
-    ),
-    _AllowedTorchNames("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
-    _AllowedTorchNames(
+_OPEN_PLACES = (
+    _OpenPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _OpenPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
+    _OpenPlace("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
+    _OpenPlace(
         "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _AllowedTorchNames("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
-    _AllowedTorchNames("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
-    _AllowedTorchNames(
-        "torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)
+    _OpenPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
+    _OpenPlace("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
+    _OpenPlace("torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)),
+    _OpenPlace("torch", _DTYPES, "the types of tensors in torch", ()),
+    *(
+        _OpenPlace(
+            f"torchvision.models{task}",
+            r"(?!Weights)[A-Za-z]\w*",
+            "the models in torchvision.models",
+            ("model",),
+        )
+        for task in ("", ".detection", ".segmentation", ".video")
     ),
-    _AllowedTorchNames("torch", _DTYPES, "the types of tensors in torch", ()),
+    # LSUN unpickles a file that it finds among the images.
+    _OpenPlace(
+        "torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets in torchvision.datasets", ("data",)
+    ),
+    _OpenPlace("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
+    *(
+        _OpenPlace(
+            f"torchvision.transforms{version}",
+            r"[A-Z]\w*(\.[A-Z]\w*)?",
+            "the transforms in torchvision.transforms",
+            (),
+        )
+        for version in ("", ".v2")
+    ),
+    _OpenPlace("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
+    _OpenPlace("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
+    _OpenPlace("timm", "create_model", "create_model in timm", ("model",)),
+    _OpenPlace("numpy", _DTYPES, "the types of numbers in numpy", ()),
 )
-"""All that may be named of torch. What these classes and functions do with options is to compute; data pipes,
-wrappers of modules, methods and everything elsewhere in torch can do more.
+"""All that may be named of well-known packages. What these classes and functions do with options is to
+compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules, methods
+and everything elsewhere can do more.
+"""
+
+WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES) | {"transformers"}
+"""Packages of which open places may be named and nothing else. transformers has none: as options say, its
+classes load code from the Hub.
 """
 
 
@@ -96,7 +126,9 @@ class ExpectedObject:
     methods: tuple[str, ...] = ()  # a class that has one of these will do as well
     returns: type | None = None  # a function whose annotation names another class is refused
     kind: str = ""
-    """The kind of choice that this is, as `model`: it decides what of torch may be named; "" is any."""
+    """The kind of choice that this is, as `model`. It decides what may be named of well-known packages; ""
+    is any.
+    """
 
 
 @dataclass(frozen=True)
@@ -141,12 +173,12 @@ class TrustPolicy:
             return (
                 f'"{root}" is not trusted' if root not in self.top_level_packages() else "it is not trusted"
             )
-        return _torch_refusal(name, kind) if root == "torch" else None
+        return _place_refusal(name, kind) if root in WELL_KNOWN else None
 
     def name_refusal(self, name: str, kind: str = "") -> str | None:
         """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
-        if self.restricts_imports and any(part.startswith("__") for part in name.split(".")):
-            return "a name with __ reaches into Python itself"
+        if self.restricts_imports and any(part.startswith("_") for part in name.split(".")):
+            return "a part that begins with _ is private"
         return self.refusal(name, kind)
 
     def admit_name(self, name: str, kind: str = "") -> None:
@@ -228,7 +260,7 @@ def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolic
         if not all(part.isidentifier() for part in word.removeprefix(FOLDER_PREFIX).split(".")):
             raise TrustSettingError(
                 f'{TRUST_VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
-                f"between them, as in torchvision,mylab.nets, and {FOLDER_PREFIX}mylab for one in the "
+                f"between them, as in torchvision.models,mylab.nets, and {FOLDER_PREFIX}mylab for one in the "
                 "pipeline's folder"
             )
     in_folder = frozenset(
@@ -267,7 +299,7 @@ def origins(found: Any) -> Iterator[str]:
         yield f"{_full_name(found.__objclass__)}.{found.__name__}"
     elif isinstance(found, types.FunctionType):
         yield _full_name(found)
-        if not _torch_name(found) and hasattr(found, "__wrapped__"):
+        if not _public_name(found) and hasattr(found, "__wrapped__"):
             yield from origins(found.__wrapped__)
     elif isinstance(found, type):
         yield _full_name(found)
@@ -280,10 +312,10 @@ def _class_of(owner: Any) -> type:
 
 
 def _full_name(found: Any) -> str:
-    """`module.qualified_name`, of torch the public name if there is one that may be named; what does not tell
-    its module belongs to nobody who is trusted.
+    """`module.qualified_name`, of a well-known package the public name if one may be named; what does not
+    tell its module belongs to nobody who is trusted.
     """
-    if public := _torch_name(found):
+    if public := _public_name(found):
         return public
     module = getattr(found, "__module__", None)
     if not isinstance(module, str) or not module:
@@ -314,25 +346,32 @@ def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
     return issubclass(returned, expected.returns)
 
 
-def _torch_refusal(name: str, kind: str) -> str | None:
-    """Why something of torch may not be named; None if it may."""
-    module, _, last = name.rpartition(".")
-    allowed = [entry for entry in _ALLOWED_IN_TORCH if not kind or kind in entry.kinds]
-    if any(entry.module == module and re.fullmatch(entry.name_pattern, last) for entry in allowed):
+def _place_refusal(name: str, kind: str) -> str | None:
+    """Why something of a well-known package may not be named; None if it may."""
+    root = name.partition(".")[0]
+    allowed = [
+        place
+        for place in _OPEN_PLACES
+        if place.module.partition(".")[0] == root and (not kind or kind in place.kinds)
+    ]
+    if any(re.fullmatch(rf"{re.escape(place.module)}\.({place.name_pattern})", name) for place in allowed):
         return None
     if not allowed:
-        return "nothing of torch may be named here"
-    *others, final = [entry.words for entry in allowed]
-    return f"of torch only {', '.join(others)}{' and ' if others else ''}{final} may be named here"
+        return f"nothing of {root} may be named here"
+    *others, final = dict.fromkeys(place.words for place in allowed)
+    return f"of {root} only {', '.join(others)}{' and ' if others else ''}{final} may be named here"
 
 
-def _torch_name(found: Any) -> str | None:
-    """The name under which a class or function of torch's own may be named; None if there is none."""
-    if not isinstance(found, type | types.FunctionType) or str(found.__module__).partition(".")[0] != "torch":
+def _public_name(found: Any) -> str | None:
+    """The name under which a class or function of a well-known package may be named; None: there is none."""
+    if not isinstance(found, type | types.FunctionType):
         return None
-    name = found.__name__
-    for entry in _ALLOWED_IN_TORCH:
-        module = sys.modules.get(entry.module)
-        if re.fullmatch(entry.name_pattern, name) and module is not None and vars(module).get(name) is found:
-            return f"{entry.module}.{name}"
+    name, root = found.__name__, str(found.__module__).partition(".")[0]
+    for place in _OPEN_PLACES if root in WELL_KNOWN else ():
+        module = sys.modules.get(place.module)
+        known = (
+            place.module.partition(".")[0] == root and module is not None and vars(module).get(name) is found
+        )
+        if known and re.fullmatch(place.name_pattern, name):
+            return f"{place.module}.{name}"
     return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from ddprun_hooks.config.trust import TrustPolicy
+from ddprun_hooks.config.trust import WELL_KNOWN, TrustPolicy
 
 _MAX_BYTES = 4_000_000
 _MAX_STEPS = 100
@@ -69,7 +69,7 @@ class _NameResolver:
 
     def reads_source_of(self, name: str) -> bool:
         """Whether what has this full name is looked for in source code."""
-        return name.partition(".")[0] in self.trust.top_level_packages() - {"torch"}
+        return name.partition(".")[0] in self.trust.top_level_packages() - WELL_KNOWN
 
     def follow(self, parts: Sequence[str]) -> Iterator[Origin]:
         """What a full name leads to."""
