@@ -173,6 +173,10 @@ def test_the_limit_on_imports_holds_for_the_job(
     found = [one.get("env") for manifest in yaml.safe_load_all(text) for one in _containers(manifest)]
     assert found == [None if limit is None else [{"name": TRUST_VARIABLE, "value": limit}]]
 
+    monkeypatch.setenv("DDPRUN_ENV", "SERVER")  # what a run may take goes along, too
+    _, script, _ = submitted("slurm")
+    assert "export DDPRUN_ENV=SERVER\n" in script
+
 
 def _containers(value: Any) -> list[dict[str, Any]]:
     """All containers in an object of Kubernetes'."""

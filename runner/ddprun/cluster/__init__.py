@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from ddprun import options
+from ddprun.config.secrets import FILLED_VARIABLE
 from ddprun.options import pattern_constraint
 from ddprun.plugins import CLUSTERS, Plugin
 from ddprun_hooks.config.trust import TRUST_VARIABLE
@@ -182,5 +183,7 @@ class Cluster(Plugin):
 
 
 def trust_variables() -> dict[str, str]:
-    """The environment variable that restricts what a run may import, if it is set here, for the job."""
-    return {TRUST_VARIABLE: os.environ[TRUST_VARIABLE]} if TRUST_VARIABLE in os.environ else {}
+    """The environment variables that restrict what a run may import and take, if they are set here, for the
+    job.
+    """
+    return {name: os.environ[name] for name in (TRUST_VARIABLE, FILLED_VARIABLE) if name in os.environ}

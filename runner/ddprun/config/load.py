@@ -195,7 +195,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     found = list(pipeline_strings(root.data()))
     secrets = Secrets.collect([*pipeline_strings(result.root.data()), *found])
     for item in found:
-        if (wrong := reference_problem(item.text, of_key=item.is_key)) is not None:
+        if (wrong := reference_problem(item)) is not None:
             nearest = find_nearest(root, item.path)
             place = nearest.key_place if item.is_key else nearest.node.place
             faults.append(place.fault(format_path(item.path), *wrong))

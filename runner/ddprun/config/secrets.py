@@ -20,8 +20,11 @@ from pydantic import BaseModel
 from ddprun.config.faults import Fault
 from ddprun.config.tree import KeyPath, is_choice_path
 from ddprun.plugins import CLUSTERS
-from ddprun_hooks.config.trust import TrustSettingError
+from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError
 from ddprun_hooks.errors import DottedNameError
+
+FILLED_VARIABLE = "DDPRUN_ENV"
+"""Environment variable: while `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take."""
 
 REDACTED = "[redacted]"
 """Written instead of a secret that the file held in plain text; a pipeline with it does not load."""
@@ -109,23 +112,6 @@ def referenced_variables(text: str) -> Iterator[str]:
     return (match[1] for match in ENV_REFERENCE.finditer(text))
 
 
-def reference_problem(text: str, *, of_key: bool = False) -> tuple[str, str] | None:
-    """What is wrong with a string or key, such as one that holds `${env:NAME`, and what to write instead.
-
-    None if nothing is wrong.
-    """
-    if of_key and _ENV_PREFIX in text:
-        return "${env:NAME} is not filled in for keys", "write the key itself"
-    if REDACTED in text:
-        for_value = "write ${env:NAME} and set the variable, or give the value by --set"
-        hint = "write the key itself, or give it by --set" if of_key else for_value
-        return "the secret that was here is not written to files", hint
-    if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):
-        what = '"${env:" is not followed by a variable\'s name and "}"'
-        return what, "write ${env:NAME}; a name holds letters, digits and _"
-    return None
-
-
 def cannot_be_secret(value: str) -> bool:
     """Whether a value cannot be a secret, whatever its name is: true, false, a number, a short word.
 
@@ -190,6 +176,36 @@ class PipelineString:
     """A name above it says that it is a secret, or it holds one in an argument."""
 
     is_key: bool = False
+
+
+def reference_problem(found: PipelineString) -> tuple[str, str] | None:
+    """What is wrong with a string or key, such as one that holds `${env:NAME`, and what to write instead.
+
+    None if nothing is wrong.
+    """
+    text = found.text
+    if found.is_key and _ENV_PREFIX in text:
+        return "${env:NAME} is not filled in for keys", "write the key itself"
+    if REDACTED in text:
+        for_value = "write ${env:NAME} and set the variable, or give the value by --set"
+        hint = "write the key itself, or give it by --set" if found.is_key else for_value
+        return "the secret that was here is not written to files", hint
+    if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):
+        what = '"${env:" is not followed by a variable\'s name and "}"'
+        return what, "write ${env:NAME}; a name holds letters, digits and _"
+    if _ENV_PREFIX in text and found.path[-2:] == ("save", "to"):
+        return "${env:NAME} is not filled in for the name of a file that is written", "write the name itself"
+    for name in referenced_variables(text):
+        if is_secret_name(name) and not found.secret:
+            problem = f"{name} is a secret by its name, and goes only into an option that is one by its name"
+            return problem, "such as password or api_token"
+        allowed = os.environ.get(FILLED_VARIABLE, "").split(",")
+        if TRUST_VARIABLE in os.environ and name not in map(str.strip, allowed):
+            problem = (
+                f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} does not name it"
+            )
+            return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={name}"
+    return None
 
 
 class Secrets:
