@@ -28,6 +28,9 @@ _MAX_RUN_INFO_BYTES = 1 << 20
 MAX_JSON_DEPTH = 100
 """Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
+_MAX_HOLES_BYTES, _MAX_SIZE_PER_DATA = 1 << 20, 16
+"""A file of up to so many bytes may be all holes, a larger one up to this part: a lost tail after a crash."""
+
 _OPEN_FLAGS: dict[Mode, int] = {
     "rb": os.O_RDONLY,
     "r+b": os.O_RDWR,
@@ -74,8 +77,13 @@ def encodable_path(text: str) -> str:
     return text
 
 
-def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
+def open_file(
+    folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False, dense: bool = False
+) -> IO[bytes]:
     """Open a regular file of a run by its name below the folder, with the folders that lead to it.
+
+    `dense`: the file will be read as a whole, so one that is nearly all holes is refused. It would take no
+    room on the disk and hours to read.
 
     Raises:
         WrongFileTypeError: it is not a regular file, or is behind a link.
@@ -87,7 +95,24 @@ def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders
         if mode == "wb":
             with suppress(OSError):
                 os.unlink(last, dir_fd=inside)
-        return os.fdopen(_open_checked(folder / name, last, inside, _OPEN_FLAGS[mode]), mode)
+        handle = _open_checked(folder / name, last, inside, _OPEN_FLAGS[mode])
+    if dense and _is_nearly_all_holes(handle):
+        os.close(handle)
+        raise OSError(errno.EFBIG, f"{last} is nearly all holes", str(folder / name))
+    return os.fdopen(handle, mode)
+
+
+def _is_nearly_all_holes(handle: int) -> bool:
+    size, at, data = os.fstat(handle).st_size, 0, 0
+    while size > _MAX_HOLES_BYTES and data * _MAX_SIZE_PER_DATA < size:
+        try:
+            start = os.lseek(handle, at, os.SEEK_DATA)
+        except OSError:  # no data from there on
+            return True
+        at = os.lseek(handle, start, os.SEEK_HOLE)  # the end, also where a file system knows no holes
+        data += at - start
+    os.lseek(handle, 0, os.SEEK_SET)
+    return False
 
 
 def names_in(folder: Path, name: str | Path = "") -> list[str]:
@@ -231,11 +256,11 @@ def _open_checked(path: Path, name: str, folder_fd: int, flags: int, wanted: str
             if not (stat.S_ISDIR(found) if flags & os.O_DIRECTORY else stat.S_ISREG(found)):
                 raise WrongFileTypeError(path, found, wanted) from None
         raise OSError(error.errno, error.strerror, str(path)) from None
-    found = os.fstat(handle)
-    if not flags & os.O_DIRECTORY and not stat.S_ISREG(found.st_mode):
+    opened = os.fstat(handle)
+    if not flags & os.O_DIRECTORY and not stat.S_ISREG(opened.st_mode):
         os.close(handle)
-        raise WrongFileTypeError(path, found.st_mode, wanted)
-    if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
+        raise WrongFileTypeError(path, opened.st_mode, wanted)
+    if flags & (os.O_WRONLY | os.O_RDWR) and opened.st_nlink > 1:
         os.close(handle)
         raise HardLinkError(path)
     return handle

@@ -9,8 +9,9 @@ import pytest
 
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine.save import PIPELINE_HEADER, pipeline_path
+from ddprun.engine.worker import run_worker
 from ddprun.zoo.data import DataError, text
-from tests.ranks import ddprun
+from tests.ranks import as_processes, ddprun
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "$(touch shell);`touch shell`|touch shell & '\"\n x.yaml"
@@ -135,3 +136,21 @@ def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:
     """Not a crash of the search."""
     with pytest.raises(DataError, match="too many folders"):
         text(folder=tmp_path, files=("**/" * 3000,), context=4, held_out=None)
+
+
+def _run_under(umask: int, file: Path, run_dir: Path) -> int:
+    os.umask(umask)
+    return run_worker(load(file), run_dir)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o002])
+def test_the_umask_decides_who_may_read_a_run(tmp_path: Path, umask: int) -> None:
+    """Every file and folder alike; safetensors makes its own for this user alone."""
+    file = tmp_path / "p.yaml"
+    file.write_text(f"{PIPELINE}checkpoint: {{every: 1, keep: 1}}\ntrack: [tensorboard, prometheus]\n")
+    assert as_processes(1, _run_under, umask, file, tmp_path / "run", cwd=tmp_path) == [0]
+    found = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert {".safetensors", ".json", ".jsonl", ".yaml", ".prom", ".lock"} <= {path.suffix for path in found}
+    for path in found:
+        mode = (0o777 if path.is_dir() else 0o666) & ~umask
+        assert (path.name, oct(path.stat().st_mode & 0o777)) == (path.name, oct(mode))

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -575,6 +577,87 @@ def test_a_report_does_not_believe_a_summary(tmp_path: Path, text: str) -> None:
     for key in (None, *json.loads((folder / "summary.json").read_text())):
         (folder / "summary.json").write_text(text if key is None else json.dumps({key: ["x"]}))
         assert main(["report", str(folder), "--no-trace"]) == 0
+
+
+# Files that take no room and hours to read, and many of them.
+
+HUGE_BYTES = 300 << 30
+
+
+def huge(path: Path, *, lines: bool = False) -> None:
+    """Make a file of holes, or of lines that are: no line is longer than any record may be."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(HUGE_BYTES)
+        for at in range(0, HUGE_BYTES if lines else 0, 50 << 20):
+            os.pwrite(file.fileno(), b'{"step": 1}\n', at)
+
+
+def bounded(*words: str | Path) -> tuple[int, str]:
+    """A real command's exit code, and what it says; hours are no end."""
+    command = [sys.executable, "-m", "ddprun", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("events.jsonl", False), ("steps/rank-00000.jsonl", True), ("buckets/rank-00000.jsonl", False)],
+)
+def test_a_report_reads_no_holes(tmp_path: Path, name: str, lines: bool) -> None:
+    """In one line, with the name of the file."""
+    folder = make(tmp_path / "run")
+    huge(folder / name, lines=lines)
+    code, said = bounded("report", folder)
+    assert code == 2
+    expected = (
+        f"ddprun: {folder} cannot be read: {Path(name).name} is nearly all holes; see `ddprun --help`\n"
+    )
+    assert said == expected
+
+
+def test_a_report_reads_a_thousand_ranks(tmp_path: Path) -> None:
+    """Of the page and the timeline every rank is a part."""
+    folder = make(tmp_path / "run")
+    for rank in range(2, 3_000):
+        (folder / "steps" / f"rank-{rank:05}.jsonl").touch()
+    code, said = bounded("report", folder)
+    assert code == 2
+    assert f"{folder} has records of 3,000 ranks; at most 1,000 are read" in said
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "steps/rank-00000.jsonl", "buckets/rank-00007.jsonl"])
+def test_resuming_reads_no_holes(run: Path, name: str) -> None:
+    """To cut records off, their ends were looked for."""
+    huge(run / name, lines=True)
+    code, told = go_on(run)
+    assert code == 2
+    file = Path(name).name
+    assert f"cannot resume in the run folder {run}: {file} is nearly all holes" in told
+    assert "Traceback" not in told
+
+
+def test_a_checkpoint_larger_than_memory_is_damaged(run: Path) -> None:
+    """Its hash was computed first."""
+    place = run / "checkpoints" / checkpoints.checkpoint_name(4)
+    size = max(HUGE_BYTES, 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    os.truncate(place / "shared.safetensors", size)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["files"]["shared.safetensors"]["bytes"] = size
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    code, told = go_on(run)
+    assert code == 0, told
+    assert "skipping the checkpoint of step 4, which is damaged: " in told
+    assert f"shared.safetensors: {size:,} bytes, which is more than this host's memory" in told
+
+
+def test_a_lost_tail_is_no_reason_to_refuse_a_file(run: Path) -> None:
+    """As after a crash of the machine: a hole at the end, which is cut off."""
+    place = run / "steps" / "rank-00000.jsonl"
+    os.truncate(place, 1 << 20)
+    code, told = go_on(run)
+    assert code == 0, told
+    assert [json.loads(line)["step"] for line in place.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
 # What opens files.

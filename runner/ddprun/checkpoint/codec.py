@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -139,9 +140,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     order.
     """
     try:
-        save_file(dict(tensors), path)
+        with usual_permissions(path):
+            save_file(dict(tensors), path)
     except SafetensorError as error:  # it holds what the system said
         raise OSError(None, str(error)) from None
+
+
+@contextmanager
+def usual_permissions(path: Path) -> Iterator[None]:
+    """Give a file that safetensors writes the permissions of any other file of a run, by the umask; its own
+    are for this user alone, whatever the umask says.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
 
 
 def read_tensors(path: Path, root: Path, *, header_only: bool = False) -> dict[str, Tensor]:

@@ -218,6 +218,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """Make sure that these parts, or all, are what the manifest says, and can be decoded; a DamagedError
     names the file.
     """
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in part_paths(checkpoint.path, name):
             described = checkpoint.files[path.name]
@@ -228,6 +229,8 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
                 size = os.fstat(file.fileno()).st_size
                 if size != described["bytes"]:
                     raise ValueError(f"{size:,} bytes and not {described['bytes']:,}")
+                if size > memory_bytes:
+                    raise ValueError(f"{size:,} bytes, which is more than this host's memory")
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
                 if digest.hexdigest() != described["sha256"]:
                     raise ValueError("not what was written: its SHA-256 differs")

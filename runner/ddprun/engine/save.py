@@ -14,7 +14,7 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from ddprun import __version__
-from ddprun.checkpoint.codec import sort_metadata
+from ddprun.checkpoint.codec import sort_metadata, usual_permissions
 from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import SaveStage
 from ddprun.engine.model_with_loss import model_alone
@@ -84,7 +84,8 @@ def write_weights(
     with _replace_atomically(target) as unfinished:
         try:
             kept = _SavedWeights(model_alone(session.runtime.model), only_trainable=only_trainable)
-            save_model(kept, str(unfinished), notes)
+            with usual_permissions(unfinished):
+                save_model(kept, str(unfinished), notes)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
         sort_metadata(unfinished)

@@ -23,6 +23,7 @@ from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_reco
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _MAX_LINE_BYTES = 64 << 20
 _MAX_SUMMARY_BYTES = 256 << 20
+_MAX_RANKS = 1_000
 _MAX_PROFILED_STEPS = 100_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
@@ -293,9 +294,14 @@ class Run:
     def ranks(self) -> list[int]:
         """The ranks that have step records."""
         try:
-            return ranks_with_records(self.folder, "steps")
+            found = ranks_with_records(self.folder, "steps")
         except OSError as error:
             raise self._cannot_be_read(error) from None
+        if len(found) > _MAX_RANKS:
+            raise NoRunError(
+                f"{self.folder} has records of {len(found):,} ranks; at most {_MAX_RANKS:,} are read"
+            )
+        return found
 
     @property
     def last_step(self) -> int:
@@ -367,7 +373,7 @@ class Run:
     def _open(self, name: str) -> IO[bytes]:
         """A file of the run; an empty one if it is missing."""
         try:
-            return open_file(self.folder, name)
+            return open_file(self.folder, name, dense=True)
         except FileNotFoundError:
             return BytesIO()
         except OSError as error:

@@ -282,7 +282,7 @@ def truncate_torn_event(run_dir: Path) -> None:
 
 def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
     """Cut a file after the last whole line that stays; one on which `stays` fails does not."""
-    with open_file(run_dir, name, "r+b") as file:
+    with open_file(run_dir, name, "r+b", dense=True) as file:
         size = end = file.seek(0, 2)
         if not size:
             return  # nothing can be mapped
