@@ -1,14 +1,17 @@
 """The order of samples: each once, known in advance, as DistributedSampler has it, resumable."""
 
+import multiprocessing
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     Dataset,
     DistributedSampler,
@@ -23,6 +26,7 @@ from ddprun.engine.data import BatchDataset, Feed
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
+from tests.ranks import as_processes
 
 
 class Ids(Dataset[tuple[int, int]]):
@@ -99,17 +103,37 @@ def batch_sizes(group: RankGroup, data: Any, **changes: Any) -> list[int]:
     return [len(micro.content[0]) for step in source.steps(3, epochs=1) for micro in step.micro_batches]
 
 
-@pytest.mark.parametrize("size", [37, 38, 39, 40, 44])
+def ranks_with_workers(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `body(group, *arguments)` gives on forked ranks, which may start loading processes: one that is
+    forked while another thread draws would wait for the generator's lock for ever.
+    """
+    return as_processes(size, _in_group, body, *arguments)
+
+
+def _in_group(body: Callable[..., Any], *arguments: Any) -> Any:
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may have children
+    dist.init_process_group("gloo")
+    world, hosts = dist.group.WORLD, ("here",) * dist.get_world_size()
+    assert world is not None
+    return body(RankGroup("world", dist.get_rank(), hosts, [world]), *arguments)
+
+
+def sizes_at_epochs_ends(group: RankGroup, kind: type[Ids | Stream], workers: int) -> dict[int, list[int]]:
+    return {size: batch_sizes(group, kind(size), workers=workers) for size in (37, 38, 39, 40, 44)}
+
+
 @pytest.mark.parametrize("kind", [Ids, Stream])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_an_epochs_end_are_one_sample_apart_at_most(
-    kind: type[Ids | Stream], size: int, workers: int
+    kind: type[Ids | Stream], workers: int
 ) -> None:
     """Those of ranks without a sample, too, which compute along."""
-    sizes = run_ranks(3, lambda group: batch_sizes(group, kind(size), workers=workers))
-    for micro in zip(*sizes, strict=True):
-        assert max(micro) - min(micro) <= 1
-    assert [max(micro) for micro in zip(*sizes, strict=True)] == [4, 4, 4, -(-(size - 36) // 3)]
+    of_ranks = ranks_with_workers(3, sizes_at_epochs_ends, kind, workers)
+    for size in of_ranks[0]:
+        sizes = [found[size] for found in of_ranks]
+        for micro in zip(*sizes, strict=True):
+            assert max(micro) - min(micro) <= 1
+        assert [max(micro) for micro in zip(*sizes, strict=True)] == [4, 4, 4, -(-(size - 36) // 3)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -367,6 +391,16 @@ class Random(Stream):
         return iter((torch.rand(()), index) for index in range(self.size))
 
 
+def samples_told_lost(group: RankGroup, kind: Any, sharded: bool, workers: int) -> list[str]:
+    told: list[str] = []
+    changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
+    source = feed(kind(40), group.rank, group.size, on_samples_lost=told.append, **changes)
+    compare(group, source)
+    for _ in islice(source.steps(1), 3):
+        pass
+    return told
+
+
 @pytest.mark.parametrize(("kind", "lost"), [(OneSource, 1), (Random, 0), (Stream, 0), (StartsAnew, 0)])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -375,16 +409,7 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
 ) -> None:
     """Once; not where the data set draws at random, or nothing is lost."""
 
-    def body(group: RankGroup) -> list[str]:
-        told: list[str] = []
-        changes: dict[str, Any] = {"sharded": sharded, "workers": workers, "shuffle": False}
-        source = feed(kind(40), group.rank, group.size, on_samples_lost=told.append, **changes)
-        compare(group, source)
-        for _ in islice(source.steps(1), 3):
-            pass
-        return told
-
-    (told,) = run_ranks(1, body)
+    (told,) = ranks_with_workers(1, samples_told_lost, kind, sharded, workers)
     assert len(told) == (lost if workers else 0)
     assert all("write loader: {workers: 0} then" in text for text in told)
 
@@ -491,18 +516,19 @@ def compare(group: RankGroup, source: Feed) -> list[int]:
     return source.compare_ranks(ControlChannel(group.process_groups[0]))
 
 
-def test_data_that_is_looked_at_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has seeded its own; they would be equal if looking seeded them."""
+def seeds_of_gpus(group: RankGroup) -> tuple[list[str], list[int]]:
     seeds: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     lost: list[str] = []
-
-    def body(group: RankGroup) -> None:
-        source = feed(OneSource(64), 0, 1, workers=2, on_samples_lost=lost.append)
+    source = feed(OneSource(64), 0, 1, workers=2, on_samples_lost=lost.append)
+    with mock.patch.object(torch.cuda, "manual_seed_all", seeds.append):
         compare(group, source)
         epoch(source)
+    return lost, seeds
 
-    run_ranks(1, body)
+
+def test_data_that_is_looked_at_leaves_the_generators_of_gpus_alone() -> None:
+    """Each rank has seeded its own; they would be equal if looking seeded them."""
+    [(lost, seeds)] = ranks_with_workers(1, seeds_of_gpus)
     assert len(lost) == 1, "it was read a second time"
     assert seeds == []
 
@@ -556,6 +582,23 @@ def test_datasets_of_different_lengths_are_refused() -> None:
     assert messages[0].startswith("the data set has 13 samples on rank 0 and 12 on rank 1; give every rank")
 
 
+def two_epochs_of_parts(
+    group: RankGroup, kind: type[Part | PartStream], size: int, accumulate: int, workers: int
+) -> list[list[tuple[int, list[int]]]]:
+    data = kind(size, group.rank, group.size)
+    source = feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part, workers=workers)
+    assert compare(group, source) == list(range(1, group.size))
+    source.first_batch()
+    return [
+        [
+            (int(step.total_weight), micro.content[0].tolist()[: micro.samples])
+            for step in source.steps(accumulate, epochs=1)
+            for micro in step.micro_batches
+        ]
+        for _ in range(2)
+    ]
+
+
 @pytest.mark.parametrize("kind", [Part, PartStream])
 @pytest.mark.parametrize(
     ("size", "accumulate", "workers"), [(24, 1, 0), (41, 1, 0), (50, 3, 0), (41, 3, 0), (41, 1, 2)]
@@ -565,21 +608,8 @@ def test_data_that_shards_itself_is_taken_as_it_is(
 ) -> None:
     """Each sample counts once; ranks take equally many steps and know each one's total; so in every epoch."""
 
-    def body(group: RankGroup) -> list[list[tuple[int, list[int]]]]:
-        data = kind(size, group.rank, group.size)
-        source = feed(data, group.rank, group.size, sharded=True, shuffle=kind is Part, workers=workers)
-        assert compare(group, source) == list(range(1, group.size))
-        source.first_batch()
-        return [
-            [
-                (int(step.total_weight), micro.content[0].tolist()[: micro.samples])
-                for step in source.steps(accumulate, epochs=1)
-                for micro in step.micro_batches
-            ]
-            for _ in range(2)
-        ]
-
-    for epochs in zip(*run_ranks(3, body), strict=True):
+    of_ranks = ranks_with_workers(3, two_epochs_of_parts, kind, size, accumulate, workers)
+    for epochs in zip(*of_ranks, strict=True):
         assert len({len(steps) for steps in epochs}) == 1
         assert sorted(i for steps in epochs for _, ids in steps for i in ids) == list(range(size))
         for row in zip(*epochs, strict=True):

@@ -1,13 +1,17 @@
 """Seeds: the same seed gives bitwise the same run (`docs/reproducibility.md`)."""
 
+import gc
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+_one_thread_at_a_time = threading.RLock()  # a process has one generator of each kind
 
 
 def seed_everything(seed: int) -> None:
@@ -35,17 +39,39 @@ def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
         torch.backends.cudnn.deterministic = True
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage in this block.
+
+    Torch makes the tensor of a generator's state while it holds that generator's lock. A collection there may
+    run a `__del__` that lets other threads run, and one that waits for that lock waits with Python's own.
+    """
+    with _one_thread_at_a_time:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+@_no_garbage_collection()
+def _torch_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
 def generator_state(device: torch.device) -> dict[str, Any]:
     """State of every random generator of this rank, as plain values and tensors."""
     _, keys, *numpy = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    return {
         "python": random.getstate(),
         "numpy": [torch.from_numpy(np.asarray(keys, dtype=np.int64)), *numpy],
-        "torch": torch.get_rng_state(),
+        **_torch_states(device),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
@@ -53,6 +79,10 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     keys, *numpy = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *numpy))
+    _restore_torch(state, device)
+
+
+def _restore_torch(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:  # a checkpoint taken on a CPU has none
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -60,25 +90,26 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
-    """Save the states of all generators of random numbers, and restore them on exit."""
-    state = generator_state(device)
-    try:
-        yield
-    finally:
-        restore_generators(state, device)
+    """Save the states of all generators of random numbers, and restore them on exit; one thread at a time."""
+    with _one_thread_at_a_time:
+        state = generator_state(device)
+        try:
+            yield
+        finally:
+            restore_generators(state, device)
 
 
 class RepeatableRng:
     """Each `with fixed_rng():` starts torch's generators from one state, and restores them afterwards."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = [device] if device.type == "cuda" else []
-        self._start = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._cuda]
+        self._device, self._start = device, _torch_states(device)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with torch.random.fork_rng(self._cuda):
-            torch.set_rng_state(self._start[0])
-            for device, state in zip(self._cuda, self._start[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        before = _torch_states(self._device)
+        _restore_torch(self._start, self._device)
+        try:
             yield
+        finally:
+            _restore_torch(before, self._device)

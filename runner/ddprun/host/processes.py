@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"
 SIGNAL_EXIT_BASE = 128
 """Exit codes of processes that a signal ended: this and its number."""
 
+_PARENT_TICK_S = 1.0
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
@@ -34,6 +36,9 @@ def die_with_launcher() -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent dies, however that dies (Linux).
 
+    To the kernel the parent is the thread that has forked, and threads may end earlier than their process:
+    where it is not the main one, a thread of this process looks for the parent instead.
+
     `parent` is needed if that may have happened by now; None takes the parent that there is.
     """
     if sys.platform != "linux":
@@ -42,9 +47,27 @@ def die_with_parent(parent: int | None = None) -> None:
 
     pr_set_pdeathsig = 1
     parent = os.getppid() if parent is None else parent
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if _is_child_of_main_thread(parent):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    else:
+        threading.Thread(target=_end_with, args=(parent,), name="ddprun-parent", daemon=True).start()
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(1)
+
+
+def _is_child_of_main_thread(parent: int) -> bool:
+    """Whether the parent's main thread has forked this process; true where the kernel does not say."""
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii")
+    except OSError:
+        return True
+    return str(os.getpid()) in children.split()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_TICK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
