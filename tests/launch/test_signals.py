@@ -186,6 +186,57 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_hosts(folder: Path, node_ra
     assert (done.code, done.stderr) == (130, "ddprun: stopped by SIGINT\n")
 
 
+TAKING = """
+import signal
+import sys
+
+import torch
+
+
+def on_signal(number, frame):
+    sys.exit(7)
+
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        signal.signal(signal.SIGTERM, on_signal)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls == 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return super().forward(inputs.flatten(1))
+
+
+signal.signal(signal.SIGUSR1, on_signal)
+"""
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_handlers_that_imported_code_installs_take_no_checkpoint_away(folder: Path, by_hand: bool) -> None:
+    """At import, in a constructor, in the passes before step 1: they are named before step 1. `by_hand`: the
+    rank has no launcher, and gets the signals itself.
+    """
+    (folder / "taking.py").write_text(TAKING)
+    run = folder / "run"
+    rank = {"RANK": "0", "WORLD_SIZE": "1"} if by_hand else {}
+    flags = ["--set", "model=taking.Net", "--run-dir", "run"]
+    with Running("endless.yaml", *flags, cwd=folder, environment=rank) as running:
+        wait_for_text(run / "events.jsonl", "stage_started")
+        running.process.send_signal(signal.SIGUSR1)
+        wait_for_text(run / "events.jsonl", "checkpoint_written")
+        running.process.send_signal(signal.SIGTERM)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    interrupted_with_checkpoint(run)
+    [found] = [event["handlers"] for event in events(run) if event["event"] == "handlers_replaced"]
+    replaced = {"SIGINT": "signal.SIG_DFL", "SIGUSR1": "taking.on_signal"}
+    assert found == (replaced | {"SIGTERM": "taking.on_signal"} if by_hand else replaced)
+    assert "SIGUSR1 (taking.on_signal)" in done.stderr
+
+
 EARLY = """
 import os
 

@@ -28,12 +28,28 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
         self._store_checked_s = 0.0
+        self.replaced_handlers: dict[str, str] = {}
+        """Handlers that were found in the place of these: their names, by that of the signal."""
+
         if LAUNCHED_VARIABLE in os.environ:
             signal.signal(signal.SIGINT, self._on_stop_signal)
         else:
             for number in (signal.SIGINT, signal.SIGTERM):
                 set_signal_handler(number, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
+        self._handlers = {
+            number: handler
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            if (handler := signal.getsignal(number)) in (self._on_stop_signal, self._on_checkpoint_signal)
+        }
+
+    def put_back_handlers(self) -> None:
+        """Put these handlers back where imported code has installed its own, which may not return or may
+        forget the signal; C code, too, whose handlers Python does not know.
+        """
+        for number, ours in self._handlers.items():
+            if (found := signal.signal(number, ours)) != ours:
+                self.replaced_handlers[number.name] = _name_of_handler(found)
 
     def pop_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
@@ -60,6 +76,16 @@ class SignalRequests:
 
     def _on_checkpoint_signal(self, number: int, frame: FrameType | None) -> None:
         self._checkpoint_requested = True
+
+
+def _name_of_handler(handler: object) -> str:
+    if handler is None:
+        return "of C code"
+    if isinstance(handler, signal.Handlers):
+        return f"signal.{handler.name}"
+    function = getattr(handler, "func", handler)  # of functools.partial
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or type(function).__module__}.{name}"
 
 
 @dataclass(slots=True)

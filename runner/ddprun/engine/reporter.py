@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
@@ -121,6 +121,15 @@ class Reporter:
                 f"{found.hook}: finite {found.kind} values came back as infinity; use bf16, or scale the "
                 "loss down (clip_norm acts only after the exchange)"
             )
+
+    def report_handlers(self, replaced: Mapping[str, str]) -> None:
+        """Report handlers of signals that imported code has installed, by signal."""
+        self.events.warning("handlers_replaced", handlers=dict(replaced))
+        named = ", ".join(f"{name} ({handler})" for name, handler in replaced.items())
+        self.note(
+            f"handlers of signals that imported code has installed are not called in this run: {named}; "
+            "the signals end in a checkpoint"
+        )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
         """Report the first loss or parameter that is not finite."""

@@ -97,6 +97,7 @@ def open_session(
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
     stacks = open_stacks(loaded)
+    signals.put_back_handlers()  # after the imports; again before step 1
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
     feed = feeds.main
