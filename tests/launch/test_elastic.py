@@ -294,9 +294,12 @@ def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
-    """A rank that always fails is started --max-restarts times more; the error is the rank's own."""
+    """A rank that always fails, each time in another way, is started --max-restarts times more; the error is
+    the rank's own.
+    """
     prepare(tmp_path)
-    broken = MODULE.replace("        time.sleep(0.001)\n", "        assert index != 700, 'sample 700'\n")
+    check = "        assert index != 700, f'sample 700 in {os.getpid()}'\n"
+    broken = MODULE.replace("        time.sleep(0.001)\n", check)
     (tmp_path / "seen.py").write_text(broken)
     done = ddprun("two.yaml", "--max-restarts=2", "--run-dir=two", cwd=tmp_path)
     assert done.code == 1, done.stderr

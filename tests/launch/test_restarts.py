@@ -109,6 +109,42 @@ def test_a_rank_that_goes_down_after_the_end_changes_nothing(tmp_path: Path) -> 
     assert summary(tmp_path / "run")["status"] == "done"
 
 
+REPEATING = """
+import os
+
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self, call):
+        super().__init__(64, 10)
+        self.calls, self.call = 0, call
+        self._fail()
+
+    def _fail(self):
+        if self.calls == self.call and os.environ["RANK"] == "1":
+            raise ValueError("like the last time")
+        self.calls += 1
+
+    def forward(self, inputs):
+        self._fail()
+        return super().forward(inputs.flatten(1))
+"""
+
+
+@pytest.mark.parametrize("call", [0, 30])
+def test_a_failure_that_comes_again_is_not_started_once_more(tmp_path: Path, call: int) -> None:
+    """Before step 1 or in the same step, without a checkpoint in between: one restart shows that."""
+    (tmp_path / "repeating.py").write_text(REPEATING)
+    text = PIPELINE.replace("model:\n  mlp: {inputs: 64, hidden: [32], outputs: 10}", "model:\n  MODEL")
+    (tmp_path / "p.yaml").write_text(text.replace("MODEL", f"repeating.Net: {{call: {call}}}"))
+    done = ddprun("p.yaml", "--run-dir=run", cwd=tmp_path)
+    assert done.code == 1, done.stderr
+    assert done.stderr.count("ValueError: like the last time\n") == 4  # the headline and the traceback, twice
+    assert [f"restart {i} of 2" in done.stderr for i in (1, 2)] == [True, False]
+    assert done.stderr.count("ddprun: not starting the ranks again: they have failed alike before") == 1
+
+
 def state_of(pid: int) -> str:
     """Of a process, as in /proc: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, __version__, standard_streams
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_REPEATED, __version__, standard_streams
 from ddprun.checkpoint import folder
 from ddprun.config import BEST_FILE, PipelineError
 from ddprun.config.secrets import Secrets
@@ -20,6 +20,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.host import rank_files
 from ddprun.host.network import NetworkError
+from ddprun.host.processes import file_limit_hint
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import replace_atomically, resume_command
 from ddprun.sync.audit import DriftError
@@ -200,11 +201,16 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
         until = time.monotonic() + _LAUNCHER_REACTION_S
         while time.monotonic() < until and ranks.first_failure() is None:
             time.sleep(_TICK_S)
-    claimed = ranks.claim_first_failure(EXIT_BAD_INPUT if bad_input else EXIT_FAILURE)
     headline = _headline(error, secrets)
+    how = [headline, *_step_and_checkpoint(context)]
+    code = EXIT_BAD_INPUT if bad_input else EXIT_FAILURE
+    if rank_files.error_before() == how and not _is_lost_peer(error):
+        code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
+    claimed = ranks.claim_first_failure(code)
     if claimed.rank != ranks.rank:
         leave_to_first_failure(context, ranks, claimed.rank, headline)
         return claimed.exit_code
+    rank_files.report_error(how)
     if session is not None:
         session.reporter.screen.end()
         session.reporter.trackers.delay_close_as_failed()  # the failure is reported first
@@ -223,7 +229,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
             detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
         else:
             detail = "".join(traceback.format_exception(error)).rstrip()
-        message = secrets.redact(f"{head}\n{detail}")
+        message = secrets.redact(f"{head}{file_limit_hint(error)}\n{detail}")
     standard_streams.print_stderr(message)
     if not bad_input:
         append_to_rank_log(context.run_dir, ranks.rank, message)
@@ -237,6 +243,12 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     if ranks.holds_store:
         time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
     return claimed.exit_code
+
+
+def _step_and_checkpoint(context: FailureContext) -> tuple[int, int | None]:
+    """The last step that is done, and the step of the newest checkpoint."""
+    found = [] if context.run_dir is None else folder.steps_in(context.run_dir / folder.CHECKPOINTS_FOLDER)
+    return 0 if context.session is None else context.session.state.step, next(iter(found), None)
 
 
 def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:

@@ -1,14 +1,19 @@
 """Processes, signals and threads of one host: nothing outlives its parent, nothing holds up a signal."""
 
+import errno
 import os
+import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from ddprun import standard_streams
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -20,6 +25,11 @@ SIGNAL_EXIT_BASE = 128
 """Exit codes of processes that a signal ended: this and its number."""
 
 _PARENT_TICK_S = 1.0
+_END_S = 10.0
+_COMMAND_LENGTH = 80
+_TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
+"""How EMFILE reads where torch or Python has wrapped it; the latter when a descriptor was sent along."""
+
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
@@ -78,6 +88,74 @@ def state_and_parent(pid: int) -> tuple[str, int]:
         return ("gone" if Path("/proc/self").exists() else "?"), 0
     state, parent, *_ = stat.rpartition(")")[2].split()
     return state, int(parent)
+
+
+def living_processes(*, parent: int | None = None, sessions: Collection[int] = ()) -> dict[int, str]:
+    """Processes of a parent, or of some sessions but for their leaders, with their commands."""
+    import psutil  # every command imports this file
+
+    found = {}
+    for one in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            session = os.getsid(one.pid)
+            belongs = one.ppid() == parent or (session in sessions and session != one.pid)
+            if belongs and one.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found[one.pid] = " ".join(one.cmdline()) or one.name()
+    return found
+
+
+def describe_processes(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
+    """Processes and the beginnings of their commands, without secrets."""
+    return ", ".join(f"process {pid} ({redact(command)[:_COMMAND_LENGTH]})" for pid, command in found.items())
+
+
+def signal_processes(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each of them that still lives."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
+    """Have this process, whose rank is done, end within `_END_S` with this exit code, and say what it would
+    have waited for.
+
+    Python's own end waits for threads, child processes and exit functions of the pipeline's code, for ever.
+    """
+
+    def end() -> None:
+        time.sleep(_END_S)
+        others = {threading.main_thread(), threading.current_thread()}
+        left = [f"thread {one.name}" for one in threading.enumerate() if not one.daemon and one not in others]
+        children = living_processes(parent=os.getpid())
+        left += [describe_processes(children, redact)] if children else []
+        standard_streams.print_stderr(
+            f"ddprun: rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
+        )
+        signal_processes(children, signal.SIGTERM)
+        standard_streams.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, name="ddprun-end", daemon=True).start()
+
+
+def raise_file_limit() -> None:
+    """Let this process, and what it starts, open as many files as the system lets it ask for."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # not where the system calls no limit one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def file_limit_hint(error: BaseException) -> str:
+    """What to do about an error that says that too many files are open; nothing for any other."""
+    code, text = getattr(error, "errno", None), str(error)
+    if code != errno.EMFILE and not any(sign in text for sign in _TOO_MANY_FILES):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"; this process may have {limit} files and connections open: raise the hard limit "
+        "(ulimit -Hn, LimitNOFILE=), or use fewer loader.workers"
+    )
 
 
 def set_signal_handler(

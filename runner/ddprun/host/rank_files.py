@@ -17,6 +17,7 @@ SCRATCH_VARIABLE = "DDPRUN_SCRATCH"
 
 _PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
+_ERROR = "error"
 _OUTCOME_WIDTH = 4
 _OUTCOME_NOT_REPORTED = 1
 """Exit code of a rank that has finished the run and cannot say so."""
@@ -125,6 +126,26 @@ def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
     except (OSError, ValueError):
         return 0, False
     return enqueued_ns, written
+
+
+def report_error(error: list[str | int | None]) -> None:
+    """Note how a rank has failed, for ranks that are started after that."""
+    _write(_ERROR, json.dumps([_start(), error]).encode())
+
+
+def error_before() -> list[str | int | None] | None:
+    """How a rank of this host has failed the last time, when these ranks had not been started; None if none
+    has, or under other launchers than ddprun's own.
+    """
+    try:
+        start, error = json.loads((Path(os.environ[SCRATCH_VARIABLE]) / _ERROR).read_bytes())
+    except (KeyError, OSError, ValueError):
+        return None
+    return None if start == _start() else error
+
+
+def _start() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def register_pid() -> None:

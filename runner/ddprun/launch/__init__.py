@@ -12,7 +12,7 @@ from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.network import public_warning
-from ddprun.host.processes import exit_at_signals
+from ddprun.host.processes import end_in_time, exit_at_signals, raise_file_limit
 from ddprun.host.rank_files import attempt_folder
 from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
@@ -52,6 +52,7 @@ def start(
     except LauncherError as error:
         print_stderr(f"ddprun: {error}")
         return EXIT_BAD_INPUT
+    raise_file_limit()
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher is not None and not launcher.starts_ranks:  # this process is a rank
@@ -64,7 +65,9 @@ def start(
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         print_stderr(f"ddprun: {error}")
                     return EXIT_BAD_INPUT
-            return _be_rank(loaded, launcher, run_dir, resuming)
+            code = _be_rank(loaded, launcher, run_dir, resuming)
+        end_in_time(code, int(os.environ["RANK"]), loaded.secrets.redact)
+        return code
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;

@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from ddprun import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    EXIT_REPEATED,
     EXIT_REQUEUE,
     LAUNCHED_VARIABLE,
     ON_USR1_VARIABLE,
@@ -43,9 +44,13 @@ from ddprun.host.device import check_launch, default_rank_count
 from ddprun.host.processes import (
     LAUNCHER_PID_VARIABLE,
     SIGNAL_EXIT_BASE,
+    describe_processes,
     exit_at_signals,
+    file_limit_hint,
     in_background,
+    living_processes,
     set_signal_handler,
+    signal_processes,
 )
 from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
@@ -71,6 +76,9 @@ _FORCED_KILL_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
 
 _TICK_S = 0.05
+
+_LEFTOVER_S = 2.0
+"""How long processes that ranks have started, and that have outlived them, may take to end by themselves."""
 
 _ASK_EVERY_S = 1.0
 _CONNECTING_S = 5.0
@@ -100,19 +108,17 @@ With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is l
 class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone.
 
-    Ranks leave notes in `scratch`, this launcher's folder; `takes_checkpoints`: whether they take any.
+    Ranks of the pipeline `loaded` leave notes in `scratch`, this launcher's folder.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, *, takes_checkpoints: bool
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
         assert config.logs_specs is not None
         timeouts: dict[str, Any] = {"exit_barrier_timeout": _EXIT_BARRIER_S}
         if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
             timeouts["shutdown_timeout"] = config.shutdown_timeout
         super().__init__(spec, config.logs_specs, **timeouts)
         self._close_s = int(timeouts.get("shutdown_timeout", _SHUTDOWN_TIMEOUT_S))
-        self._scratch, self._takes_checkpoints, self._min_nodes = scratch, takes_checkpoints, config.min_nodes
+        self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
         self._failures = 0
         self._next_question_at = 0.0  # whether the run has ended on another host
         self._ended_elsewhere_at: float | None = None
@@ -159,7 +165,13 @@ class Agent(LocalElasticAgent):
         if self.stop_signal is not None:
             raise SignalException(f"ended by {self.stop_signal.name}", self.stop_signal)
         failures: dict[int, ProcessFailure] = result.failures
-        if any(failure.exitcode == EXIT_BAD_INPUT for failure in failures.values()):
+        codes = {failure.exitcode for failure in failures.values()}
+        if EXIT_REPEATED in codes:
+            print_stderr(
+                "ddprun: not starting the ranks again: they have failed alike before, at the same step, "
+                "and no checkpoint has come since"
+            )
+        if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
             raise ChildFailedError("ddprun", failures)
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
@@ -212,6 +224,7 @@ class Agent(LocalElasticAgent):
         def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
             # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails.
             close(death_sig or signal.SIGTERM, _FORCED_KILL_S if self.kill_at_once else self._close_s)
+            _end_leftovers(started.values(), self._loaded.secrets.redact)
 
         setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
         return started
@@ -223,7 +236,7 @@ class Agent(LocalElasticAgent):
 
     def _take_checkpoint(self) -> CheckpointResult:
         """Have the ranks take a checkpoint, and wait for it unless they fail."""
-        if not self._takes_checkpoints:
+        if not self._loaded.pipeline.checkpoint.keep:
             return "none"
         since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
         while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
@@ -234,6 +247,24 @@ class Agent(LocalElasticAgent):
                 return "failing"
             time.sleep(_TICK_S)
         return "old"
+
+
+def _end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
+    """End what ranks, of these process ids, have started and left behind, and name it.
+
+    Each rank leads a session of its own. A process that has left it is meant to live on.
+    """
+
+    def left_after(limit_s: float) -> dict[int, str]:
+        end = time.monotonic() + limit_s
+        while (found := living_processes(sessions=ranks)) and time.monotonic() < end:
+            time.sleep(_TICK_S)
+        return found
+
+    if left := left_after(_LEFTOVER_S):
+        print_stderr(f"ddprun: ending what ranks have left behind: {describe_processes(left, redact)}")
+        signal_processes(left, signal.SIGTERM)
+        signal_processes(left_after(_FORCED_KILL_S), signal.SIGKILL)
 
 
 def launch(
@@ -269,7 +300,7 @@ def launch(
             print_stderr(f"ddprun: {error}")
             return EXIT_BAD_INPUT
         except OSError as error:
-            print_stderr(f"ddprun: cannot make a temporary folder: {error}")
+            print_stderr(f"ddprun: cannot make a temporary folder: {error}{file_limit_hint(error)}")
             return EXIT_FAILURE
         flags["log_dir"] = str(folder)
         os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
@@ -281,8 +312,7 @@ def launch(
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
                     print_stderr(warning)
-                takes_checkpoints = loaded.pipeline.checkpoint.keep > 0
-                agent = _make_agent(config, program, arguments, folder, takes_checkpoints=takes_checkpoints)
+                agent = _make_agent(config, program, arguments, folder, loaded)
             except (DistError, RendezvousError):
                 raise
             except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
@@ -296,7 +326,8 @@ def launch(
             why = str(error).removesuffix(_NO_DETAILS)
             print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {why}"))
         except OSError as error:
-            print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}"))
+            hint = file_limit_hint(error)
+            print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}{hint}"))
         return EXIT_FAILURE
 
 
@@ -326,12 +357,13 @@ def _run_with_watchdog(
     except ChildFailedError as error:
         return _exit_code(*error.get_first_failure(), watchdog.killed_ranks)
     except SignalException as caught:
-        found = rank_files.read_run_dir(folder)
-        hint = ""
-        if found is not None and steps_in(found / "checkpoints"):
-            hint = f"; to resume: {resume_command(found)}"
-        print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
-        return SIGNAL_EXIT_BASE + int(caught.sigval)
+        if rank_files.read_outcome(folder) is None:  # else only what ranks do after the run was cut short
+            found = rank_files.read_run_dir(folder)
+            hint = ""
+            if found is not None and steps_in(found / "checkpoints"):
+                hint = f"; to resume: {resume_command(found)}"
+            print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
+            return SIGNAL_EXIT_BASE + int(caught.sigval)
     code = rank_files.read_outcome(folder)
     if code is None:
         print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
@@ -351,14 +383,15 @@ def _flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) ->
 def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     """SIGUSR1 goes to the ranks, and the first SIGINT, SIGTERM or SIGHUP: they take a checkpoint, and for the
     latter three stop after it, and for SIGUSR1 if `ON_USR1_VARIABLE` says so. The second one, or one that
-    comes before all ranks are there, ends them.
+    comes before all ranks are there or after the run is over, ends them.
 
     Where hosts may leave, SIGTERM is this host's own: its ranks end after a checkpoint, the others continue.
     """
 
     def stop(number: int, _: FrameType | None) -> None:
         which, asked = signal.Signals(number), agent.leaving_signal or agent.stop_signal
-        if asked or len(rank_files.live_rank_pids(scratch)) < config.nproc_per_node:
+        is_over = rank_files.read_outcome(scratch) is not None
+        if asked or is_over or len(rank_files.live_rank_pids(scratch)) < config.nproc_per_node:
             agent.kill_at_once = True
             raise SignalException(f"ended by {which.name}", which)
         if which is signal.SIGTERM and config.min_nodes < config.max_nodes:
@@ -538,7 +571,7 @@ def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousP
 
 
 def _make_agent(
-    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, *, takes_checkpoints: bool
+    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, loaded: LoadedPipeline
 ) -> Agent:
     """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
     static = config.rdzv_backend == "static" and config.max_nodes > 1
@@ -555,7 +588,7 @@ def _make_agent(
         master_port=int(port) if static else None,
         local_addr=config.local_addr,
     )
-    return Agent(spec, config, scratch, takes_checkpoints=takes_checkpoints)
+    return Agent(spec, config, scratch, loaded)
 
 
 def _run_agent(agent: Agent, *, elastic: bool) -> None:

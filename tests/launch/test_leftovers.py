@@ -1,0 +1,114 @@
+"""Threads and processes that a pipeline's own code leaves behind do not keep a run from ending."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.running import summary
+from tests.launch.test_processes import SHORT
+from tests.ranks import Running, ddprun, is_running
+
+LEAVING = """
+import os
+import subprocess
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self, leave, fails=False):
+        super().__init__(64, 10)
+        self.fails = fails and os.environ["RANK"] == "1"
+        if os.environ["RANK"] == "1":
+            globals()[leave]()
+
+    def forward(self, inputs):
+        if self.fails:
+            raise ValueError("fails")
+        return super().forward(inputs.flatten(1))
+
+
+def threads():
+    threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
+
+
+def thread_and_process():
+    threads()
+    child = get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
+    Path("child").write_text(str(child.pid))
+
+
+def process():
+    subprocess.Popen(["sh", "-c", "sleep 1001; : " + os.environ["SOME_TOKEN"]])
+    null = subprocess.DEVNULL
+    detached = subprocess.Popen(["sleep", "1002"], stdout=null, stderr=null, start_new_session=True)
+    Path("detached").write_text(str(detached.pid))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    (tmp_path / "short.yaml").write_text(SHORT)
+    return tmp_path
+
+
+def flags(leave: str, **more: object) -> list[str]:
+    options = "".join(f", {key}: {value}" for key, value in more.items())
+    return ["--set", f"model={{leaving.Net: {{leave: {leave}{options}}}}}", "--run-dir", "run"]
+
+
+def test_what_python_would_wait_for_is_named_and_not_waited_for(folder: Path) -> None:
+    """A thread, and a process of `multiprocessing`, which is ended."""
+    done = ddprun("short.yaml", *flags("thread_and_process"), cwd=folder)
+    child = (folder / "child").read_text()
+    assert done.code == 0, done.stderr
+    assert (
+        f"ddprun: rank 1 is done, and no longer waits for thread uploader, process {child} (" in done.stderr
+    )
+    assert not is_running(int(child))
+    assert summary(folder / "run")["status"] == "done"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_outlives_its_rank_is_named_and_ended(folder: Path, fails: bool) -> None:
+    """It has the launcher's output open: who reads that would wait. One in a session of its own lives on."""
+    secret = {"SOME_TOKEN": "hunter2-hunter2"}
+    done = ddprun("short.yaml", *flags("process", fails=str(fails).lower()), cwd=folder, environment=secret)
+    detached = int((folder / "detached").read_text())
+    try:
+        assert done.code == int(fails), done.stderr
+        [line] = [line for line in done.stderr.splitlines() if "have left behind" in line]
+        found = re.findall(r"process (\d+) \((.+?)\)", line)
+        commands = {"sh -c sleep 1001; : ${env:SOME_TOKEN}", "sleep 1001"}
+        assert {command for _, command in found} == commands
+        assert not any(is_running(int(pid)) for pid, _ in found)
+        assert is_running(detached)
+    finally:
+        os.kill(detached, signal.SIGKILL)
+
+
+def test_the_first_signal_after_the_end_ends_the_ranks_at_once(folder: Path) -> None:
+    """The run is over, and its exit code stays."""
+    with Running("short.yaml", *flags("threads"), cwd=folder) as running:
+        end = time.monotonic() + 60
+        while not (folder / "run" / "summary.json").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        while len(running.ranks()) > 1:  # the other one has ended
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        running.process.send_signal(signal.SIGTERM)
+        done = running.wait(60)
+    assert done.code == 0, done.stderr
+    assert "no longer waits" not in done.stderr
+    assert "SIGTERM" not in done.stderr
