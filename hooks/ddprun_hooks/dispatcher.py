@@ -1,7 +1,8 @@
 """The one communication hook that DDP ever sees; stages switch the stack behind it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class BucketDispatcher:
         self._sent_buckets: set[int] = set()  # indices, since the step began
         self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
-        model.register_comm_hook(None, self._on_bucket)
+        self._gradients_are_views = model.gradient_as_bucket_view
+        self._buckets: list[dist.GradBucket] = []  # of a backward pass that may leave parameters unused
+        on_bucket = self._on_bucket_with_unused if model.find_unused_parameters else self._on_bucket
+        model.register_comm_hook(None, on_bucket)
 
     @property
     def layout(self) -> tuple[BucketLayout, ...]:
@@ -140,6 +144,45 @@ class BucketDispatcher:
             self.on_last_bucket_sent()
         return future
 
+    # With `find_unused_parameters`, DDP leaves a parameter's gradient as it is if no rank has used it. What
+    # hooks have sent for it, out of their residuals, goes back to them.
+
+    def _on_bucket_with_unused(
+        self,
+        state: object,
+        bucket: dist.GradBucket,
+    ) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self._buckets.clear()
+        self._buckets.append(bucket)
+        if bucket.is_last():
+            _call_after_backward(self._note_gradients)
+        return self._on_bucket(state, bucket)
+
+    def _note_gradients(self) -> None:
+        """Gradients are complete; DDP's own callback, which writes the means to them, comes next."""
+        params = [param for bucket in self._buckets for param in bucket.parameters()]
+        versions = [None if param.grad is None else param.grad._version for param in params]
+        _call_after_backward(partial(self._take_back_unused, versions))
+
+    def _take_back_unused(self, versions_before: Sequence[int | None]) -> None:
+        versions, means = iter(versions_before), dict[str, Tensor]()
+        for bucket in self._buckets:
+            slices = self._layout[bucket.index()].params
+            for place, param in zip(slices, bucket.parameters(), strict=True):
+                grad, version = param.grad, next(versions)
+                if grad is not None and (self._gradients_are_views or grad._version != version):
+                    continue  # the mean is in it
+                mean = means[place.name] = place.of(bucket.buffer())
+                if grad is not None:  # zeros, or of an earlier pass: that is in it
+                    like = view_complex_as_real(param)
+                    mean.as_strided(like.size(), like.stride()).sub_(view_complex_as_real(grad))
+        if means:
+            self._take_back(means)
+
+    def _take_back(self, means: dict[str, Tensor]) -> None:
+        self.stack.take_back("gradient", means)
+
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         """Carry one bucket through a stack."""
         buffer.mul_(1.0 / self.group.size)
@@ -175,3 +218,8 @@ class BucketDispatcher:
         self._layout[bucket.index()] = BucketLayout.from_tensors(
             bucket.index(), bucket.buffer().dtype, named_tensors
         )
+
+
+def _call_after_backward(callback: Callable[[], None]) -> None:
+    """Call when the backward pass under way has ended, after what is to be called then already."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -84,6 +84,15 @@ class Hook:
     def rollback(self) -> None:
         """The step was skipped (GradScaler): be as before it."""
 
+    def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
+        """Parameters' means, as this hook gave them on all ranks, are used on none of them. A hook that keeps
+        what it does not send takes those of its parameters out of `means` and keeps them for later steps.
+
+        Args:
+            kind: of payload.
+            means: by parameter, shape (numel,).
+        """
+
     def residual_square(self, kind: str, names: Sequence[str]) -> float:
         """Squared 2-norm of this rank's residual (what it has not sent yet) of the parameters named."""
         return 0.0

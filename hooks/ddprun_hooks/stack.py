@@ -170,6 +170,13 @@ class Stack:
         for _, hook in self.named_hooks():
             hook.rollback()
 
+    def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
+        """Parameters' means, shape (numel,), are used on no rank: the first hook that keeps residuals of a
+        parameter keeps its mean for later steps.
+        """
+        for _, hook in self.named_hooks():
+            hook.take_back(kind, means)
+
     def residual_norm(self, kind: str, names: Sequence[str]) -> float:
         """2-norm of this rank's residual of the parameters named, in units of its share of the mean."""
         return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named_hooks()))

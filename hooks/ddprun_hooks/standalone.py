@@ -90,6 +90,11 @@ class Handle(BucketDispatcher):
             return future
         return future.then(wait_for_at_exit(lambda done: done.value().mul_(scale)))
 
+    def _take_back(self, means: dict[str, Tensor]) -> None:
+        if (scale := self._loss_scale) is not None:
+            means = {name: mean / scale for name, mean in means.items()}
+        super()._take_back(means)
+
     def _begin_backward(self, device: torch.device) -> None:
         if not self._overflow_warned:
             self._traces_with_findings += [trace for trace in self.traces if trace.findings]

@@ -136,7 +136,8 @@ def check_hooks(
 
     - All ranks get the same bits.
     - Nothing is lost: over several steps in float64, what came out and all ranks' residuals add up to what
-      came in. A hook without error feedback gives the mean, up to `relative_error`.
+      came in, also where a parameter's mean is used on no rank. A hook without error feedback gives the mean,
+      up to `relative_error`.
     - State that is saved and loaded gives the same bits again; all ranks' residuals, merged, are kept whole
       by another layout of buckets.
     - A step that is rolled back leaves no trace in the state.
@@ -153,13 +154,18 @@ def check_hooks(
         AssertionError: says which promise does not hold.
         Exception: what the hook has raised.
     """
-    steps = 4
-    runs: list[list[tuple[Tensor, dict[str, Any]]]] = run_hooks(
-        hooks,
-        ranks,
-        lambda rank: [(rank.step(step, torch.float64), rank.stack.state_dict()) for step in range(steps)],
-        hosts,
-    )
+    steps, unused, unused_in = 4, PARAMS[0], 1
+
+    def unbroken(rank: Rank) -> list[tuple[Tensor, dict[str, Any]]]:
+        run = []
+        for step in range(steps):
+            result = rank.step(step, torch.float64)
+            if step == unused_in:
+                rank.stack.take_back("gradient", {unused.name: unused.of(result)})
+            run.append((result, rank.stack.state_dict()))
+        return run
+
+    runs: list[list[tuple[Tensor, dict[str, Any]]]] = run_hooks(hooks, ranks, unbroken, hosts)
     merge = make_stack(copy.deepcopy(hooks)).merge
     came_in = torch.zeros(NUMEL, dtype=torch.float64)
     came_out = torch.zeros_like(came_in)
@@ -174,8 +180,10 @@ def check_hooks(
         mean = exact_mean(step, ranks)
         came_in += mean
         came_out += result
+        if step == unused_in:
+            unused.of(came_out).sub_(unused.of(result))
         merged = merge([run[step][1] for run in runs])
-        if _residual_totals(merged):
+        if residual_totals(merged):
             lost = float((came_out + residual_total(merged) - came_in).norm() / came_in.norm())
             assert lost < 1e-12, f"results and residuals do not add up to what came in: {lost:.2g} is lost"
         else:
@@ -193,7 +201,7 @@ def check_hooks(
             assert same, f"rank {rank} resumes from a loaded state with other bits in step {step}"
 
     merged = merge([run[-1][1] for run in runs])
-    if _residual_totals(merged):
+    if residual_totals(merged):
         before = residual_total(merged)
         names = list(SHAPES)
         head, tail = bucket_slices(names[:3]), bucket_slices(names[3:])
@@ -230,17 +238,17 @@ def residual_total(merged: dict[str, Any]) -> Tensor:
     """
     total = torch.zeros(NUMEL, dtype=torch.float64)
     by_name = {param.name: param for param in PARAMS}
-    for name, value in _residual_totals(merged):
+    for name, value in residual_totals(merged):
         by_name[name].of(total)[: value.numel()] += value.double()
     return total
 
 
-def _residual_totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def residual_totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Parameter and sum of residuals, wherever they lie in a merged state."""
     found: list[tuple[str, Tensor]] = []
     for key, value in node.items():
         if isinstance(value, dict):
-            found += [(key, value["total"])] if "total" in value else _residual_totals(value)
+            found += [(key, value["total"])] if "total" in value else residual_totals(value)
     return found
 
 

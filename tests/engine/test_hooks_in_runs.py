@@ -65,6 +65,61 @@ def test_one_run_goes_through_every_stack(tmp_path: Path) -> None:
         assert sent <= plain if lossless else sent < plain, stack
 
 
+EXPERTS = """
+import random
+import torch
+from torch import nn
+
+class Samples(torch.utils.data.Dataset):
+    '''Which experts take part, and gradients; in the end all experts, with zeros.'''
+
+    def __len__(self):
+        return 2 * 26
+
+    def __getitem__(self, place):
+        chance = random.Random(place)
+        if place >= 2 * 12:
+            return {"used": torch.ones(3), "gradients": torch.zeros(4, 36, dtype=torch.float64)}
+        used = torch.tensor([float(chance.random() < 0.35) for _ in range(3)])
+        generator = torch.Generator().manual_seed(place)
+        return {"used": used, "gradients": torch.randn(4, 36, dtype=torch.float64, generator=generator)}
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 6, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, used, gradients):
+        total = 0.0
+        for index in (0, *(1 + used[0].nonzero().flatten()).tolist()):
+            params = torch.cat([param.flatten() for param in self.layers[index].parameters()])
+            total = total + (params * gradients[0, index]).sum()
+        return total
+"""
+UNUSED = """
+model: experts.Experts
+data: experts.Samples
+loss: model
+loader: {batch_size: 1, shuffle: false}
+optimizer: {sgd: {lr: 1.0}}
+ddp: {find_unused_parameters: true, gradient_as_bucket_view: VIEW}
+hooks: HOOKS
+stages: [{train: {epochs: 1}}, save]
+"""
+
+
+@pytest.mark.parametrize("view", ["true", "false"])
+def test_nothing_is_lost_of_experts_that_no_rank_uses(tmp_path: Path, view: str) -> None:
+    """DDP throws away what is sent for them. After steps of zeros, weights are those of plain DDP."""
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    text = UNUSED.replace("VIEW", view)
+    plain = weights(run_pipeline(tmp_path, text.replace("HOOKS", "[]"), 2, "plain"))
+    for name, stack in (("topk", "[{topk: {density: 0.2}}]"), ("powersgd", "[{powersgd: {rank: 1}}]")):
+        hooked = weights(run_pipeline(tmp_path, text.replace("HOOKS", stack), 2, name))
+        for key, value in plain.items():
+            assert (hooked[key] - value).abs().max() < 1e-12, (name, key)
+
+
 def run_in_turns(folder: Path, run_dir: Path, resuming: bool) -> int:
     """A rank of a run whose ranks were placed on two hosts in turns."""
     name = "ab"[int(os.environ["RANK"]) % 2]

@@ -60,6 +60,13 @@ class Stubborn(Half):
         self.commit()
 
 
+class Wasteful(Half):
+    """Keeps nothing of what it has sent and nobody uses."""
+
+    def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
+        means.clear()
+
+
 class Off(Hook):
     """Gives a little more than the mean, and has no error feedback."""
 
@@ -85,6 +92,7 @@ def test_two_hosts_and_casts() -> None:
     ("hook", "told"),
     [
         (Forgetful, "do not add up to what came in"),
+        (Wasteful, "do not add up to what came in"),
         (Apart, "rank 1 and rank 0 got different bits"),
         (Newborn, "resumes from a loaded state with other bits"),
         (Stubborn, "rolled back has changed the state"),

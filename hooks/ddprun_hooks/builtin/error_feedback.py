@@ -25,6 +25,7 @@ values, shape (numel,): this rank's own as `residual`, or the sum over another w
 class _BucketResidual:
     params: tuple[ParamSlice, ...]
     values: Tensor  # shape (numel,)
+    group_size: int = 1  # how many ranks hold the same elements
     values_before_step: Tensor | None = None  # those before the current step, if that may be rolled back
 
     def pieces(self) -> dict[str, ResidualPiece]:
@@ -65,6 +66,7 @@ class ErrorFeedback(Hook):
         bucket = self._bucket_residuals.get(key)
         if bucket is None or bucket.params != payload.params:
             bucket = self._bucket_residuals[key] = self._new_bucket(payload, group_size)
+        bucket.group_size = group_size
         if self._can_roll_back and bucket.values_before_step is None:
             bucket.values_before_step = bucket.values.clone()
         return bucket.values
@@ -124,6 +126,15 @@ class ErrorFeedback(Hook):
             if bucket.values_before_step is not None:
                 bucket.values.copy_(bucket.values_before_step)
         self.commit()
+
+    def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
+        """Each rank that holds an element keeps an equal part of it, and nothing of what is not finite."""
+        for (bucket_kind, _), bucket in self._bucket_residuals.items():
+            for param in bucket.params if bucket_kind == kind else ():
+                if (mean := means.pop(param.name, None)) is not None:
+                    part = mean[param.start : param.start + param.numel].to(bucket.values.dtype, copy=True)
+                    part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    param.of(bucket.values).add_(part, alpha=1.0 / bucket.group_size)
 
     def residual_square(self, kind: str, names: Sequence[str]) -> float:
         wanted = set(names)
