@@ -135,11 +135,12 @@ def lines_after(folder: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in lines(folder / "run", "steps") if line["step"] > step]
 
 
-def test_data_that_grows_between_two_epochs_is_told_and_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [("steps: 10", "steps=26"), ("epochs: 1", "epochs=2")])
+def test_data_that_grows_between_two_epochs_is_told_and_read(tmp_path: Path, before: str, after: str) -> None:
     """Each sample of the epoch that follows once, the new ones and the old."""
-    begin(tmp_path, "epochs: 1")
+    begin(tmp_path, before)
     (tmp_path / "train").write_text("160 1.0")
-    done = go_on(tmp_path, "epochs=2")
+    done = go_on(tmp_path, after)
     assert done.code == 0, done.stderr
     assert told(done) == ["data has changed: 160 samples here, and 100 in the checkpoint"]
     assert sum(line["samples"] for line in lines_after(tmp_path, 10)) == 160
