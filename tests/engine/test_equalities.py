@@ -66,11 +66,10 @@ def plain_ddp(steps: int, half: bool) -> dict[str, Any]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-def plain_weights(ranks: int, *, half: bool) -> dict[str, torch.Tensor]:
-    """Rank 0's weights after 40 steps."""
-    return {
-        name: torch.from_numpy(value) for name, value in as_processes(ranks, plain_ddp, 40, half)[0].items()
-    }
+def plain_weights(ranks: int, *, half: bool, steps: int = 40) -> dict[str, torch.Tensor]:
+    """Rank 0's weights after so many steps."""
+    found = as_processes(ranks, plain_ddp, steps, half)[0]
+    return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -85,12 +84,14 @@ def test_without_hooks_it_is_bitwise_a_plain_ddp_loop(tmp_path: Path, ranks: int
 
 
 def test_fp16_follows_torchs_own_hook(tmp_path: Path) -> None:
-    """Dividing before the cast differs only where fp16 is subnormal: weights stay together."""
-    ours = weights(run_pipeline(tmp_path, PIPELINE.format(hooks="[fp16]"), 2))
-    theirs, exact = plain_weights(2, half=True), plain_weights(2, half=False)
+    """Dividing before the cast differs only where fp16 is subnormal: weights stay together, as long as no
+    value near 0 is on the other side of a ReLU.
+    """
+    text = PIPELINE.format(hooks="[fp16]").replace("steps: 40", "steps: 10")
+    ours = weights(run_pipeline(tmp_path, text, 2))
+    theirs, exact = (plain_weights(2, half=half, steps=10) for half in (True, False))
     for name in theirs:
-        assert (ours[name] - theirs[name]).abs().max() <= 1e-4, name
-        assert not torch.equal(ours[name], exact[name]), "the hook did nothing"
+        assert (ours[name] - theirs[name]).norm() < (exact[name] - theirs[name]).norm() / 4, name
 
 
 FP64 = """
