@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import (
+    Choice,
     DataPair,
     EvaluateStage,
     LoadedPipeline,
@@ -115,6 +116,7 @@ def test_a_text_file_may_be_one_or_many(loaded: Load) -> None:
     """One pattern and a list of one are the same."""
     text = "model: transformer\noptimizer: sgd\ndata: {text: {files: %s}}\n"
     one = loaded(text % "a.txt", base=False).pipeline.data
+    assert isinstance(one, Choice)
     assert one.options["files"] == ["a.txt"]
     assert one == loaded(text % "[a.txt]", base=False).pipeline.data
 

@@ -246,7 +246,7 @@ def test_a_model_or_loss_that_fails_has_a_note_of_how_it_was_called(
     """With types and shapes."""
     (folder / "q.yaml").write_text(f"{PIPELINE.replace('OPTIONS', '{}')}loss: {loss}\n")
     loaded = load(folder / "q.yaml")
-    objective = Objective(loaded, build.build_loss(loaded, torch.device("cpu")))
+    objective = Objective(loaded, build.build_loss(loaded))
     with pytest.raises((IndexError, TypeError)) as raised:
         objective(nn.Linear(2, 3), (torch.zeros(4, 2), torch.full((4,), 5)))
     assert raised.value.__notes__ == notes

@@ -46,7 +46,7 @@ def on_a_gpu() -> Iterator[None]:
     is_cuda = mock.patch.object(Tensor, "is_cuda", property(lambda self: True))
     with (
         is_cuda,
-        OneDevice(),
+        OneDevice(),  # type: ignore[no-untyped-call]
         mock.patch.object(cast, "copy_scalar_to_host", lambda code: torch.zeros((), dtype=code.dtype)),
     ):
         yield

@@ -398,11 +398,11 @@ def test_a_rank_that_hangs_on_another_host_is_named_on_both(tmp_path: Path) -> N
     # Launchers of several hosts stay up for 4 s, so that the store does.
     assert all(one - since < 8 + 5 + 4 for one in ended), [one - since for one in ended]
     told = "".join(one.stderr for one in finished)
-    assert told.count("the run hangs (stages[0].train, step 6): rank 3 did not arrive within 8 s\n") == 1, (
+    assert told.count("the run hangs (stages[0].train, step 8): rank 3 did not arrive within 8 s\n") == 1, (
         told
     )
     assert told.count("the run hangs") == 1
-    assert re.search(r"rank 3 .* is in forward of step 6 .*halting\.py:\d+ in forward", told)
+    assert re.search(r"rank 3 .* is in forward of step 8 .*halting\.py:\d+ in forward", told)
     for rank in (0, 1, 2):
         log = (tmp_path / "two" / "logs" / f"rank-{rank:05}.log").read_text()
         assert "rank 3 did not arrive within 8 s" in log

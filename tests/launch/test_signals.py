@@ -201,15 +201,15 @@ class Net(torch.nn.Linear):
     def __init__(self):
         super().__init__(64, 10)
         signal.signal(signal.SIGTERM, on_signal)
-        self.calls = 0
 
     def forward(self, inputs):
-        self.calls += 1
-        if self.calls == 1:
+        calls.append(1)
+        if len(calls) == 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return super().forward(inputs.flatten(1))
 
 
+calls = []
 signal.signal(signal.SIGUSR1, on_signal)
 """
 

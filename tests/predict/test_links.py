@@ -44,7 +44,8 @@ def test_latencies(text: str, seconds: float) -> None:
 def test_each_level_has_its_own() -> None:
     """What has no name is that between hosts."""
     found = parse_links("within=50GB/s,across=10Gbit", "across=20us")
-    assert (found.within.bytes_per_s, found.within.latency_s) == (pytest.approx(47e9), 0.0)
+    assert found.within.bytes_per_s == pytest.approx(47e9)
+    assert found.within.latency_s == 0.0
     assert (found.across.bytes_per_s, found.across.latency_s) == pytest.approx((1.175e9, 2e-5))
     assert parse_links("10Gbit") == Links(across=Link(found.across.bytes_per_s))
     assert parse_links(None) == Links(Link(math.inf, 0.0), Link(math.inf, 0.0))

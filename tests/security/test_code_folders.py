@@ -4,6 +4,8 @@ import getpass
 import json
 import os
 import shutil
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,17 @@ def scratch(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     (tmp_path / "scratch").mkdir(mode=0o700)
     return tmp_path / "scratch"
+
+
+def test_sockets_fit_into_the_temporary_folder(scratch: Path) -> None:
+    """Loading workers open some, whose names have 107 bytes at most."""
+    deep = scratch / ("d" * 72)
+    deep.mkdir()
+    with own_code_folders(deep):
+        folder = Path(tempfile.gettempdir())
+        assert len(str(folder)) <= 72
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
 
 
 def refusal(scratch: Path) -> str:

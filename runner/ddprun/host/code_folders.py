@@ -5,6 +5,7 @@ unpickles what it finds there. Another user of the host may have been there firs
 """
 
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 _KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
+_MAX_PATH_BYTES = 72  # of a folder in which multiprocessing names a socket, of 107 bytes at most
 
 
 class ForeignFolderError(Exception):
@@ -24,8 +26,9 @@ def own_code_folders(scratch: Path) -> Iterator[None]:
     """Set the variables that say where libraries keep code, for this process and those that it starts.
 
     They name folders below `$XDG_CACHE_HOME/ddprun` (`~/.cache/ddprun`); where that cannot be written, below
-    `scratch`. Folders that the user has set are judged and kept. Temporary files go below `scratch`, and with
-    them what libraries look for there, whatever is set.
+    `scratch`. Folders that the user has set are judged and kept. Temporary files go below `scratch` (if its
+    path is too long for sockets, to a folder in `/tmp`), and with them what libraries look for there,
+    whatever is set.
 
     Args:
         scratch: a folder of this run's own, gone after it.
@@ -48,7 +51,9 @@ def own_code_folders(scratch: Path) -> Iterator[None]:
             _own_folder(cache / folder, name)
             found[name] = str(cache / folder)
     temporary = scratch / "tmp"
-    temporary.mkdir(mode=0o700)
+    if len(os.fsencode(temporary)) > _MAX_PATH_BYTES:
+        temporary = Path(tempfile.mkdtemp(prefix="ddprun-", dir="/tmp"))
+    temporary.mkdir(mode=0o700, exist_ok=True)
     before = {name: os.environ.get(name) for name in (*found, "TMPDIR")}
     os.environ |= {**found, "TMPDIR": str(temporary)}
     tempfile.tempdir = None  # what TMPDIR says counts again
@@ -59,6 +64,7 @@ def own_code_folders(scratch: Path) -> Iterator[None]:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _own_folder(folder: Path, variable: str) -> bool:

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
@@ -13,7 +12,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.network import public_warning
 from ddprun.host.processes import end_in_time, exit_at_signals, raise_file_limit
-from ddprun.host.rank_files import attempt_folder
+from ddprun.host.rank_files import launcher_folder
 from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
 
@@ -58,9 +57,8 @@ def start(
     if launcher is not None and not launcher.starts_ranks:  # this process is a rank
         with ExitStack() as stack:
             if LAUNCHED_VARIABLE not in os.environ:
-                scratch = TemporaryDirectory("", "ddprun-", attempt_folder(), ignore_cleanup_errors=True)
                 try:
-                    stack.enter_context(own_code_folders(Path(stack.enter_context(scratch))))
+                    stack.enter_context(own_code_folders(stack.enter_context(launcher_folder())))
                 except (ForeignFolderError, OSError) as error:
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         print_stderr(f"ddprun: {error}")
