@@ -35,7 +35,7 @@ test-oldest: $(OLDEST)/.dev  ## engine, hooks and telemetry with the oldest torc
 	$(OLDEST)/bin/python -m pytest $(BESIDE) -m "not slow and not alone" tests/engine tests/hooks tests/telemetry
 	$(OLDEST)/bin/python -m pytest -m "alone and not slow" tests/engine tests/hooks tests/telemetry
 
-test-gpu:  ## what needs an NVIDIA GPU: with .venv or, without one, PYTHON and what it has; at most 8 minutes
+test-gpu:  ## what needs an NVIDIA GPU: with .venv or, without one, PYTHON and what it has; at most 10 minutes
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu
 
 check: $(VENV)/.dev  ## what can be said without running anything
