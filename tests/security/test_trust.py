@@ -306,7 +306,6 @@ OF_OTHERS = [
         "the models in torchaudio.models may be named here",
     ),
     ("model", "timm.models.load_checkpoint", "of timm only create_model in timm may be named here"),
-    ("model", "transformers.AutoModel.from_pretrained", "nothing of transformers may be named here"),
     ("data", "numpy.load", "nothing of numpy may be named here"),
     ("option", "numpy.memmap", "of numpy only the types of numbers in numpy may be named here"),
     ("option", "numpy.f2py.compile", "only the types of numbers"),
@@ -326,7 +325,7 @@ def test_of_well_known_packages_only_places_are_open(
     """They hold functions that extract, unpickle, download and write. `check` and a run refuse these names,
     before anything is imported.
     """
-    trusted("torchvision, torchaudio, timm, transformers, numpy, torchvision.datasets.utils")
+    trusted("torchvision, torchaudio, timm, numpy, torchvision.datasets.utils")
     imported = set(sys.modules)
     with pytest.raises(UntrustedError, match=reason):
         import_trusted(name, build._REQUIREMENTS_BY_KIND.get(kind))

@@ -97,10 +97,8 @@ compute, and to fetch weights and data that the package itself knows; data pipes
 and everything elsewhere can do more.
 """
 
-WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES) | {"transformers"}
-"""Packages of which open places may be named and nothing else. transformers has none: as options say, its
-classes load code from the Hub.
-"""
+WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES)
+"""Packages of which open places may be named and nothing else."""
 
 
 class UntrustedError(DottedNameError):
