@@ -13,11 +13,12 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
@@ -33,6 +34,7 @@ LIFELESS_S = 3.0
 SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
 """What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile."""
 
+_RETRY_S = 0.1
 _ASK_S = 1.5
 """How long a launcher has to answer."""
 
@@ -295,6 +297,16 @@ class StatusServer(socketserver.ThreadingTCPServer):
     def open(self) -> None:
         """Answer from now on, on a thread."""
         threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Without a free descriptor it stays pending, and asking at once would take a
+        whole core.
+        """
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_RETRY_S)
+            raise
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked is gone; nobody else need know."""
