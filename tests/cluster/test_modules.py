@@ -132,7 +132,8 @@ def test_trust_still_judges(folder: Path) -> None:
     # Python's own library is never trusted.
     own_data = ("--set", "data={train: samples.Samples, evaluate: samples.Samples}")
     command = ("submit", "p.yaml", "--to", "docker", "--dry-run", "--with-modules", *own_data)
-    for trusted, code in (("torchvision", 2), ("./nets,./samples,numpy,./shrink,elsewhere", 0)):
+    command += ("--set", "loss=mse")  # numpy.mean may not be named under a limit
+    for trusted, code in (("torchvision", 2), ("./nets,./samples,./shrink,elsewhere", 0)):
         done = ddprun_here(*command, cwd=folder, environment={TRUST_VARIABLE: trusted})
         assert done.code == code, done.stderr
     assert f"{TRUST_VARIABLE}={trusted}" in done.stdout
