@@ -41,7 +41,7 @@ stages:
 launch: {nproc_per_node: 2}
 """
 VARY = ("--vary=hooks=[[], [{topk: {density: 0.001}}]]", "--vary=sync=[every_step]")
-TUNE = ("tune", "p.yaml", *VARY, "--minutes=3", "--floor=cosine=0.99")
+TUNE = ("tune", "p.yaml", *VARY, "--minutes=8", "--floor=cosine=0.99")
 
 
 def made(folder: Path, text: str = PIPELINE) -> Path:
