@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import signal
@@ -226,8 +225,13 @@ launch: {device: cuda, backend: nccl}
 
 
 @pytest.mark.parametrize(("hooks", "every"), [("[]", 1), ("[]", 100), ("[fp16]", 1)])
-def test_a_step_costs_what_a_plain_loops_does(tmp_path: Path, figure: Figure, hooks: str, every: int) -> None:
-    """Steps of about 4 ms on an H200 and 12 buckets, of one process over NCCL: what the host does counts."""
+def test_what_a_step_costs_beside_a_plain_loop(
+    tmp_path: Path, figure: Figure, hooks: str, every: int
+) -> None:
+    """Steps of about 4 ms on an H200 and 12 buckets, of one process over NCCL: what the host does counts.
+
+    The times are figures, which nothing here judges.
+    """
     (tmp_path / "wide.py").write_text(WIDE)
     (tmp_path / "p.yaml").write_text(COST.replace("EVERY", str(every)).replace("HOOKS", hooks))
     plain = [as_processes(1, plain_loop, tmp_path, 300)[0]]
@@ -245,7 +249,6 @@ def test_a_step_costs_what_a_plain_loops_does(tmp_path: Path, figure: Figure, ho
     figure("ddprun", f"{1000 * ours:.2f} ms, {share:.3f}")
     for name in ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us"):
         figure(name, f"{statistics.median(one[name] for one in recorded[1:]) / 1000:.2f} ms")
-    assert math.isfinite(share)
 
 
 def test_the_clocks_of_a_run_do_not_jump(tmp_path: Path) -> None:
