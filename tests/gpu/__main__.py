@@ -39,12 +39,13 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("first run over NCCL", 60, "test_gpu.py", "fp32 and nccl or more_ranks"),
+    Part("first run over NCCL", 60, "test_gpu.py", "precision and fp32 and nccl or more_ranks"),
     Part("kernels, bits", 120, "test_kernels_on_gpu.py", "normal", alone=False),
     Part("hooks as on the CPU", 220, "test_hooks_on_gpu.py", alone=False),
     Part("resumed runs", 220, "test_runs_on_gpu.py", "resumed", alone=False),
     Part("compiled runs", 180, "test_runs_on_gpu.py", "compiled", alone=False),
-    Part("other precisions, Gloo", 220, "test_gpu.py", "not (fp32 and nccl) and not more_ranks", alone=False),
+    Part("other precisions, Gloo", 220, "test_gpu.py", "precision and not (fp32 and nccl)", alone=False),
+    Part("order of times, bits", 120, "test_gpu.py", "times_from_events or same_seed", alone=False),
     Part("hang, clocks, refusal", 150, "test_runs_on_gpu.py", "hangs or jump or shared_memory", alone=False),
     Part(
         "kernels, other values",
