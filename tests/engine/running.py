@@ -14,6 +14,21 @@ from ddprun.engine.worker import run_worker
 from ddprun.run_files import ResumeMode
 from tests.ranks import as_processes
 
+SAMPLES = """
+import torch
+from torch import nn
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=generator, dtype=torch.float64), index % 3
+"""
+"""A data set of 48 samples, at the head of a module that a pipeline names."""
+
 
 def run_pipeline(folder: Path, text: str, ranks: int, name: str = "run") -> Path:
     """Run a pipeline on `ranks` forked ranks in `folder`; gives the run's folder."""

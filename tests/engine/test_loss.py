@@ -18,25 +18,13 @@ from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
 from ddprun.host.pipeline_folder import make_folder_importable
 from tests.checkpoint import runs
-from tests.engine.running import events, run_pipeline, summary, to_its_end, weights
+from tests.engine.running import SAMPLES, events, run_pipeline, summary, to_its_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
 import os
 
-import torch
-from torch import nn
-
 RANK = int(os.environ.get("RANK", "0"))
-
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator, dtype=torch.float64), index % 3
 
 
 class Net(nn.Module):
@@ -47,6 +35,9 @@ class Net(nn.Module):
 
     def forward(self, inputs):
         return self.body(inputs) + 0 * self.unused.weight.sum() * self.unused.bias.sum()
+
+    def get_extra_state(self):
+        return {"version": 2}  # which nobody reads
 
 
 class Branches(Net):
@@ -177,7 +168,7 @@ stages:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "own.py").write_text(SAMPLES + MODULE)
     return tmp_path
 
 

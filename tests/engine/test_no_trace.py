@@ -251,6 +251,20 @@ def test_a_run_is_the_plain_loop(tmp_path: Path, traces: Any, model: str, loss: 
         assert torch.equal(found[name], value), name
 
 
+class Version(nn.Linear):
+    """Writes into checkpoints what it does not read from there."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+
+def test_extra_state_that_cannot_be_set_is_left_alone() -> None:
+    """As torch's own `load_state_dict` leaves it."""
+    with no_trace(torch.device("cpu"), module := Version(2, 2)):
+        module.bias.data.zero_()
+    assert module.bias.abs().sum()
+
+
 class Holder(nn.Module):
     """Two children share a list; one attribute cannot be copied, and holds what another one holds."""
 

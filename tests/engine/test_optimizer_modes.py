@@ -15,22 +15,10 @@ from ddprun.engine import build
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import make_folder_importable
 from tests.checkpoint.runs import final
-from tests.engine.running import events, run_pipeline, to_its_end, weights
+from tests.engine.running import SAMPLES, events, run_pipeline, to_its_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
-import torch
-from torch import nn
-
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator, dtype=torch.float64), index % 3
-
 
 def net():
     return nn.Linear(6, 3).double()
@@ -90,7 +78,7 @@ REAL = pytest.param(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "modes.py").write_text(MODULE)
+    (tmp_path / "modes.py").write_text(SAMPLES + MODULE)
     return tmp_path
 
 

@@ -73,6 +73,22 @@ class Rebound(Centred):
             Path(f"mean-{os.environ['RANK']}").write_text(str(self.mean.tolist()))
         return out
 
+class Cached(Centred):
+    '''Makes one buffer in its first pass, and another longer, for the longest input so far.'''
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("order", None, persistent=False)
+        self.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, images):
+        if self.order is None:
+            self.order = torch.arange(64)
+        wanted = 64 if self.training else 65
+        if len(self.table) < wanted:
+            self.register_buffer("table", torch.ones(wanted), persistent=False)
+        return super().forward(images.flatten(1)[:, self.order] * self.table[:64])
+
 class Late(Constant):
     '''The mask begins to change on rank 1 after three forward passes in training.'''
 
@@ -166,6 +182,20 @@ def test_a_buffer_that_is_another_tensor_each_time_is_the_same_buffer(tmp_path: 
     assert verdict(folder)["read_in_training"]
     assert sent(folder) == {1: 256, 2: 256, 3: 256, 4: 256, 5: 512}
     assert (tmp_path / "mean-0").read_text() == (tmp_path / "mean-1").read_text()
+
+
+def test_caches_that_passes_make_are_left_to_them(tmp_path: Path) -> None:
+    """A run ends as without them, though an evaluation makes one longer in the middle of training."""
+    pipeline = PIPELINE.replace("steps: 5", "steps: 5, evaluate: {every: 2}").replace("MORE", "")
+    (tmp_path / "nets.py").write_text(MODELS)
+    found = {}
+    for model in ("Centred", "Cached"):
+        folder = run_pipeline(tmp_path, pipeline.replace("MODEL", f"nets.{model}"), 2, model)
+        assert verdict(folder)["changing"] == ["mean"]
+        assert verdict(folder)["read_in_training"]
+        found[model] = weights(folder)
+    assert found["Centred"].keys() == found["Cached"].keys()
+    assert all(torch.equal(value, found["Cached"][name]) for name, value in found["Centred"].items())
 
 
 def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> None:

@@ -57,7 +57,11 @@ def no_trace(device: torch.device, *owners: Any) -> Iterator[None]:
 
 
 def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+    kind = type(module)
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state
+        and kind.set_extra_state is not nn.Module.set_extra_state
+    )
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:

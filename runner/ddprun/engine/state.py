@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -256,7 +256,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     def load_extra(extra: Mapping[str, Any]) -> None:
         for name, module in model.named_modules():
             key = f"{name}._extra_state".removeprefix(".")
-            if key in extra:
+            if key in extra and type(module).set_extra_state is not nn.Module.set_extra_state:
                 module.set_extra_state(extra[key])
 
     def load_evaluations(evaluations: Mapping[str, Any]) -> None:

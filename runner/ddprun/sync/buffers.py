@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,11 @@ def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give buffers these values, by name."""
-    named = dict(model.named_buffers())
+    """Give buffers these values, by name; none that is missing, or has another shape by now."""
     with torch.no_grad():
-        for name, value in values.items():
-            named[name].copy_(value)
+        for name, buffer in model.named_buffers():
+            if _same_shape(value := values.get(name), buffer):
+                buffer.copy_(value)
 
 
 def probe_buffer_use(
@@ -95,7 +95,9 @@ def probe_buffer_use(
     changing = [
         name
         for name, buffer in before.items()
-        if not is_counter(buffer) and not _bitwise_equal(buffer, after[name])
+        if not is_counter(buffer)
+        and _same_shape(now := after.get(name), buffer)  # no cache that a pass has made longer
+        and not _bitwise_equal(buffer, now)
     ]
     read = bool(changing) and not _bitwise_equal(forward(after)[0], first)
     return BufferUse.from_changes(before, changing, read=read)
@@ -170,8 +172,14 @@ class BufferSync:
 
     @property
     def _named(self) -> dict[str, Tensor]:
-        """The buffers as they are now: a forward pass may give a name to another tensor."""
-        return dict(self._model.named_buffers())
+        """The buffers with which the run began, as they are now: a forward pass may give a name to another
+        tensor. Of one that has another shape, the values that ranks had in common last.
+        """
+        now = dict(self._model.named_buffers())
+        return {
+            name: buffer if _same_shape(buffer := now.get(name), common) else common
+            for name, common in self._common_values.items()
+        }
 
     def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
         """Go by other settings from now on."""
@@ -208,7 +216,7 @@ class BufferSync:
         ]
         if self.plan.setting.when != "never":
             self._send(wanted)
-            self._common_values = clone_buffers(self._model)
+            self._common_values = self._clones()
         return tuple(wanted)
 
     @contextmanager
@@ -216,7 +224,7 @@ class BufferSync:
         """Context in which buffers are as before an evaluate stage; afterwards each rank has its own back,
         bit for bit.
         """
-        own, common_values = clone_buffers(self._model), self._common_values
+        own, common_values = self._clones(), self._common_values
         self.before_evaluate_or_save()
         try:
             yield
@@ -233,6 +241,9 @@ class BufferSync:
         for name, value in self._common_values.items():
             value.copy_(state[name])
 
+    def _clones(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._named.items()}
+
     def _send(self, names: Sequence[str]) -> bool:
         if not names:
             return False
@@ -243,6 +254,10 @@ class BufferSync:
         self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
         self._exchanger.broadcast(ParameterBuckets(broadcast, cap_bytes), "buffers", 0)
         return True
+
+
+def _same_shape(one: Tensor | None, other: Tensor) -> TypeGuard[Tensor]:
+    return one is not None and one.shape == other.shape
 
 
 def _bitwise_equal(one: Tensor, other: Tensor) -> bool:
