@@ -145,6 +145,30 @@ def test_a_failure_that_comes_again_is_not_started_once_more(tmp_path: Path, cal
     assert done.stderr.count("ddprun: not starting the ranks again: they have failed alike before") == 1
 
 
+ENDING = """
+import os
+
+from torch import nn
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_a_rank_that_user_code_ends_is_started_again(tmp_path: Path) -> None:
+    """Whatever the exit code: a small one is the pipeline's own."""
+    (tmp_path / "ending.py").write_text(ENDING)
+    text = PIPELINE.replace("mlp: {inputs: 64, hidden: [32], outputs: 10}", "ending.net: {}")
+    (tmp_path / "p.yaml").write_text(text.replace("steps: 600", "steps: 2"))
+    done = ddprun("p.yaml", "--run-dir=run", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert "restart 1 of 2" in done.stderr
+
+
 def state_of(pid: int) -> str:
     """Of a process, as in /proc: T if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

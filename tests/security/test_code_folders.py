@@ -163,14 +163,15 @@ def test_what_the_user_has_set_is_judged_and_kept(
     assert os.environ[variable] == "mine"
 
 
-@pytest.mark.parametrize("home", ["a file", "/proc/1/nowhere", ""])
+@pytest.mark.parametrize("home", ["a file", "/proc/1/nowhere", "", "~"])
 def test_without_a_home_they_are_gone_with_the_run(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     """As in a container whose user has none."""
     (tmp_path / "a file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/{home}" if home == "a file" else home)
-    monkeypatch.setenv("HOME", f"{tmp_path}/a file")
+    monkeypatch.setenv("HOME", home if home == "~" else f"{tmp_path}/a file")  # of an unknown user ~ stays ~
+    monkeypatch.chdir(tmp_path)
     with own_code_folders(scratch):
         for variable in VARIABLES:
             folder = Path(os.environ[variable])

@@ -44,7 +44,10 @@ def own_code_folders(scratch: Path) -> Iterator[None]:
             _own_folder(Path(found[name]), name)
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "ddprun"
-    if not (_own_folder(cache, "XDG_CACHE_HOME") and os.access(cache, os.W_OK | os.X_OK)):
+    # Of a user without a home `~` stays.
+    if not (
+        cache.is_absolute() and _own_folder(cache, "XDG_CACHE_HOME") and os.access(cache, os.W_OK | os.X_OK)
+    ):
         cache = scratch
     for name, folder in _KEPT.items():
         if name not in found:

@@ -26,6 +26,9 @@ SIGNAL_EXIT_BASE = 128
 
 _PARENT_TICK_S = 1.0
 _END_S = 10.0
+_LEFTOVER_S = 2.0  # how long processes that have outlived a rank may take to end by themselves
+_TERMINATE_S = 1.0
+_TICK_S = 0.05
 _COMMAND_LENGTH = 80
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 """How EMFILE reads where torch or Python has wrapped it; the latter when a descriptor was sent along."""
@@ -90,7 +93,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def living_processes(*, parent: int | None = None, sessions: Collection[int] = ()) -> dict[int, str]:
+def _living(*, parent: int | None = None, sessions: Collection[int] = ()) -> dict[int, str]:
     """Processes of a parent, or of some sessions but for their leaders, with their commands."""
     import psutil  # every command imports this file
 
@@ -104,16 +107,36 @@ def living_processes(*, parent: int | None = None, sessions: Collection[int] = (
     return found
 
 
-def describe_processes(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
+def _describe(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
     """Processes and the beginnings of their commands, without secrets."""
     return ", ".join(f"process {pid} ({redact(command)[:_COMMAND_LENGTH]})" for pid, command in found.items())
 
 
-def signal_processes(pids: Iterable[int], number: int) -> None:
+def _send(pids: Iterable[int], number: int) -> None:
     """Send a signal to each of them that still lives."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
+    """End what ranks, of these process ids, have started and left behind, and name it.
+
+    Each rank leads a session of its own. A process that has left it is meant to live on.
+    """
+
+    def left_after(limit_s: float) -> dict[int, str]:
+        end = time.monotonic() + limit_s
+        while (found := _living(sessions=ranks)) and time.monotonic() < end:
+            time.sleep(_TICK_S)
+        return found
+
+    if left := left_after(_LEFTOVER_S):
+        standard_streams.print_stderr(
+            f"ddprun: ending what ranks have left behind: {_describe(left, redact)}"
+        )
+        _send(left, signal.SIGTERM)
+        _send(left_after(_TERMINATE_S), signal.SIGKILL)
 
 
 def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
@@ -127,12 +150,12 @@ def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
         time.sleep(_END_S)
         others = {threading.main_thread(), threading.current_thread()}
         left = [f"thread {one.name}" for one in threading.enumerate() if not one.daemon and one not in others]
-        children = living_processes(parent=os.getpid())
-        left += [describe_processes(children, redact)] if children else []
+        children = _living(parent=os.getpid())
+        left += [_describe(children, redact)] if children else []
         standard_streams.print_stderr(
             f"ddprun: rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
         )
-        signal_processes(children, signal.SIGTERM)
+        _send(children, signal.SIGTERM)
         standard_streams.flush()
         os._exit(code)
 

@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -44,13 +44,11 @@ from ddprun.host.device import check_launch, default_rank_count
 from ddprun.host.processes import (
     LAUNCHER_PID_VARIABLE,
     SIGNAL_EXIT_BASE,
-    describe_processes,
+    end_leftovers,
     exit_at_signals,
     file_limit_hint,
     in_background,
-    living_processes,
     set_signal_handler,
-    signal_processes,
 )
 from ddprun.launch.launcher import export_overrides, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
@@ -76,9 +74,6 @@ _FORCED_KILL_S = 1
 """From SIGTERM to SIGKILL where somebody has asked twice."""
 
 _TICK_S = 0.05
-
-_LEFTOVER_S = 2.0
-"""How long processes that ranks have started, and that have outlived them, may take to end by themselves."""
 
 _ASK_EVERY_S = 1.0
 _CONNECTING_S = 5.0
@@ -224,7 +219,7 @@ class Agent(LocalElasticAgent):
         def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
             # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails.
             close(death_sig or signal.SIGTERM, _FORCED_KILL_S if self.kill_at_once else self._close_s)
-            _end_leftovers(started.values(), self._loaded.secrets.redact)
+            end_leftovers(started.values(), self._loaded.secrets.redact)
 
         setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
         return started
@@ -247,24 +242,6 @@ class Agent(LocalElasticAgent):
                 return "failing"
             time.sleep(_TICK_S)
         return "old"
-
-
-def _end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
-    """End what ranks, of these process ids, have started and left behind, and name it.
-
-    Each rank leads a session of its own. A process that has left it is meant to live on.
-    """
-
-    def left_after(limit_s: float) -> dict[int, str]:
-        end = time.monotonic() + limit_s
-        while (found := living_processes(sessions=ranks)) and time.monotonic() < end:
-            time.sleep(_TICK_S)
-        return found
-
-    if left := left_after(_LEFTOVER_S):
-        print_stderr(f"ddprun: ending what ranks have left behind: {describe_processes(left, redact)}")
-        signal_processes(left, signal.SIGTERM)
-        signal_processes(left_after(_FORCED_KILL_S), signal.SIGKILL)
 
 
 def launch(
