@@ -235,16 +235,20 @@ def test_they_may_where_ranks_are_made_equal_afterwards(tmp_path: Path, stages: 
 
 
 @pytest.mark.parametrize(
-    ("at", "checkpoint", "told"),
-    [(5, 2, "before the checkpoint of step 6"), (5, 100, "at the end of stages[0].train")],
+    ("sync", "checkpoint", "told"),
+    [
+        ("every_step", 2, "before the checkpoint of step 6"),
+        ("{hierarchical_sgd: {across: 9, hosts: 1}}", 2, "before the checkpoint of step 6"),
+        ("every_step", 100, "at the end of stages[0].train"),
+    ],
 )
 def test_ranks_that_drift_later_are_found_before_anything_is_kept(
-    tmp_path: Path, at: int, checkpoint: int, told: str
+    tmp_path: Path, sync: str, checkpoint: int, told: str
 ) -> None:
-    """One flipped bit of one weight, without any `audit`."""
-    optimizer = f"{{faulty.Flipping: {{rank: 1, at: {at}, lr: 0.05}}}}"
+    """One flipped bit of one weight, without any `audit`; ranks of one host, too."""
+    optimizer = "{faulty.Flipping: {rank: 1, at: 5, lr: 0.05}}"
     text = HEAD.replace("OPTIMIZER", optimizer).replace("audit: {every: 2}\n", "")
-    text += f"stages: [{{train: {{steps: 9}}}}, save]\ncheckpoint: {{every: {checkpoint}}}\n"
+    text += f"stages: [{{train: {{steps: 9}}}}, save]\ncheckpoint: {{every: {checkpoint}}}\nsync: {sync}\n"
     code, printed = ended(tmp_path, text, 2)
     assert code == 1
     assert f"{told} the ranks hold different parameters" in printed

@@ -447,9 +447,9 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         writer.skip_to(int(known[:, 1].max()))
     full_state, shared = collect_state(session), shared_keys(session)
     together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
-    if together and "parameters" in shared:
+    if together and state.replicas.parameters != "apart":
         audit_parameters(session, f"before the checkpoint of step {step}", step, recorded=False)
-    elif together:
+    if together and "parameters" not in shared:
         differing = runtime.frozen.differing_parameters()
         parameters = full_state["parameters"]
         equal = [name for name in runtime.frozen.parameters if name not in differing]
