@@ -5,11 +5,14 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ddprun.config import load
+from ddprun.explain.explain import explain
 from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from tests.ranks import ddprun
 
@@ -103,6 +106,17 @@ def scratch(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     (tmp_path / "scratch").mkdir(mode=0o700)
     return tmp_path / "scratch"
+
+
+def test_a_prediction_looks_there_too(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ddprun tune`, and predictions of `explain`, build the model themselves."""
+    monkeypatch.chdir(tmp_path)
+    explain(load(tmp_path / "p.yaml"))
+    monkeypatch.delitem(sys.modules, "noted")
+    noted = json.loads((tmp_path / "noted.json").read_text())
+    assert noted["kernels"] == f"{tmp_path}/cache/ddprun/inductor"
+    assert noted["triton"] == f"{tmp_path}/cache/ddprun/triton"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
 
 
 def test_sockets_fit_into_the_temporary_folder(scratch: Path) -> None:

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -89,7 +88,7 @@ def explain(
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
-    from ddprun.host.code_folders import ForeignFolderError, own_code_folders
+    from ddprun.host.code_folders import ForeignFolderError
     from ddprun.predict import ShortRunError
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
@@ -109,12 +108,11 @@ def explain(
             loaded.check_environment()
         printing.print_faults(loaded.warnings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-        with TemporaryDirectory(prefix="ddprun-") as scratch, own_code_folders(Path(scratch)):
-            from ddprun.explain import explain as explaining
+        from ddprun.explain import explain as explaining
 
-            explained = explaining.explain(
-                loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
-            )
+        explained = explaining.explain(
+            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
+        )
         predicted = None
         if predicts:
             predicted = _forecast(explained, links, measured_links, measured, cores, sweep or ())

@@ -166,6 +166,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
     """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
     from ddprun.config import PipelineError
+    from ddprun.host.code_folders import ForeignFolderError
     from ddprun.predict import ShortRunError
     from ddprun.predict.costs import CostsUnknownError
     from ddprun.telemetry.reader import NoRunError
@@ -191,7 +192,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHos
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
-    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, OSError) as error:
+    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, ForeignFolderError, OSError) as error:
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward

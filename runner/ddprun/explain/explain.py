@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,6 +16,7 @@ from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, S
 from ddprun.engine.ema import initial_averages
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
+from ddprun.host.code_folders import own_code_folders
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import BufferPlan, BufferUse, split_averaged_and_broadcast
 from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
@@ -289,11 +292,16 @@ def explain(
 
     Raises:
         PipelineError: something in the file that only a run can see.
+        ForeignFolderError: others may write to a folder from which libraries load code.
     """
     launch = loaded.pipeline.launch
     ranks_per_host = ranks_per_host or launch.nproc_per_node or default_rank_count(loaded)
     world = WorldShape(hosts or launch.host_range[1], ranks_per_host)
-    with chdir(os.getcwd()):  # the user's code may leave it
+    with (
+        chdir(os.getcwd()),  # the user's code may leave it
+        TemporaryDirectory(prefix="ddprun-") as scratch,
+        own_code_folders(Path(scratch)),
+    ):
         if probe is None or not probe.suffices_for(loaded):
             probe = probe_model(loaded, world, allow_imports=allow_imports)
         simulator = TrafficSimulator(loaded, world, probe.device, allow_imports=allow_imports)
