@@ -97,7 +97,7 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, s
     steps_left = any(isinstance(stage, StepStage) for stage in pipeline.stages[saved["position"]["next"] :])
     for name, text, mid_epoch in changes:
         if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
-            problem = f"{name}: {text}: samples of this epoch would be seen twice, others not at all"
+            problem = f"{name}: {text}, in the middle of an epoch"
             allowed = "bring the data back, or accept it with --set checkpoint.on_changed_data=continue"
             raise fingerprints.error(name, problem, allowed)
     return [(name, text, mid_epoch) for name, text, mid_epoch in changes]
