@@ -146,7 +146,7 @@ def test_ddp_needs_gradients(loaded: Load) -> None:
 
 def test_local_steps_accumulate_with_any_ddp(loaded: Load) -> None:
     """Local steps do not enter DDP, so what breaks there with `accumulate` does not break here."""
-    text = "accumulate: 4\nddp: {find_unused_parameters: true}\n"
+    text = "accumulate: 4\nddp: {static_graph: true}\n"
     text += "stages: [{train: {steps: 4, accumulate: 1}}, {train: {steps: 4, sync: {average: {every: 2}}}}]\n"
     assert told(loaded, text) == []
 

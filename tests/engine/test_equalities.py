@@ -182,6 +182,73 @@ def test_many_ranks_are_one_process_with_a_large_batch(
     assert summary(run)["steps"] == 60
 
 
+EXPERTS = """
+import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 1)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))  # nobody asks for the last one
+        self.double()
+
+    def forward(self, inputs, expert):
+        hidden = self.stem(inputs).tanh()
+        for index in expert.unique().tolist():
+            if index >= 0:
+                chosen = (expert == index).double()[:, None]
+                hidden = hidden + self.experts[index](hidden).tanh() * chosen
+        return self.head(hidden).square().mean()
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 144
+
+    def __getitem__(self, place):
+        generator = torch.Generator().manual_seed(place)
+        expert = int(torch.randint(-6, 5, (), generator=generator))  # most samples ask for none
+        return {"inputs": torch.randn(5, generator=generator, dtype=torch.float64), "expert": expert}
+"""
+UNUSED = """
+seed: 1
+model: experts.Experts
+data: experts.Samples
+loss: model
+loader: {{batch_size: 2, shuffle: false}}
+optimizer: {{adamw: {{lr: 0.01, weight_decay: 0.1}}}}
+ddp: {{find_unused_parameters: true, gradient_as_bucket_view: {view}, bucket_cap_mb: 0.0004}}
+accumulate: {accumulate}
+stages: [{{train: {{epochs: 1}}}}, save]
+"""
+
+
+@pytest.mark.parametrize("view", ["true", "false"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_parameters_that_some_micro_steps_use_count_whole(tmp_path: Path, accumulate: int, view: str) -> None:
+    """On one rank or all, in the first micro-step or the last, or never: as in one process that has the whole
+    batch. Whatever no rank uses in a step has no gradient, so AdamW leaves it alone.
+    """
+    (tmp_path / "experts.py").write_text(EXPERTS)
+    ours = weights(run_pipeline(tmp_path, UNUSED.format(accumulate=accumulate, view=view), 2))
+    scope: dict[str, Any] = {}
+    exec(compile(EXPERTS, "experts", "exec"), scope)
+    torch.manual_seed(1)
+    model, size = scope["Experts"](), 2 * 2 * accumulate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    asked_for = []
+    for batch in DataLoader(scope["Samples"](), batch_size=size):
+        asked_for.append(set(batch["expert"].tolist()))
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(not {0, 1, 2, 3, 4} <= one for one in asked_for)
+    for name, value in model.state_dict().items():
+        assert (ours[name] - value).abs().max() < 1e-12, name
+
+
 def test_a_rank_without_a_sample_computes_along_and_counts_nothing(tmp_path: Path) -> None:
     """301 samples on 4 ranks of 25: the last step has one sample, for rank 0 alone."""
     (tmp_path / "nets.py").write_text(NETS)

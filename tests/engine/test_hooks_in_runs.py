@@ -103,16 +103,17 @@ loss: model
 loader: {batch_size: 1, shuffle: false}
 optimizer: {sgd: {lr: 1.0}}
 ddp: {find_unused_parameters: true, gradient_as_bucket_view: VIEW}
+accumulate: ACCUMULATE
 hooks: HOOKS
 stages: [{train: {epochs: 1}}, save]
 """
 
 
-@pytest.mark.parametrize("view", ["true", "false"])
-def test_nothing_is_lost_of_experts_that_no_rank_uses(tmp_path: Path, view: str) -> None:
+@pytest.mark.parametrize(("view", "accumulate"), [("true", 1), ("false", 1), ("true", 2)])
+def test_nothing_is_lost_of_experts_that_no_rank_uses(tmp_path: Path, view: str, accumulate: int) -> None:
     """DDP throws away what is sent for them. After steps of zeros, weights are those of plain DDP."""
     (tmp_path / "experts.py").write_text(EXPERTS)
-    text = UNUSED.replace("VIEW", view)
+    text = UNUSED.replace("VIEW", view).replace("ACCUMULATE", str(accumulate))
     plain = weights(run_pipeline(tmp_path, text.replace("HOOKS", "[]"), 2, "plain"))
     for name, stack in (("topk", "[{topk: {density: 0.2}}]"), ("powersgd", "[{powersgd: {rank: 1}}]")):
         hooked = weights(run_pipeline(tmp_path, text.replace("HOOKS", stack), 2, name))

@@ -25,17 +25,10 @@ from ddprun_hooks.config import grammar
 def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():
         settings = stage.effective_settings(pipeline)
-        if settings.accumulate == 1 or settings.gradient_averaging is None:
-            continue
-        effects = {
-            "static_graph": "DDP crashes or stops reducing",
-            "find_unused_parameters": "DDP reduces only what the last micro-step used",
-        }
-        for key, effect in effects.items():
-            if getattr(pipeline.ddp, key):
-                accumulate = setting_text(stage, "accumulate", settings.accumulate)
-                text = f'"{key}: true" clashes with {accumulate}: {effect}'
-                yield KeyConflict(("ddp", key), text, "remove one of the two")
+        if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.gradient_averaging is not None:
+            accumulate = setting_text(stage, "accumulate", settings.accumulate)
+            text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
+            yield KeyConflict(("ddp", "static_graph"), text, "remove one of the two")
 
 
 @register_check("ddp")
