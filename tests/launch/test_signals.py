@@ -187,8 +187,10 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_hosts(folder: Path, node_ra
 
 
 TAKING = """
+import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
@@ -206,18 +208,27 @@ class Net(torch.nn.Linear):
         calls.append(1)
         if len(calls) == 1:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if Path("late").exists() and not late:
+            late.append(1)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, on_signal)
+            signal.signal(signal.SIGINT, on_signal)
+        now = str(signal.getsignal(signal.SIGTERM))
+        rank = os.environ["RANK"]
+        if late and now != str(signal.SIG_IGN) and not Path("sigterm-" + rank).exists():
+            Path("sigterm-" + rank).write_text(now)
         return super().forward(inputs.flatten(1))
 
 
-calls = []
+calls, late = [], []
 signal.signal(signal.SIGUSR1, on_signal)
 """
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_handlers_that_imported_code_installs_take_no_checkpoint_away(folder: Path, by_hand: bool) -> None:
-    """At import, in a constructor, in the passes before step 1: they are named before step 1. `by_hand`: the
-    rank has no launcher, and gets the signals itself.
+    """At import, in a constructor, in the passes before step 1: they are named before step 1; later ones
+    when they are found. `by_hand`: the rank has no launcher, and gets the signals itself.
     """
     (folder / "taking.py").write_text(TAKING)
     run = folder / "run"
@@ -227,14 +238,29 @@ def test_handlers_that_imported_code_installs_take_no_checkpoint_away(folder: Pa
         wait_for_text(run / "events.jsonl", "stage_started")
         running.process.send_signal(signal.SIGUSR1)
         wait_for_text(run / "events.jsonl", "checkpoint_written")
+        (folder / "late").touch()
+        for one in range(1 if by_hand else 2):
+            wait_for_text(folder / f"sigterm-{one}", "o" if by_hand else "0")  # a function, or the default
+        wait_for_text(run / "events.jsonl", "SIG_IGN")
+        running.process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + 60
+        while (run / "events.jsonl").read_text().count("checkpoint_written") < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
         running.process.send_signal(signal.SIGTERM)
         done = running.wait(60)
     assert done.code == 130, done.stderr
     interrupted_with_checkpoint(run)
-    [found] = [event["handlers"] for event in events(run) if event["event"] == "handlers_replaced"]
-    replaced = {"SIGINT": "signal.SIG_DFL", "SIGUSR1": "taking.on_signal"}
-    assert found == (replaced | {"SIGTERM": "taking.on_signal"} if by_hand else replaced)
-    assert "SIGUSR1 (taking.on_signal)" in done.stderr
+    found = [event["handlers"] for event in events(run) if event["event"] == "handlers_replaced"]
+    theirs = "taking.on_signal"
+    assert found == [
+        {"SIGINT": "signal.SIG_DFL", "SIGTERM": theirs, "SIGUSR1": theirs},
+        {"SIGINT": theirs, "SIGTERM": "signal.SIG_IGN"},  # each once
+    ]
+    assert f"SIGUSR1 ({theirs})" in done.stderr
+    for one in range(1 if by_hand else 2):
+        now = (folder / f"sigterm-{one}").read_text()
+        assert "SignalRequests._on_stop_signal" in now if by_hand else now == str(signal.SIG_DFL)
 
 
 EARLY = """

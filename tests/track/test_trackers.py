@@ -378,7 +378,7 @@ def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_SERVER", "https://mlflow.example.org")
     tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
-    reporter, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace())
-    open_trackers(load(tmp_path / "p.yaml"), tmp_path, tmp_path, reporter, recorder)
+    reporter, recorder, signals = (cast(Any, SimpleNamespace()) for _ in range(3))
+    open_trackers(load(tmp_path / "p.yaml"), tmp_path, tmp_path, reporter, recorder, signals)
     assert reporter.trackers.close({}) == []
     assert made == ["https://mlflow.example.org/x"]

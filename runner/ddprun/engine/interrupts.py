@@ -1,19 +1,23 @@
 """What interrupts a run from outside: signals, and the time slices of a comparison."""
 
 import json
+import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import set_signal_handler
 from ddprun.parallel.ranks import Ranks
 
 _STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
+_LOOK_AT_HANDLERS_EVERY_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class SignalRequests:
@@ -28,8 +32,9 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop_requested = self._checkpoint_requested = False
         self._store_checked_s = 0.0
-        self.replaced_handlers: dict[str, str] = {}
-        """Handlers that were found in the place of these: their names, by that of the signal."""
+        self._replaced: set[tuple[str, str]] = set()  # signals, and handlers that had the place of ours
+        self._reported: set[tuple[str, str]] = set()
+        self._looked_s = -math.inf
 
         if LAUNCHED_VARIABLE in os.environ:
             signal.signal(signal.SIGINT, self._on_stop_signal)
@@ -37,19 +42,33 @@ class SignalRequests:
             for number in (signal.SIGINT, signal.SIGTERM):
                 set_signal_handler(number, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
-        self._handlers = {
-            number: handler
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-            if (handler := signal.getsignal(number)) in (self._on_stop_signal, self._on_checkpoint_signal)
-        }
+        self._handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
+
+    def keep_handler(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
+        """Put another handler of ddprun's over one of these signals."""
+        self.put_back_handlers()
+        self._handlers[number] = handler
+        signal.signal(number, handler)
 
     def put_back_handlers(self) -> None:
-        """Put these handlers back where imported code has installed its own, which may not return or may
-        forget the signal; C code, too, whose handlers Python does not know.
+        """Put these handlers back where the pipeline's code has installed its own, which may not return or
+        may forget the signal; C code, too, whose handlers Python does not know.
         """
         for number, ours in self._handlers.items():
             if (found := signal.signal(number, ours)) != ours:
-                self.replaced_handlers[number.name] = _name_of_handler(found)
+                self._replaced.add((number.name, _name_of_handler(found)))
+
+    def report_replaced_handlers(self, report: Callable[[Mapping[str, str]], None]) -> None:
+        """Put the handlers back, and report those that had their place, each once: names by that of the
+        signal. Looks once a second, which costs 20 us.
+        """
+        if time.monotonic() - self._looked_s < _LOOK_AT_HANDLERS_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        self.put_back_handlers()
+        if new := self._replaced - self._reported:
+            self._reported |= new
+            report(dict(sorted(new)))
 
     def pop_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""

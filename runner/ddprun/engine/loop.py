@@ -419,6 +419,7 @@ def between_steps(
         and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
+    runtime.signals.report_replaced_handlers(session.reporter.report_handlers)
     requested = any(one.checkpoint for one in agreed_steps)
     if agreed_steps:
         session.record_agreed(agreed_steps)

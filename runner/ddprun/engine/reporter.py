@@ -18,6 +18,7 @@ from structlog.typing import FilteringBoundLogger
 from ddprun import LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.engine.compiling import GraphCompiler
+from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
@@ -123,12 +124,12 @@ class Reporter:
             )
 
     def report_handlers(self, replaced: Mapping[str, str]) -> None:
-        """Report handlers of signals that imported code has installed, by signal."""
+        """Report handlers of signals that the pipeline's code has installed, by signal."""
         self.events.warning("handlers_replaced", handlers=dict(replaced))
         named = ", ".join(f"{name} ({handler})" for name, handler in replaced.items())
         self.note(
-            f"handlers of signals that imported code has installed are not called in this run: {named}; "
-            "the signals end in a checkpoint"
+            f"handlers of signals that the pipeline's code has installed are not called in this run: {named}; "
+            "the signals do what they do in any other"
         )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
@@ -221,7 +222,12 @@ def check_trackers(loaded: LoadedPipeline) -> None:
 
 
 def open_trackers(
-    loaded: LoadedPipeline, run_dir: Path, started_in: Path, reporter: Reporter, recorder: StepRecorder
+    loaded: LoadedPipeline,
+    run_dir: Path,
+    started_in: Path,
+    reporter: Reporter,
+    recorder: StepRecorder,
+    signals: SignalRequests,
 ) -> None:
     """Open the trackers of the run, and give them every step; on rank 0 alone."""
 
@@ -239,7 +245,7 @@ def open_trackers(
         tracker: type[Tracker] = TRACKERS.load(choice.name)
         makers.append((choice.name, partial(tracker, options, run)))
     trackers = reporter.trackers = Trackers(makers, failed)
-    _fail_trackers_on_sigterm(trackers)
+    _fail_trackers_on_sigterm(trackers, signals)
 
     def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:
         sent: Counter[tuple[str, str]] = Counter()
@@ -250,7 +256,7 @@ def open_trackers(
     recorder.on_step_record = observe
 
 
-def _fail_trackers_on_sigterm(trackers: Trackers) -> None:
+def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests) -> None:
     """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
     one has failed. Without ddprun's launcher SIGTERM is a request to stop, and stays one.
 
@@ -260,7 +266,7 @@ def _fail_trackers_on_sigterm(trackers: Trackers) -> None:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signals.keep_handler(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
 
     def end() -> None:

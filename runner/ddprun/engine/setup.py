@@ -187,7 +187,7 @@ def open_session(
     check_state_storable(session)
     session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        open_trackers(loaded, run_dir, started_in, reporter, recorder)
+        open_trackers(loaded, run_dir, started_in, reporter, recorder, signals)
     return session
 
 

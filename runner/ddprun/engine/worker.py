@@ -168,9 +168,7 @@ def _run(
         discard_stale_best(session)
     local_ranks = environment.local_world_size
     session.runtime.time_slices = TimeSliceClient.from_environment(ranks.rank, local_ranks)
-    signals.put_back_handlers()
-    if signals.replaced_handlers:
-        session.reporter.report_handlers(signals.replaced_handlers)
+    signals.report_replaced_handlers(session.reporter.report_handlers)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
     cursor.ticked_at = time.monotonic()
