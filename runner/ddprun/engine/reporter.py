@@ -128,8 +128,8 @@ class Reporter:
         self.events.warning("handlers_replaced", handlers=dict(replaced))
         named = ", ".join(f"{name} ({handler})" for name, handler in replaced.items())
         self.note(
-            f"handlers of signals that the pipeline's code has installed are not called in this run: {named}; "
-            "the signals do what they do in any other"
+            f"handlers of signals that the pipeline's code has installed are not called: {named}; "
+            "the signals do what they do in any run"
         )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
