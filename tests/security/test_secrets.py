@@ -563,12 +563,47 @@ def test_a_secrets_variable_goes_into_secret_options_only(
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "SCRATCH"])
-def test_no_variable_names_a_file_that_is_written(loaded: Callable[..., LoadedPipeline], name: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "override"),
+    [
+        ("stages[0].save.to", "stages=[{save: {to: 'x-NAME.safetensors'}}]"),
+        ("track[0].mlflow.tracking_uri", "track=[{mlflow: {tracking_uri: 'file:/stores/NAME'}}]"),
+        ("track[0].mlflow.tracking_uri", "track=[{mlflow: {tracking_uri: 'sqlite:///NAME.db'}}]"),
+        ("track[0].mlflow.tracking_uri", "track=[{mlflow: {tracking_uri: 'stores/NAME'}}]"),
+    ],
+)
+def test_no_variable_names_a_file_that_is_written(
+    loaded: Callable[..., LoadedPipeline], path: str, override: str, name: str
+) -> None:
     with pytest.raises(PipelineError) as caught:
-        loaded("", f"stages=[{{save: {{to: 'x-${{env:{name}}}.safetensors'}}}}]")
+        loaded("", override.replace("NAME", f"${{env:{name}}}"))
     problems = {fault.path: fault.problem for fault in caught.value.faults}
-    said = "${env:NAME} is not filled in for the name of a file that is written"
-    assert problems["stages[0].save.to"] == said
+    assert problems[path] == "${env:NAME} is not filled in for the name of a file that is written"
+
+
+@pytest.mark.parametrize("uri", ["${env:SERVER}", "${env:SERVER}/x", "https://${env:SERVER}:${env:PORT}/x"])
+def test_variables_say_where_a_server_is(loaded: Callable[..., LoadedPipeline], uri: str) -> None:
+    loaded("", f"track=[{{mlflow: {{tracking_uri: '{uri}'}}}}]")
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("name", "name='TEXT'"),
+        ("docker.runs", "docker={runs: '/TEXT'}"),
+        ("docker.mounts", "docker={mounts: {/x: '/TEXT'}}"),
+        ("kubernetes.runs", "kubernetes={runs: 'TEXT'}"),
+        ("kubernetes.claims", "kubernetes={claims: {data: '/TEXT'}}"),
+        ("slurm.options.output", "slurm={options: {output: 'TEXT'}}"),
+    ],
+)
+def test_other_names_of_folders_take_no_variable(
+    loaded: Callable[..., LoadedPipeline], key: str, override: str
+) -> None:
+    """The run's own folder, and those of jobs: what their values may be leaves no room for one."""
+    with pytest.raises(PipelineError) as caught:
+        loaded("", override.replace("TEXT", "x-${env:SCRATCH}"))
+    assert any(fault.path.startswith(key) for fault in caught.value.faults)
 
 
 def test_with_a_limit_only_named_variables_are_filled_in(

@@ -26,6 +26,9 @@ from ddprun_hooks.errors import DottedNameError
 FILLED_VARIABLE = "DDPRUN_ENV"
 """Environment variable: while `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take."""
 
+_LOCAL_STORE = re.compile(r"file:|sqlite:|[^:$]+\$")
+"""A store of MLflow's in a file or folder; a variable that begins a URI says itself where the store is."""
+
 REDACTED = "[redacted]"
 """Written instead of a secret that the file held in plain text; a pipeline with it does not load."""
 
@@ -193,7 +196,7 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
     if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):
         what = '"${env:" is not followed by a variable\'s name and "}"'
         return what, "write ${env:NAME}; a name holds letters, digits and _"
-    if _ENV_PREFIX in text and found.path[-2:] == ("save", "to"):
+    if _ENV_PREFIX in text and _names_written_file(found.path, text):
         return "${env:NAME} is not filled in for the name of a file that is written", "write the name itself"
     for name in referenced_variables(text):
         if is_secret_name(name) and not found.secret:
@@ -206,6 +209,18 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
             )
             return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={name}"
     return None
+
+
+def _names_written_file(path: KeyPath, text: str) -> bool:
+    """Whether a string that takes variables names a file or folder that a run writes. All other places of a
+    run are fixed names below its folder.
+    """
+    match path[-2:]:
+        case ("save", "to"):
+            return True
+        case ("mlflow", "tracking_uri"):
+            return _LOCAL_STORE.match(text) is not None
+    return False
 
 
 class Secrets:
