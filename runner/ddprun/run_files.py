@@ -28,8 +28,10 @@ _MAX_RUN_INFO_BYTES = 1 << 20
 MAX_JSON_DEPTH = 100
 """Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
-_MAX_HOLES_BYTES, _MAX_SIZE_PER_DATA = 1 << 20, 16
-"""A file of up to so many bytes may be all holes, a larger one up to this part: a lost tail after a crash."""
+MAX_LINE_BYTES = 64 << 20
+"""Longest line of a file of records that is read."""
+
+_MAX_JUNK_BYTES, _MIN_LINE_BYTES = 16 << 20, 1 << 10
 
 _OPEN_FLAGS: dict[Mode, int] = {
     "rb": os.O_RDONLY,
@@ -77,13 +79,27 @@ def encodable_path(text: str) -> str:
     return text
 
 
-def open_file(
-    folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False, dense: bool = False
-) -> IO[bytes]:
-    """Open a regular file of a run by its name below the folder, with the folders that lead to it.
+class JunkBudget:
+    """How much of a file of records may be none: a lost tail after a crash, torn lines. A file that somebody
+    has made of holes, or of empty lines, would take hours to read.
+    """
 
-    `dense`: the file will be read as a whole, so one that is nearly all holes is refused. It would take no
-    room on the disk and hours to read.
+    def __init__(self, name: str | Path) -> None:
+        self._name, self._left_bytes = Path(name).name, _MAX_JUNK_BYTES
+
+    def spend(self, count: int) -> None:
+        """Count so many bytes of a line that is no record; a short line counts as 1 KiB.
+
+        Raises:
+            OSError: it is too much.
+        """
+        self._left_bytes -= max(count, _MIN_LINE_BYTES)
+        if self._left_bytes < 0:
+            raise OSError(errno.EFBIG, f"{self._name} holds too much that is no record", str(self._name))
+
+
+def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
+    """Open a regular file of a run by its name below the folder, with the folders that lead to it.
 
     Raises:
         WrongFileTypeError: it is not a regular file, or is behind a link.
@@ -96,23 +112,7 @@ def open_file(
             with suppress(OSError):
                 os.unlink(last, dir_fd=inside)
         handle = _open_checked(folder / name, last, inside, _OPEN_FLAGS[mode])
-    if dense and _is_nearly_all_holes(handle):
-        os.close(handle)
-        raise OSError(errno.EFBIG, f"{last} is nearly all holes", str(folder / name))
     return os.fdopen(handle, mode)
-
-
-def _is_nearly_all_holes(handle: int) -> bool:
-    size, at, data = os.fstat(handle).st_size, 0, 0
-    while size > _MAX_HOLES_BYTES and data * _MAX_SIZE_PER_DATA < size:
-        try:
-            start = os.lseek(handle, at, os.SEEK_DATA)
-        except OSError:  # no data from there on
-            return True
-        at = os.lseek(handle, start, os.SEEK_HOLE)  # the end, also where a file system knows no holes
-        data += at - start
-    os.lseek(handle, 0, os.SEEK_SET)
-    return False
 
 
 def names_in(folder: Path, name: str | Path = "") -> list[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -593,6 +594,18 @@ def huge(path: Path, *, lines: bool = False) -> None:
             os.pwrite(file.fileno(), b'{"step": 1}\n', at)
 
 
+def junk(path: Path, kind: str) -> None:
+    """Make a file that takes room, with nothing in it that is a record, or only its beginning."""
+    path.parent.mkdir(exist_ok=True)
+    made = {
+        "noise": random.Random(3).randbytes(1 << 20) * 20,
+        "empty lines": b"\n" * (1 << 17),
+        "a beginning": b'{"step": 1' + b"\0" * (20 << 20) + b"}\n",
+        "no records": b'{"step": 1, "v": 0}\n' * (1 << 15),
+    }
+    path.write_bytes(made[kind])
+
+
 def bounded(*words: str | Path) -> tuple[int, str]:
     """A real command's exit code, and what it says; hours are no end."""
     command = [sys.executable, "-m", "ddprun", *map(str, words)]
@@ -611,9 +624,33 @@ def test_a_report_reads_no_holes(tmp_path: Path, name: str, lines: bool) -> None
     code, said = bounded("report", folder)
     assert code == 2
     expected = (
-        f"ddprun: {folder} cannot be read: {Path(name).name} is nearly all holes; see `ddprun --help`\n"
+        f"ddprun: {folder} cannot be read: {Path(name).name} holds too much that is no record; "
+        "see `ddprun --help`\n"
     )
     assert said == expected
+
+
+@pytest.mark.parametrize("kind", ["noise", "empty lines", "a beginning", "no records"])
+@pytest.mark.parametrize("name", ["events.jsonl", "steps/rank-00000.jsonl", "buckets/rank-00000.jsonl"])
+def test_a_report_reads_little_that_is_no_record(
+    tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are there, too: gigabytes of them took minutes, and empty lines hours."""
+    folder = make(tmp_path / "run")
+    junk(folder / name, kind)
+    assert main(["report", str(folder)]) == 2
+    assert f"{Path(name).name} holds too much that is no record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["noise", "empty lines", "a beginning"])
+@pytest.mark.parametrize("name", ["steps/rank-00000.jsonl", "buckets/rank-00007.jsonl"])
+def test_resuming_reads_little_that_is_no_record(run: Path, name: str, kind: str) -> None:
+    junk(run / name, kind)
+    code, told = go_on(run)
+    assert code == 2
+    assert (
+        f"cannot resume in the run folder {run}: {Path(name).name} holds too much that is no record" in told
+    )
 
 
 def test_a_report_reads_a_thousand_ranks(tmp_path: Path) -> None:
@@ -626,14 +663,17 @@ def test_a_report_reads_a_thousand_ranks(tmp_path: Path) -> None:
     assert f"{folder} has records of 3,000 ranks; at most 1,000 are read" in said
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "steps/rank-00000.jsonl", "buckets/rank-00007.jsonl"])
-def test_resuming_reads_no_holes(run: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("events.jsonl", False), ("steps/rank-00000.jsonl", True), ("buckets/rank-00007.jsonl", False)],
+)
+def test_resuming_reads_no_holes(run: Path, name: str, lines: bool) -> None:
     """To cut records off, their ends were looked for."""
-    huge(run / name, lines=True)
+    huge(run / name, lines=lines)
     code, told = go_on(run)
     assert code == 2
     file = Path(name).name
-    assert f"cannot resume in the run folder {run}: {file} is nearly all holes" in told
+    assert f"cannot resume in the run folder {run}: {file} holds too much that is no record" in told
     assert "Traceback" not in told
 
 

@@ -10,18 +10,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
-from ddprun.run_files import open_file, parse_json, read_json_object
+from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, open_file, parse_json, read_json_object
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_records, record_file
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
-_MAX_LINE_BYTES = 64 << 20
+_T = TypeVar("_T")
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_RANKS = 1_000
 _MAX_PROFILED_STEPS = 100_000
@@ -313,10 +312,7 @@ class Run:
         """The steps that any rank has a record of, in order."""
         found: set[int] = set()
         for rank in self.ranks:
-            with self._open(record_file("steps", rank)) as file:
-                while line := file.readline(_MAX_LINE_BYTES):
-                    if step := _STEP_NUMBER.search(line):
-                        found.add(int(step[1]))
+            found.update(self._read(record_file("steps", rank), _step_of))
         return array("q", sorted(found))
 
     def step_records(
@@ -355,29 +351,43 @@ class Run:
     def _lines(
         self, name: str, is_record: _Check, wanted: Callable[[int], bool] | None = None, holding: bytes = b""
     ) -> Iterator[dict[str, Any]]:
-        with self._open(name) as file:
-            while line := file.readline(_MAX_LINE_BYTES):
-                if holding not in line:
-                    continue
-                if wanted is not None:
-                    step = _STEP_NUMBER.search(line)
-                    if step is None or not wanted(int(step[1])):
-                        continue
-                try:
-                    found = parse_json(line, finite=False)
-                except ValueError:
-                    continue
-                if is_record(found):
-                    yield found
+        def parse(line: bytes) -> Any:
+            if holding not in line or not (wanted is None or wanted(_step_of(line))):
+                return None
+            found = parse_json(line, finite=False)
+            if not is_record(found):
+                raise ValueError("no record")
+            return found
 
-    def _open(self, name: str) -> IO[bytes]:
-        """A file of the run; an empty one if it is missing."""
+        return self._read(name, parse)
+
+    def _read(self, name: str, parse: Callable[[bytes], _T | None]) -> Iterator[_T]:
+        """What `parse` makes of the lines of a file, which may be missing; not None, and not those for which
+        it raises a ValueError: they are no records.
+        """
+        junk = JunkBudget(name)
         try:
-            return open_file(self.folder, name, dense=True)
+            with open_file(self.folder, name) as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    try:
+                        if not line.startswith(b"{") or b"\0" in line:
+                            raise ValueError("no record")
+                        found = parse(line)
+                    except ValueError:
+                        junk.spend(len(line))
+                        continue
+                    if found is not None:
+                        yield found
         except FileNotFoundError:
-            return BytesIO()
+            return
         except OSError as error:
             raise self._cannot_be_read(error) from None
+
+
+def _step_of(line: bytes) -> int:
+    if (found := _STEP_NUMBER.search(line)) is None:
+        raise ValueError("no step")
+    return int(found[1])
 
 
 def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:

@@ -21,7 +21,14 @@ from typing import IO, Any, NoReturn
 import orjson
 import structlog
 
-from ddprun.run_files import names_in, open_file, parse_json, replace_atomically
+from ddprun.run_files import (
+    MAX_LINE_BYTES,
+    JunkBudget,
+    names_in,
+    open_file,
+    parse_json,
+    replace_atomically,
+)
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
 
@@ -281,18 +288,33 @@ def truncate_torn_event(run_dir: Path) -> None:
 
 
 def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
-    """Cut a file after the last whole line that stays; one on which `stays` fails does not."""
-    with open_file(run_dir, name, "r+b", dense=True) as file:
-        size = end = file.seek(0, 2)
+    """Cut a file after the last whole line that stays; one on which `stays` fails does not.
+
+    Raises:
+        OSError: there is too much after it that is no record, or the file cannot be written.
+    """
+    with open_file(run_dir, name, "r+b") as file:
+        size = file.seek(0, 2)
         if not size:
             return  # nothing can be mapped
+        junk = JunkBudget(name)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
+
+            def line_start(end: int) -> int:
+                lowest = max(0, end - MAX_LINE_BYTES)
+                found = data.rfind(b"\n", lowest, end)
+                if found < 0 and lowest:
+                    junk.spend(MAX_LINE_BYTES)
+                return found + 1
+
+            end = line_start(size)
             while end:
-                start = data.rfind(b"\n", 0, end - 1) + 1
-                with suppress(ValueError, KeyError, TypeError):
+                start = line_start(end - 1)
+                try:
                     if stays(data[start:end]):
                         break
+                except (ValueError, KeyError, TypeError):
+                    junk.spend(end - start)
                 end = start
         if end < size:
             file.truncate(end)
