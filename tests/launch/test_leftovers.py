@@ -26,8 +26,9 @@ from torch import nn
 class Net(nn.Linear):
     def __init__(self, leave, fails=False):
         super().__init__(64, 10)
-        self.fails = fails and os.environ["RANK"] == "1"
-        if os.environ["RANK"] == "1":
+        last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        self.fails = fails and last
+        if last:
             globals()[leave]()
 
     def forward(self, inputs):
@@ -37,20 +38,20 @@ class Net(nn.Linear):
 
 
 def threads():
-    threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
+    threading.Thread(target=time.sleep, args=(200,), name="uploader").start()
 
 
 def thread_and_process():
     threads()
-    child = get_context("fork").Process(target=time.sleep, args=(1000,))
+    child = get_context("fork").Process(target=time.sleep, args=(200,))
     child.start()
     Path("child").write_text(str(child.pid))
 
 
 def process():
-    subprocess.Popen(["sh", "-c", "sleep 1001; : " + os.environ["SOME_TOKEN"]])
+    subprocess.Popen(["sh", "-c", "sleep 201; : " + os.environ["SOME_TOKEN"]])
     null = subprocess.DEVNULL
-    detached = subprocess.Popen(["sleep", "1002"], stdout=null, stderr=null, start_new_session=True)
+    detached = subprocess.Popen(["sleep", "202"], stdout=null, stderr=null, start_new_session=True)
     Path("detached").write_text(str(detached.pid))
 """
 
@@ -67,15 +68,19 @@ def flags(leave: str, **more: object) -> list[str]:
     return ["--set", f"model={{leaving.Net: {{leave: {leave}{options}}}}}", "--run-dir", "run"]
 
 
-def test_what_python_would_wait_for_is_named_and_not_waited_for(folder: Path) -> None:
-    """A thread, and a process of `multiprocessing`, which is ended."""
-    done = ddprun("short.yaml", *flags("thread_and_process"), cwd=folder)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_python_would_wait_for_is_named_and_not_waited_for(folder: Path, rank: int) -> None:
+    """A thread, and a process of `multiprocessing`, which is ended; 0: by a rank without a launcher."""
+    by_hand = {} if rank else {"RANK": "0", "WORLD_SIZE": "1"}
+    done = ddprun("short.yaml", *flags("thread_and_process"), cwd=folder, environment=by_hand)
     child = (folder / "child").read_text()
     assert done.code == 0, done.stderr
-    assert (
-        f"ddprun: rank 1 is done, and no longer waits for thread uploader, process {child} (" in done.stderr
-    )
-    assert not is_running(int(child))
+    said = f"ddprun: rank {rank} is done, and no longer waits for thread uploader, process {child} ("
+    assert said in done.stderr
+    end = time.monotonic() + 30
+    while is_running(int(child)):
+        assert time.monotonic() < end, "it was sent SIGTERM"
+        time.sleep(0.05)
     assert summary(folder / "run")["status"] == "done"
 
 
@@ -89,7 +94,7 @@ def test_a_process_that_outlives_its_rank_is_named_and_ended(folder: Path, fails
         assert done.code == int(fails), done.stderr
         [line] = [line for line in done.stderr.splitlines() if "have left behind" in line]
         found = re.findall(r"process (\d+) \((.+?)\)", line)
-        commands = {"sh -c sleep 1001; : ${env:SOME_TOKEN}", "sleep 1001"}
+        commands = {"sh -c sleep 201; : ${env:SOME_TOKEN}", "sleep 201"}
         assert {command for _, command in found} == commands
         assert not any(is_running(int(pid)) for pid, _ in found)
         assert is_running(detached)

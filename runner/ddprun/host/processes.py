@@ -155,7 +155,10 @@ def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
         standard_streams.print_stderr(
             f"ddprun: rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
         )
-        _send(children, signal.SIGTERM)
+        if children:  # a forked one may have this process's handler of SIGTERM
+            _send(children, signal.SIGTERM)
+            time.sleep(_TERMINATE_S)
+            _send(_living(parent=os.getpid()), signal.SIGKILL)
         standard_streams.flush()
         os._exit(code)
 
