@@ -157,10 +157,13 @@ def test_what_stands_in_a_folders_place_is_refused(
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder away")
         os.chown(place, 65534, 65534)
-    problem = {"mode": "can be written by other users", "owner": "belongs to another user"}
-    assert refusal(scratch).startswith(
-        f"{place} {problem.get(what, 'is no folder')}, and libraries load code"
-    )
+    problem = {
+        "link": "is a link",
+        "file": "is no folder",
+        "mode": "can be written by other users",
+        "owner": "belongs to another user",
+    }
+    assert refusal(scratch).startswith(f"{place} {problem[what]}, and libraries load code")
 
 
 @pytest.mark.parametrize("variable", [*VARIABLES, "TORCH_EXTENSIONS_DIR"])
