@@ -614,10 +614,10 @@ def test_with_a_limit_only_named_variables_are_filled_in(
     loaded("", asked)
     monkeypatch.setenv("DDPRUN_TRUSTED", "mylab")
     for named, refused in (
-        (None, ["SERVER", "HF_TOKEN"]),
-        ("", ["SERVER", "HF_TOKEN"]),
-        ("SERVER", ["HF_TOKEN"]),
-        ("HF_TOKEN, OTHER", ["SERVER"]),
+        (None, {"SERVER": "SERVER", "HF_TOKEN": "HF_TOKEN"}),
+        (" ,", {"SERVER": "SERVER", "HF_TOKEN": "HF_TOKEN"}),
+        ("SERVER", {"HF_TOKEN": "SERVER,HF_TOKEN"}),
+        ("HF_TOKEN, OTHER", {"SERVER": "HF_TOKEN,OTHER,SERVER"}),
     ):
         if named is not None:
             monkeypatch.setenv("DDPRUN_ENV", named)
@@ -626,9 +626,9 @@ def test_with_a_limit_only_named_variables_are_filled_in(
         assert [(fault.problem, fault.allowed) for fault in caught.value.faults] == [
             (
                 f"{name} is not filled in: DDPRUN_TRUSTED is set, and DDPRUN_ENV does not name it",
-                f"if the pipeline may have its value, set DDPRUN_ENV={name}",
+                f"if the pipeline may have its value, set DDPRUN_ENV={names}",
             )
-            for name in refused
+            for name, names in refused.items()
         ]
     monkeypatch.setenv("DDPRUN_ENV", "SERVER, HF_TOKEN")
     monkeypatch.setenv("SERVER", "data.example")

@@ -207,7 +207,8 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
             problem = (
                 f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} does not name it"
             )
-            return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={name}"
+            names = ",".join([*filter(None, map(str.strip, allowed)), name])
+            return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={names}"
     return None
 
 
