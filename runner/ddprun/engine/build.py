@@ -209,10 +209,14 @@ class ChoiceBuilder:
         return made
 
     def call_constructor(self, make: Callable[[], _T]) -> _T:
-        """Call a constructor; a ValueError or TypeError of it becomes a PipelineError about the options."""
+        """Call a constructor; a ValueError or TypeError of it, and a RuntimeError of torch's own, becomes a
+        PipelineError about the options.
+        """
         try:
             return make()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and self.source != "torch":
+                raise
             raise self.error(str(error)) from None
 
     def describe_result(self, made: Any) -> str:
