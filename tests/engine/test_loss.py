@@ -4,13 +4,14 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ddprun.config import PipelineError, load
-from ddprun.engine import build
+from ddprun.engine import build, objective
 from ddprun.engine.compiling import compile_model
 from ddprun.engine.objective import Objective
 from ddprun.engine.worker import run_worker
@@ -271,6 +272,32 @@ def calls(run_dir: Path) -> list[float]:
 
 def go_on(file: Path, run_dir: Path) -> int:
     return run_worker(load(file), run_dir, resuming="yes")
+
+
+def resumed(file: Path, run_dir: Path, told: Path) -> int:
+    return to_its_end(load(file), run_dir, told, resuming="yes")
+
+
+def as_before(file: Path, run_dir: Path) -> int:
+    """A run of a version that did not train losses."""
+    with (
+        mock.patch.object(build, "belongs_to_model", return_value=False),
+        mock.patch.object(objective, "belongs_to_model", return_value=False),
+    ):
+        return run_worker(load(file), run_dir)
+
+
+def test_a_checkpoint_from_before_losses_were_trained_is_refused(folder: Path) -> None:
+    """At the loss, which the checkpoint lacks, and with the reason."""
+    (folder / "p.yaml").write_text(text("own.Centres"))
+    assert as_processes(1, as_before, folder / "p.yaml", folder / "run", cwd=folder) == [0]
+    (code,) = as_processes(1, resumed, folder / "p.yaml", folder / "run", folder / "told", cwd=folder)
+    told = (folder / "told").read_text()
+    assert code == 2, told
+    assert (
+        'p.yaml:5:7: loss: parameter "loss.centres" is not in the checkpoint: when it was taken, ddprun kept '
+        "nothing of a loss, so start a new run (" in told
+    )
 
 
 def test_it_can_be_frozen_and_have_options_of_its_own(folder: Path) -> None:

@@ -114,18 +114,18 @@ def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> It
     try:
         yield
     except StateError as error:
-        kind, problem = "unfit", str(error)
+        kind, problem = error.key, str(error)
     except DamagedError as error:
         kind, problem = "damaged", str(error)
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
-    if kind == "unfit":
-        raise runtime.loaded.error("model", f"{problem} ({runtime.shown(checkpoint.path)})")
-    if kind:
+    if kind == "damaged":
         raise RunFolderError(
             f"the checkpoint of step {checkpoint.step} is damaged: {problem} "
             f"({runtime.shown(checkpoint.path)})"
         )
+    if kind:
+        raise runtime.loaded.error(kind, f"{problem} ({runtime.shown(checkpoint.path)})")
 
 
 def _reopen_longer_stage(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:

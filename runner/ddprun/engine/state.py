@@ -30,6 +30,7 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
+from ddprun.engine.model_with_loss import LOSS_PREFIX
 from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
 from ddprun.engine.session import Evaluations, Session
 from ddprun.host.rank_files import report_checkpoint
@@ -42,7 +43,11 @@ from ddprun_hooks.comm.control import open_control_channel
 
 
 class StateError(ValueError):
-    """State that does not fit the model or the pipeline."""
+    """State that does not fit what the pipeline has at `key`."""
+
+    def __init__(self, problem: str, key: str = "model") -> None:
+        super().__init__(problem)
+        self.key = key
 
 
 def collect_state(session: Session) -> dict[str, Any]:
@@ -354,6 +359,11 @@ def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, 
 def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
         name = min(targets.keys() ^ values.keys())
+        if name in targets and name.startswith(f"{LOSS_PREFIX}."):
+            problem = (
+                f'{what} "{name}" is not in the checkpoint: when it was taken, ddprun kept nothing of a loss'
+            )
+            raise StateError(f"{problem}, so start a new run", "loss")
         raise StateError(f'{what} "{name}" is only in {"the model" if name in targets else "the checkpoint"}')
     with torch.no_grad():
         for name, target in targets.items():
