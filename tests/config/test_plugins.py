@@ -168,10 +168,3 @@ def test_submit_asks_for_options_that_are_needed(capsys: pytest.CaptureFixture[s
     Path("p.yaml").write_text(BASE)
     assert main(["submit", "p.yaml", "--to", "site", "--dry-run"]) == 2
     assert "p.yaml needs the key site, with queue" in capsys.readouterr().err
-
-
-def test_keys_of_a_mapping_are_the_users_own() -> None:
-    """So a secret in one is not written."""
-    Path("p.yaml").write_text(f"{BASE}site: {{queue: a, labels: {{hunter2hunter2: b}}}}\nname: x\n")
-    loaded = load(Path("p.yaml"), ["data={a.Data: {token: hunter2hunter2}}"])
-    assert "hunter2" not in loaded.resolved_yaml()

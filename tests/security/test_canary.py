@@ -1,4 +1,4 @@
-"""Canaries in the environment, in `--set` and in a URL: a real run writes and shows none of them."""
+"""Canaries in the environment and in a URL: a real run writes and shows none of them."""
 
 import hashlib
 import os
@@ -10,12 +10,11 @@ import pytest
 from tests.engine.running import summary
 from tests.ranks import Finished, Running, ddprun
 
-IN_ENVIRONMENT, IN_LOGIN, IN_OVERRIDE, IN_URL, IN_FILE = (
-    f"canary-{hashlib.sha256(name.encode()).hexdigest()[:20]}"
-    for name in ("env", "login", "set", "url", "file")
+IN_ENVIRONMENT, IN_LOGIN, IN_OVERRIDE, IN_URL = (
+    f"canary-{hashlib.sha256(name.encode()).hexdigest()[:20]}" for name in ("env", "login", "set", "url")
 )
 SIGN = "canary-"
-ENVIRONMENT = {"LAB_API_KEY": IN_ENVIRONMENT, "LAB_LOGIN": IN_LOGIN}
+ENVIRONMENT = {"LAB_API_KEY": IN_ENVIRONMENT, "LAB_LOGIN": IN_LOGIN, "LAB_PASSWORD": IN_OVERRIDE}
 
 MODULE = """
 import hashlib
@@ -24,8 +23,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 class Files(Dataset):
-    def __init__(self, url, api_token, password, credentials):
-        self.seen = f"{url} {api_token} {password} {credentials['secret']}"
+    def __init__(self, url, api_token, password):
+        self.seen = f"{url} {api_token} {password}"
         assert hashlib.sha256(self.seen.encode()).hexdigest() == "HASH", "other values than in the file"
     def __len__(self):
         return 64
@@ -37,20 +36,19 @@ class Files(Dataset):
                 raise RuntimeError(f"no answer: {self.seen!r}\\n{self.seen}") from error
         return torch.full((8,), float(place)), place % 2
 
-def net(width, key):
-    assert key.endswith("!")
+def net(width, api_key):
+    assert api_key.endswith("!")
     return nn.Linear(8, width)
 """
 
 PIPELINE = """
-model: {lab.net: {width: 2, key: "${env:LAB_API_KEY}!"}}
+model: {lab.net: {width: 2, api_key: "${env:LAB_API_KEY}!"}}
 data:
   train:
     lab.Files:
       url: https://reader:IN_URL@data.example/x?y=${env:LAB_LOGIN}
       api_token: ${env:LAB_API_KEY}
-      password: to be set
-      credentials: {secret: IN_FILE}
+      password: unset
 optimizer: sgd
 loader: {batch_size: 4, shuffle: false, workers: 1}
 timings: {fidelity_every: 2}
@@ -63,18 +61,18 @@ stages:
 
 
 def prepare(folder: Path, *, fails: bool) -> None:
-    seen = f"https://reader:{IN_URL}@data.example/x?y={IN_LOGIN} {IN_ENVIRONMENT} {IN_OVERRIDE} {IN_FILE}"
+    seen = f"https://reader:{IN_URL}@data.example/x?y={IN_LOGIN} {IN_ENVIRONMENT} {IN_OVERRIDE}"
     module = MODULE.replace("HASH", hashlib.sha256(seen.encode()).hexdigest())
     (folder / "lab.py").write_text(module.replace("FAILS", str(fails)))
     # A loading process reports a failure under a first line of its own.
     text = PIPELINE.replace("workers: 1", "workers: 0") if fails else PIPELINE
-    (folder / "p.yaml").write_text(text.replace("IN_URL", IN_URL).replace("IN_FILE", IN_FILE))
+    (folder / "p.yaml").write_text(text.replace("IN_URL", IN_URL))
 
 
 def run(folder: Path, *, fresh: bool) -> tuple[Finished, set[str]]:
     """The finished run, and the command line of every process below it while it ran."""
     lines: set[str] = set()
-    overrides = ["--set", f"data.train.lab.Files.password={IN_OVERRIDE}"]
+    overrides = ["--set", "data.train.lab.Files.password=${env:LAB_PASSWORD}"]
     with Running(
         "p.yaml",
         *overrides,
@@ -127,8 +125,8 @@ def test_a_run_writes_and_shows_no_secret(tmp_path: Path) -> None:
     assert not any(SIGN in line or "--set" in line for line in lines), lines
     written = (tmp_path / "run" / "pipeline.yaml").read_text()
     assert 'api_token: "${env:LAB_API_KEY}"' in written
-    assert 'password: "[redacted]"' in written
-    assert 'url: "https://[redacted]@data.example/x?y=${env:LAB_LOGIN}"' in written
+    assert 'password: "${env:LAB_PASSWORD}"' in written
+    assert 'url: "https://reader:[redacted]@data.example/x?y=${env:LAB_LOGIN}"' in written
     assert summary(tmp_path / "run")["run_dir"] == "run"
 
 
@@ -139,11 +137,16 @@ def test_a_run_that_fails_with_a_secret_in_its_message_shows_none(tmp_path: Path
     assert done.code == 1
     assert "Traceback" in done.stderr
     assert "no answer" in done.stderr
-    assert "https://[redacted]@data.example/x?y=${env:LAB_LOGIN} ${env:LAB_API_KEY} [redacted]" in done.stderr
+    assert (
+        "https://reader:[redacted]@data.example/x?y=${env:LAB_LOGIN} ${env:LAB_API_KEY} ${env:LAB_PASSWORD}"
+        in done.stderr
+    )
     assert SIGN not in done.stdout + done.stderr
     assert leaks(tmp_path / "run") == []
     error = summary(tmp_path / "run")["error"]["message"]
-    assert error.startswith("RuntimeError: no answer: 'https://[redacted]@data.example/x?y=${env:LAB_LOGIN}")
+    assert error.startswith(
+        "RuntimeError: no answer: 'https://reader:[redacted]@data.example/x?y=${env:LAB_LOGIN}"
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "explain"])
@@ -157,7 +160,7 @@ def test_commands_that_start_no_ranks_show_none_either(tmp_path: Path, command: 
     done = ddprun(
         *([command, "p.yaml", "--resolved"] if command == "check" else [command, "p.yaml"]),
         "--set",
-        f"data.train.lab.Files.password={IN_OVERRIDE}",
+        "data.train.lab.Files.password=${env:LAB_PASSWORD}",
         cwd=tmp_path,
         environment=ENVIRONMENT,
     )
@@ -172,7 +175,9 @@ def test_an_unset_variable_starts_no_rank(tmp_path: Path) -> None:
     assert not ENVIRONMENT.keys() & os.environ.keys()
     done = ddprun("p.yaml", cwd=tmp_path)
     assert done.code == 2
-    assert 'p.yaml:2:34: model."lab.net".key: the environment variable LAB_API_KEY is not set' in done.stderr
-    assert [done.stderr.count(f"{name} is not set") for name in ENVIRONMENT] == [2, 1]
+    assert (
+        'p.yaml:2:38: model."lab.net".api_key: the environment variable LAB_API_KEY is not set' in done.stderr
+    )
+    assert [done.stderr.count(f"{name} is not set") for name in ENVIRONMENT] == [2, 1, 0]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -68,13 +68,13 @@ def fuzz(folder: Path, examples: int) -> None:
 
 
 def load_again(written: str, folder: Path) -> bool:
-    """A resolved pipeline loads, or says that it had a secret in it."""
+    """A resolved pipeline loads, or says that it had a password in it."""
     path = folder / "again.yaml"
     path.write_text(written)
     try:
         load(path)
     except PipelineError as error:
-        return "the secret that was here" in str(error)
+        return "the password that was here" in str(error)
     return True
 
 

@@ -123,10 +123,10 @@ def test_overrides_are_written_but_no_secrets(tmp_path: Path) -> None:
     own = text.replace("data: digits", "data: {own.Data: {size: 3}}  # mine")
     found = written(tmp_path, own, HOOKS, overrides=("data.own.Data.size=4",))
     assert "data: {own.Data: {size: 4}}  # mine" in found
-    (tmp_path / "p.yaml").write_text(own.replace("size: 3", "token: x"))
-    loaded = load(tmp_path / "p.yaml", ("data.own.Data.token=hf_4kXbT9vQzLmW2",))
-    assert "hf_4kXbT9vQzLmW2" not in tuned_text(loaded, [Change(*HOOKS, "")], [])
-    assert secret_overrides(loaded) == ["data.own.Data.token"]
+    (tmp_path / "p.yaml").write_text(own.replace("size: 3", "url: x"))
+    loaded = load(tmp_path / "p.yaml", ("data.own.Data.url=https://me:hunter2@host",))
+    assert "hunter2" not in tuned_text(loaded, [Change(*HOOKS, "")], [])
+    assert secret_overrides(loaded) == ["data.own.Data.url"]
 
 
 def test_a_file_is_no_more_readable_than_the_first(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ _CALLED_WITH_OPTIONS = ("", "model", "data")
 of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
 """
 
-IS_METHOD_TEXT = "is a method, which is called on an object"
-METHOD_ALTERNATIVES_TEXT = (
+_IS_METHOD_TEXT = "is a method, which is called on an object"
+_METHOD_ALTERNATIVES_TEXT = (
     "name a class, a function (such as one that calls it), or a class method or static method"
 )
 
@@ -193,7 +193,7 @@ class TrustPolicy:
         `owner`, to which the name `where` has led, to its attribute `part`.
 
         A name goes through modules and classes. It ends at a method that is called on an object only where
-        the object is an option (`takes_method`): `mutate: Model.save` would be called with the model.
+        the object is an option (`_takes_method`): `mutate: Model.save` would be called with the model.
 
         Raises:
             UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
@@ -212,12 +212,12 @@ class TrustPolicy:
         elif not isinstance(owner, type):
             raise UntrustedError(
                 f'"{where}" is an object, and a name may go through modules and classes only',
-                METHOD_ALTERNATIVES_TEXT,
+                _METHOD_ALTERNATIVES_TEXT,
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
             self._admit_origins(f"{where}.{part}", getattr(owner, part), kind)
-            if not takes_method(kind):
-                raise UntrustedError(f'"{where}.{part}" {IS_METHOD_TEXT}', METHOD_ALTERNATIVES_TEXT)
+            if not _takes_method(kind):
+                raise UntrustedError(f'"{where}.{part}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
 
     def admit(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
         """Judge the object that a name has led to.
@@ -229,7 +229,7 @@ class TrustPolicy:
             return
         self._admit_origins(name, found, expected.kind if expected is not None else "")
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
-            raise UntrustedError(f'"{name}" {IS_METHOD_TEXT}', METHOD_ALTERNATIVES_TEXT)
+            raise UntrustedError(f'"{name}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
         if expected is not None and not _is_of_kind(found, expected):
             raise UntrustedError(f'"{name}" is {next(origins(found))}', expected.description)
 
@@ -239,7 +239,7 @@ class TrustPolicy:
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
 
 
-def takes_method(kind: str) -> bool:
+def _takes_method(kind: str) -> bool:
     """Whether a choice of this kind may be a method that is called on its option `self`."""
     return kind in _CALLED_WITH_OPTIONS
 

@@ -100,7 +100,7 @@ def explain(
         raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
     links = _parse_links(link, latency, "--link or --latency")
     measured_links = _parse_links(from_link, from_latency, "--from-link or --from-latency")
-    secrets = Secrets.collect()
+    secrets = Secrets()
     try:
         loaded = load(pipeline, overrides)
         secrets = loaded.secrets

@@ -99,7 +99,7 @@ def _positional_arguments(args: Sequence[str], command: click.Command) -> Iterat
 def _without_secret(setting: str) -> str:
     from ddprun.config.secrets import Secrets
 
-    return Secrets({}).redact_line(setting, override=True)
+    return Secrets().redact_line(setting)
 
 
 def _as_option(setting: str) -> str:
@@ -160,7 +160,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         from ddprun.config.secrets import Secrets
 
-        message = " ".join(Secrets.collect().redact(error.format_message()).split()).rstrip(".")
+        message = " ".join(Secrets().redact(error.format_message()).split()).rstrip(".")
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
         if message[1:2].islower():
             message = message[0].lower() + message[1:]

@@ -137,10 +137,6 @@ class Cluster(Plugin):
     class Options(options.Options):
         """Base of what stands under a backend's key: nothing unknown, no other types, finite numbers only."""
 
-        free_form: ClassVar[Mapping[str, frozenset[str]]] = {}
-        """Options in another tool's format, which are searched for secrets in arguments (`--token=…`); of
-        each the keys that are called like secrets and only name one."""
-
     job_contains_pipeline: ClassVar[bool] = True
     """Whether the job contains the pipeline file's text; a file with a secret in it is then refused."""
 

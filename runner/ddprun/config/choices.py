@@ -3,14 +3,12 @@
 import functools
 import keyword
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from ddprun.config import built_ins, name_origins, signatures
+from ddprun.config import built_ins, signatures
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, suggest
 from ddprun.config.signatures import TorchKind
@@ -18,17 +16,8 @@ from ddprun.options import CustomValidator, KeyPath, combine, expected, problem,
 from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
-from ddprun_hooks.config.trust import (
-    FOLDER_PREFIX,
-    IS_METHOD_TEXT,
-    METHOD_ALTERNATIVES_TEXT,
-    read_trust_policy,
-    takes_method,
-)
+from ddprun_hooks.config.trust import read_trust_policy
 from ddprun_hooks.errors import DottedNameError
-
-PIPELINE_FOLDER: ContextVar[Path | None] = ContextVar("PIPELINE_FOLDER", default=None)
-"""Folder of the pipeline file that is being read; None outside of `load`."""
 
 
 @dataclass(frozen=True)
@@ -289,29 +278,12 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
 
 
 def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -> None:
-    """Raise an error unless `DDPRUN_TRUSTED` allows the name.
-
-    It is judged by the name and by what source code shows of it, without importing. A run judges the imported
+    """Raise an error unless `DDPRUN_TRUSTED` allows the name as it is written. A run judges the imported
     object, too.
     """
-    trust, folder = read_trust_policy(), PIPELINE_FOLDER.get()
-    if not trust.restricts_imports:
-        return
-    refused = f"{shown} may not be imported"
+    trust = read_trust_policy()
     if reason := trust.name_refusal(name, kind):
-        raise make_error(f"{refused}: {reason}", trust.allowed_message())
-    root = name.partition(".")[0]
-    if name_origins.only_in_folder(root, trust, folder):
-        raise make_error(
-            f'{refused}: "{root}" is not installed, and the pipeline\'s folder is not searched for it',
-            f"{trust.allowed_message()}, and {FOLDER_PREFIX}{root} would name the one in the folder",
-        )
-    found = name_origins.origins(name, trust, folder)
-    reasons = [trust.refusal(origin.name, kind) for origin in found]
-    if found and all(reasons):
-        raise make_error(f"{shown} is {found[0].name}: {reasons[0]}", trust.allowed_message())
-    if found and all(origin.is_method for origin in found) and not takes_method(kind):
-        raise make_error(f"{shown} {IS_METHOD_TEXT}", METHOD_ALTERNATIVES_TEXT)
+        raise make_error(f"{shown} may not be imported: {reason}", trust.allowed_message())
 
 
 def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> None:

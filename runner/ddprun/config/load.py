@@ -17,7 +17,7 @@ from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
 from ddprun.config.built_ins import Mlp
 from ddprun.config.checks import find_conflicts
-from ddprun.config.choices import PIPELINE_FOLDER, Choice
+from ddprun.config.choices import Choice
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline, pipeline_class
@@ -156,16 +156,16 @@ class LoadedPipeline:
 
     def as_dict(self) -> dict[str, Any]:
         """The whole pipeline as mappings, lists and scalars, defaults filled in, secrets left out."""
-        whole: dict[str, Any] = self.secrets.redact_pipeline(resolving.to_plain_data(self.pipeline))
+        whole: dict[str, Any] = self.secrets.redact_all(resolving.to_plain_data(self.pipeline))
         return whole
 
     def digest(self) -> str:
         """SHA-256 in hexadecimal of everything the pipeline says; spelling, order and comments do not count.
 
-        Secrets do not count, so that nobody can guess at them by their hash. The environment has no say: it
-        may differ between ranks.
+        Passwords in URLs do not count, so that nobody can guess at them by their hash. The environment has
+        no say: it may differ between ranks.
         """
-        data = Secrets({}).redact_pipeline(resolving.to_plain_data(self.pipeline))
+        data = Secrets().redact_all(resolving.to_plain_data(self.pipeline))
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -189,7 +189,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     if result.root is None:
         empty = Node(Place(Source.from_text(str(path), 0, ""), 1, 1), {})
         faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
-        raise PipelineError(Secrets.collect().redact_faults(_sorted(faults)))
+        raise PipelineError(Secrets().redact_faults(_sorted(faults)))
     root, refused = overriding.apply(result.root, overrides)
     faults += refused
     found = list(pipeline_strings(root.data()))
@@ -200,11 +200,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
             place = nearest.key_place if item.is_key else nearest.node.place
             faults.append(place.fault(format_path(item.path), *wrong))
     folder = path.resolve().parent if folder is None else folder
-    before = PIPELINE_FOLDER.set(folder)
-    try:
-        pipeline, more = _validate_tree(root, path, secrets)
-    finally:
-        PIPELINE_FOLDER.reset(before)
+    pipeline, more = _validate_tree(root, path, secrets)
     faults = secrets.redact_faults(_sorted([*faults, *more]))
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)

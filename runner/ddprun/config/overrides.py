@@ -79,7 +79,7 @@ def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[
         except PipelineError as refused:
             faults += refused.faults
     if faults:
-        raise PipelineError(Secrets.collect().redact_faults(faults))
+        raise PipelineError(Secrets().redact_faults(faults))
     return found
 
 

@@ -55,7 +55,7 @@ def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
 
     Values' origins are looked up in `root`.
     """
-    return "\n".join(_lines(secrets.redact_pipeline(to_plain_data(pipeline)), (), root)) + "\n"
+    return "\n".join(_lines(secrets.redact_all(to_plain_data(pipeline)), (), root)) + "\n"
 
 
 def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list[str]:

@@ -40,7 +40,14 @@ from ddprun.zoo.data import DATASETS, DataError, Split
 from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_trusted
-from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
+from ddprun_hooks.config.trust import (
+    FOLDER_PREFIX,
+    TRUST_VARIABLE,
+    ExpectedObject,
+    TrustSettingError,
+    UntrustedError,
+    read_trust_policy,
+)
 from ddprun_hooks.errors import DottedNameError
 
 _T = TypeVar("_T")
@@ -127,6 +134,8 @@ class ChoiceBuilder:
             raise self.error(str(error)) from None
         except DottedNameError as error:
             where = f"names are looked up among installed packages, then in {self.loaded.folder}"
+            if read_trust_policy().restricts_imports:
+                where += f", there only what {TRUST_VARIABLE} lists as {FOLDER_PREFIX}package"
             raise self.error(str(error), where) from None
         except Exception as error:  # of the module itself
             error.add_note(self._with_location(f'while importing "{self.name}"'))

@@ -97,7 +97,7 @@ def open_stacks(loaded: LoadedPipeline) -> Stacks:
             wanted = repr([hook.to_plain_data() for hook in hooks]), inside
             if wanted not in names:
                 # A checkpoint has this name, so secrets in the hooks' options are hidden in it.
-                name = f"{loaded.secrets.redact_pipeline([hook.to_plain_data() for hook in hooks])!r}"
+                name = f"{loaded.secrets.redact_all([hook.to_plain_data() for hook in hooks])!r}"
                 name += ", inside a host" if inside else ""
                 while name in opened.by_description:
                     name += "'"

@@ -123,14 +123,6 @@ _HANDLERS = ("lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
 
 _FIELD_PATTERN = r"^[a-z][A-Za-z]*$"
 
-_NAMES_OF_SECRETS = frozenset(
-    {
-        *("key", "topologyKey", "matchLabelKeys", "imagePullSecrets", "secretName", "secretRef"),
-        *("configMapKeyRef", "fileKeyRef", "secretKeyRef", "secret", "serviceAccountToken"),
-    }
-)
-"""Fields of a pod that are called like secrets and name one, or something else."""
-
 _POD_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": _FIELD_PATTERN, "not": {"enum": list(_RESERVED_FIELDS)}},
@@ -207,8 +199,6 @@ class Kubernetes(Cluster):
     """Pods of Kubernetes, each a host of the run. Needs the package kubernetes."""
 
     class Options(Cluster.Options):
-        free_form = MappingProxyType({"pod": _NAMES_OF_SECRETS})
-
         kind: Literal["trainjob", "job"] = "trainjob"
         """A TrainJob of Kubeflow Trainer's, or for clusters without it an Indexed Job with a headless
         Service."""
