@@ -113,9 +113,11 @@ def explain(
         explained = explaining.explain(
             loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
         )
-        predicted = None
+        predicted, measured_run = None, measured
         if predicts:
-            predicted = _forecast(explained, links, measured_links, measured, cores, sweep or ())
+            predicted, measured_run = _forecast(
+                explained, links, measured_links, measured, cores, sweep or ()
+            )
     except (PipelineError, click.ClickException):
         raise
     except ForeignFolderError as error:
@@ -128,8 +130,11 @@ def explain(
         click.echo(secrets.redact(message), err=True)
         return EXIT_FAILURE
     if form == "json":
+        from ddprun.predict.measure import identify_run
+
         found = explained.to_json_data()
-        if predicted is not None:
+        if predicted is not None and measured_run is not None:
+            found["measured_run"] = identify_run(measured_run)
             for stage in found["stages"]:
                 stage["predicted"] = predicted.to_json_data(stage["stage"])
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
@@ -147,8 +152,8 @@ def _forecast(
     measured: Path | None,
     cores: float | None,
     sweep: Sequence[int],
-) -> "Forecast":
-    """Measure, or read what was measured, and predict."""
+) -> "tuple[Forecast, Path]":
+    """Measure, or read what was measured, and predict; gives the folder of the measured run, too."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import CostsUnknownError
     from ddprun.predict.measure import cost_model_of_run, run_measurement
@@ -165,4 +170,4 @@ def _forecast(
         model = cost_model_of_run(run_dir, measured_links, cores=cores)
     except (CostsUnknownError, NoRunError) as error:
         raise click.ClickException(str(error)) from None
-    return forecasting.forecast(explained, model, links, sweep)
+    return forecasting.forecast(explained, model, links, sweep), run_dir

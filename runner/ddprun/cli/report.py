@@ -52,7 +52,7 @@ def report(
         )
         found = [Run(folder) for folder in runs]
         digests = [digest_run(run) for run in found]
-        compared = [compare_stages(one, prediction) for one in digests]
+        compared = [compare_stages(one, prediction) for one in digests] if prediction else []
         page = html.page(html.with_short_names(digests), predicted=compared).encode(errors="replace")
         if output is not None:
             output.write_bytes(page)

@@ -2,9 +2,9 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from ddprun.telemetry.reader import Run
 
 PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""
+
+_StepT = TypeVar("_StepT")
 
 WARM_UP = 3
 """First steps of a stage that do not count."""
@@ -97,7 +99,8 @@ def costs_of_run(run: Run, stage_count: int) -> Costs:
         # The stage, and the beginning and length of the last backward pass.
         backward_by_step = dict[int, tuple[int, float, float]]()
         for stage, lines in _by_stage(run.step_records(rank)):
-            for line in _without_warm_up_and_outliers(lines) if stage < stage_count else ():
+            counted = [line for line in lines[WARM_UP:] if line["step_us"] > 0]
+            for line in without_outliers(counted, own_work_us) if stage < stage_count else ():
                 backward_by_step[line["step"]] = stage, *_last_backward(line)
                 stages[stage].add_step(rank, line)
         for line in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
@@ -125,16 +128,17 @@ def _by_stage(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[
         yield held[-1]["stage"], held
 
 
-def _without_warm_up_and_outliers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step records of a stage that count. Outliers are judged by a step's own work: steps that wait may
-    rightly take many times as long as others.
+def own_work_us(line: Mapping[str, Any]) -> float:
+    """How long the training thread works for itself in a step."""
+    return float(sum(line[part] for part in PARTS_WITHOUT_EXCHANGE))
+
+
+def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float]) -> list[_StepT]:
+    """The steps of a stage that count. Outliers are judged by a step's own work (`own_us`): steps that wait
+    may rightly take many times as long as others.
     """
-    counted = [line for line in lines[WARM_UP:] if line["step_us"] > 0]
-    if not counted:
-        return []
-    own = [sum(line[part] for part in PARTS_WITHOUT_EXCHANGE) for line in counted]
-    most = _OUTLIER * statistics.median(own)
-    return [line for line, us in zip(counted, own, strict=True) if us <= most]
+    most = _OUTLIER * statistics.median(map(own_us, steps)) if steps else 0.0
+    return [one for one in steps if own_us(one) <= most]
 
 
 def _last_backward(line: Mapping[str, Any]) -> tuple[float, float]:
@@ -172,7 +176,7 @@ class _StageRecords:
         for name in (*PARTS_WITHOUT_EXCHANGE, "step_us"):
             self._sums[name] += line[name]
         self._sums["cpu_us"] += cpu_us
-        self._own_us_by_rank[rank].append(sum(line[part] for part in PARTS_WITHOUT_EXCHANGE))
+        self._own_us_by_rank[rank].append(own_work_us(line))
         self._cpu_us_by_rank[rank].append(cpu_us)
 
     def add_bucket(self, line: Mapping[str, Any], began: float, backward_us: float) -> None:

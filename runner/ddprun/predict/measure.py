@@ -95,6 +95,12 @@ def run_measurement(
         raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}")
 
 
+def identify_run(run_dir: Path) -> dict[str, str]:
+    """What tells whether a run is the one that a prediction was fitted to."""
+    started = Run(run_dir).first_event("started") or {}
+    return {"run_dir": str(run_dir), "started": str(started.get("time", ""))}
+
+
 def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
 

@@ -1,7 +1,7 @@
 """Predicted against measured: the steps of a stage and their buckets, and a difference that is not explained.
 
-What was predicted is a file that `ddprun explain --format json` printed, or else what the run's own records
-explain (`replay.py`). Nothing that the pipeline names is imported.
+What was predicted is a file that `ddprun explain --format json` printed. Both are means over steps. Nothing
+that the pipeline names is imported.
 """
 
 import math
@@ -14,17 +14,13 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP
-from ddprun.predict.links import LinkLevel, rate_text
 from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
-from ddprun.report.replay import (
+from ddprun.report.measured import (
     BucketTimes,
     MeasuredStage,
-    Replay,
-    RunTopology,
     StepPart,
     numbered_name,
     read_measured_stages,
-    replay_stage,
 )
 from ddprun.run_files import parse_json
 from ddprun.units import format_count, format_duration
@@ -36,8 +32,8 @@ _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference 
 _MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
 _NEAR_LARGEST_SHARE = 0.8  # of the largest difference of a bucket: the first that is as far off is named
 _STARVED_CPU_SHARE = 0.8
-"""If ranks had a core for less than this share of the time in which they did not wait, and no record gives
-another reason, that is the reason."""
+"""If ranks had a core for less than this share of the time in which they did not wait, that is the reason why
+a step takes longer, unless a rank is late."""
 
 
 class PredictionError(Exception):
@@ -79,8 +75,6 @@ class _Predicted(BaseModel):
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     parts_us: dict[str, _Us]
     waits_us: dict[str, _Us]
-    links_busy_us: dict[LinkLevel, _Us]
-    host_sends_bytes: _Us
     buckets: list[_PredictedBucket]
     sweep: Annotated[list[_PredictedSweepRow], Field(max_length=100)] = []
 
@@ -114,10 +108,15 @@ class _PredictedStage(BaseModel):
     predicted: _Predicted | None = None
 
 
+class _MeasuredRun(BaseModel):
+    started: Annotated[str, Field(strict=True, max_length=100)]
+
+
 class Prediction(BaseModel):
     """What `ddprun explain --link … --format json` printed, as far as it is needed."""
 
     v: Literal[1]
+    measured_run: _MeasuredRun | None = None  # to whose records it is fitted
     ranks: _Count
     hosts: _Count
     stages: list[_PredictedStage]
@@ -147,24 +146,14 @@ class Prediction(BaseModel):
 # Both, side by side.
 
 
-def compare_stages(digest: RunDigest, prediction: Prediction | None = None) -> list[StageComparison]:
-    """Compare each stage of a run with a prediction, or with what its own records explain."""
-    started = digest.run.first_event("started") or {}
-    topology = RunTopology(
-        hosts=len(set(started.get("hosts") or [""])),
-        ranks=started.get("world_size", digest.rank_count),
-        on_cpu=started.get("device", "cpu") == "cpu",
-    )
-    measured_stages, found = read_measured_stages(digest), list[StageComparison]()
-    for stage in digest.stages:
-        if (measured := measured_stages.get(stage.index)) is None:
-            continue
-        comparer = _StageComparer(digest, stage, measured, replay_stage(measured, topology))
-        if prediction is not None:
-            found.append(comparer.compare_with_prediction(prediction, topology))
-        elif comparer.replay is not None:
-            found.append(comparer.compare_with_replay(comparer.replay))
-    return found
+def compare_stages(digest: RunDigest, prediction: Prediction) -> list[StageComparison]:
+    """Compare each stage of a run with a prediction."""
+    measured = read_measured_stages(digest)
+    return [
+        _StageComparer(digest, stage, measured[stage.index]).compare_with(prediction)
+        for stage in digest.stages
+        if stage.index in measured
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,33 +163,18 @@ class _StageComparer:
     digest: RunDigest
     stage: StageDigest
     measured: MeasuredStage
-    replay: Replay | None
 
-    def compare_with_replay(self, replay: Replay) -> StageComparison:
-        """Compare the stage with the replay of its records."""
-        measured, simulated = self.measured.parts(replay.steps), replay.simulated_step
-        own, hooks = measured["own"], measured["hooks"]  # they are replayed as they were
-        wire, step_us = max(0.0, simulated.step_us - own - hooks), simulated.step_us
-        predicted: dict[StepPart, float]
-        predicted = {"own": own, "hooks": hooks, "late": 0.0, "wire": wire, "step": step_us}
-        text = f"The link {replay.link_location} gave {rate_text(replay.bytes_per_s)}."
-        if not replay.rate_known:
-            text = f"The link {replay.link_location} took too little of a step for its rate to be known."
-        text += " Over it, with what ranks did themselves and with no rank late, a step takes "
-        text += f"{format_duration(1e-6 * step_us)}; it took {format_duration(1e-6 * measured['step'])}."
-        buckets = {one.name: BucketTimes(one.ready_us, one.done_us) for one in simulated.transfers}
-        return self._comparison(text, predicted, measured, buckets)
-
-    def compare_with_prediction(self, prediction: Prediction, topology: RunTopology) -> StageComparison:
+    def compare_with(self, prediction: Prediction) -> StageComparison:
         """Compare the stage with a prediction, if that is of the same stage."""
+        started = self.digest.run.first_event("started") or {}
         one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
         if one is None or one.predicted is None:
             return StageComparison(self.stage.name, ["Nothing is predicted of this stage."])
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
-            "ranks": (prediction.ranks, topology.ranks),
-            "hosts": (prediction.hosts, topology.hosts),
+            "ranks": (prediction.ranks, started.get("world_size", self.digest.rank_count)),
+            "hosts": (prediction.hosts, len(set(started.get("hosts") or [""]))),
             "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
@@ -212,33 +186,27 @@ class _StageComparer:
         if differ:
             text = f"The prediction is not compared, since it is of something else: {', '.join(differ)}."
             return StageComparison(self.stage.name, [text])
-        measured = self.measured.parts(self.measured.step_records, max(1, one.cycle))
+        measured = self.measured.parts(max(1, one.cycle))
         if not measured:
             text = f"Too few steps are recorded: it takes {one.cycle:,} after the first {WARM_UP}."
             return StageComparison(self.stage.name, [text])
         predicted_us, measured_us = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
         text += f"{format_duration(1e-6 * measured_us)} ({_percent_change(predicted_us, measured_us)})."
-        buckets = one.predicted.bucket_times
-        found = self._comparison(text, one.predicted.step_parts, measured, buckets, one.predicted)
-        sweep = [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep]
-        return replace(found, sweep=sweep)
+        if prediction.measured_run and prediction.measured_run.started == started.get("time"):
+            text += " The prediction was fitted to this very run, so it had to come close."
+        predicted = one.predicted.bucket_times
+        names = dict.fromkeys((*predicted, *self.measured.buckets))
+        found = StageComparison(
+            self.stage.name,
+            [text],
+            {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()},
+            {name: (predicted.get(name), self.measured.mean_times(name)) for name in names},
+            [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep],
+        )
+        return replace(found, sentences=[text, self._difference_sentence(found)])
 
-    def _comparison(
-        self,
-        text: str,
-        predicted: Mapping[StepPart, float],
-        measured: Mapping[StepPart, float],
-        predicted_buckets: Mapping[str, BucketTimes],
-        prediction: _Predicted | None = None,
-    ) -> StageComparison:
-        step = {part: (us, measured[part]) for part, us in predicted.items()}
-        names = dict.fromkeys((*predicted_buckets, *(self.measured.buckets if prediction else ())))
-        buckets = {name: (predicted_buckets.get(name), self.measured.median_times(name)) for name in names}
-        found = StageComparison(self.stage.name, [text], step, buckets)
-        return replace(found, sentences=[text, self._difference_sentence(found, prediction)])
-
-    def _difference_sentence(self, found: StageComparison, prediction: _Predicted | None) -> str:
+    def _difference_sentence(self, found: StageComparison) -> str:
         """A sentence on the first bucket, or else the step, that differs much, with the likely reason."""
         known = {
             name: (predicted, measured)
@@ -262,28 +230,20 @@ class _StageComparer:
             if len(late_us) > 1:
                 others = format_count(len(late_us) - 1, "other bucket")
                 text += f", and {others} by more than {_NOTABLE_DIFFERENCE:.0%}"
-            return f"{text}: {self._reason(us, found, bucket, prediction)}."
+            return f"{text}: {self._reason(us, found, bucket)}."
         if abs(us := measured_us - predicted_us) > _NOTABLE_DIFFERENCE * predicted_us:
             text = f"The step took {_difference_text(us, 'longer', 'less')} than predicted"
-            return f"{text}: {self._reason(us, found, None, prediction)}."
+            return f"{text}: {self._reason(us, found, None)}."
         text = "Neither the step nor a bucket differs from the prediction by more than"
         return f"{text} {_NOTABLE_DIFFERENCE:.0%}."
 
-    def _reason(
-        self, us: float, found: StageComparison, bucket: str | None, prediction: _Predicted | None
-    ) -> str:
-        for amount_us, reason in self._evidence(found, bucket, prediction):
+    def _reason(self, us: float, found: StageComparison, bucket: str | None) -> str:
+        for amount_us, reason in self._evidence(found, bucket):
             if amount_us * math.copysign(1.0, us) >= _MIN_EXPLAINED_SHARE * abs(us):
                 return reason
-        share = self.measured.cpu_share
-        if us > 0 and share < _STARVED_CPU_SHARE:
-            text = "ranks share too few cores: each had one for"
-            return f"{text} {share:.0%} of the time in which it did not wait"
         return "nothing in the records says why"
 
-    def _evidence(
-        self, found: StageComparison, bucket: str | None, prediction: _Predicted | None
-    ) -> Iterator[tuple[float, str]]:
+    def _evidence(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
         """Causes that the records show: by how many microseconds each makes the bucket, or else the step,
         later, and a text.
         """
@@ -300,26 +260,17 @@ class _StageComparer:
             causes = [f", late in {one['cause']}" for one in episodes if one["rank"] == last]
             text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
         yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
-        if prediction is None:
-            return
+        if (share := self.measured.cpu_share) < _STARVED_CPU_SHARE:
+            text = "ranks share too few cores: each had one for"
+            yield math.inf, f"{text} {share:.0%} of the time in which it did not wait"
         if predicted_times and measured_times:
             us = measured_times.ready_us - predicted_times.ready_us
             yield us, f"it was ready {_difference_text(us, 'later', 'earlier')}"
         else:
             us = more_us["own"]
             yield us, f"ranks' own work took {_difference_text(us, 'longer', 'less')}"
-        replay = self.replay
-        busy_us = prediction.links_busy_us.get(replay.level) if replay else None
-        if replay and replay.rate_known and busy_us and prediction.host_sends_bytes:
-            bytes_per_s = 1e6 * prediction.host_sends_bytes / busy_us
-            took_us = found.step_parts_us["wire"][1]
-            if measured_times:
-                took_us = measured_times.done_us - measured_times.ready_us
-            text = f"the link {replay.link_location} gave {rate_text(replay.bytes_per_s)}"
-            text += f", and {rate_text(bytes_per_s)} was predicted with"
-            yield took_us * (1 - replay.bytes_per_s / bytes_per_s), text
-        us = more_us["hooks"]
-        yield us, f"hooks took {_difference_text(us, 'longer', 'less')}"
+        for part, name in (("hooks", "hooks"), ("wire", "the wire")):
+            yield more_us[part], f"{name} took {_difference_text(more_us[part], 'longer', 'less')}"
 
 
 def _unsigned_duration(us: float) -> str:

@@ -23,8 +23,8 @@ from ddprun.report.charts import (
     with_marks,
 )
 from ddprun.report.digest import Curve, RunDigest, straggler_episodes
+from ddprun.report.measured import StepPart
 from ddprun.report.predicted import StageComparison
-from ddprun.report.replay import StepPart
 from ddprun.telemetry.reader import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -288,24 +288,25 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             if title:
                 yield Text(": ".join(title), "heading")
             yield from map(Text, one.sentences)
-            heads = ["", "predicted, ms", "measured, ms", "difference, ms", "difference"]
+            heads = ["", "predicted, ms", "measured, ms", "difference, ms", "of the step"]
             rows = [
-                [_PREDICTED_PART_NAMES[part], *_predicted_measured_cells(*us)]
+                [_PREDICTED_PART_NAMES[part], *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
                 for part, us in one.step_parts_us.items()
             ]
             if rows:
-                yield Table(heads, rows, "A step of the training thread.")
+                yield Table(heads, rows, "A step of the training thread, means.")
             ready_heads, done_heads = (
                 [f"{what}, {how}, ms" for how in ("predicted", "measured")] for what in ("ready", "done")
             )
-            heads = ["bucket", *ready_heads, *done_heads, *heads[3:]]
+            heads = ["bucket", *ready_heads, *done_heads, "difference, ms", "difference"]
             rows = []
             for bucket, both in one.buckets.items():
-                ready = _predicted_measured_cells(*(times and times.ready_us for times in both))
-                done = _predicted_measured_cells(*(times and times.done_us for times in both))
-                rows.append([bucket, *ready[:2], *done])
+                ready_us = (times and times.ready_us for times in both)
+                done_us = [times and times.done_us for times in both]
+                done = _predicted_measured_cells(*done_us, whole_us=done_us[0])
+                rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
             if rows:
-                caption = "Since the step began: medians over steps and ranks."
+                caption = "Since the step began."
                 yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS))
             if one.sweep:
                 heads = ["ranks", "a step, ms", "waiting, ms"]
@@ -313,12 +314,16 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 yield from _chart(sweep_chart(in_ms, heads), "A step on more ranks, predicted", heads, in_ms)
 
 
-def _predicted_measured_cells(predicted_us: float | None, measured_us: float | None) -> list[Any]:
-    """Four cells: the predicted time, the measured time, and their difference in ms and in percent."""
+def _predicted_measured_cells(
+    predicted_us: float | None, measured_us: float | None, whole_us: float | None
+) -> list[Any]:
+    """Four cells: the predicted time, the measured time, and their difference in ms and in percent of the
+    whole that was predicted.
+    """
     if predicted_us is None or measured_us is None:
         return [predicted_us and predicted_us / 1000, measured_us and measured_us / 1000, None, None]
     us = measured_us - predicted_us
-    percent = f"{us / predicted_us:+.0%}" if predicted_us else None
+    percent = f"{us / whole_us:+.0%}" if whole_us else None
     return [predicted_us / 1000, measured_us / 1000, us / 1000, percent]
 
 
