@@ -116,7 +116,8 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
         starts = [line["start_us"] for line in lines]
         counted = set[int]()
         for stage, of_stage in groupby(lines, key=lambda line: line["stage"]):
-            found[stage].step_records[rank] = own = list(of_stage)
+            own: list[Mapping[str, Any]] = list(of_stage)
+            found[stage].step_records[rank] = own
             counted |= {line["step"] for line in without_outliers(own, own_work_us)}
         occurrences = Counter[tuple[int, str]]()
         for bucket in digest.run.bucket_records(rank, wanted.__contains__):

@@ -269,8 +269,8 @@ class _StageComparer:
         else:
             us = more_us["own"]
             yield us, f"ranks' own work took {_difference_text(us, 'longer', 'less')}"
-        for part, name in (("hooks", "hooks"), ("wire", "the wire")):
-            yield more_us[part], f"{name} took {_difference_text(more_us[part], 'longer', 'less')}"
+        for us, name in ((more_us["hooks"], "hooks"), (more_us["wire"], "the wire")):
+            yield us, f"{name} took {_difference_text(us, 'longer', 'less')}"
 
 
 def _unsigned_duration(us: float) -> str:

@@ -303,7 +303,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             for bucket, both in one.buckets.items():
                 ready_us = (times and times.ready_us for times in both)
                 done_us = [times and times.done_us for times in both]
-                done = _predicted_measured_cells(*done_us, whole_us=done_us[0])
+                done = _predicted_measured_cells(done_us[0], done_us[1], done_us[0])
                 rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
             if rows:
                 caption = "Since the step began."
