@@ -1,5 +1,6 @@
 """`ddprun_hooks.testing`: hooks that keep every promise pass, and one that breaks any is told which."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +40,67 @@ class Forgetful(Half):
         residual *= 0.9
 
 
+class Flat(Hook):
+    """Keeps residuals in a format of its own; right in every way."""
+
+    role = "reducer"
+    keeps = 1.0
+
+    def __init__(self) -> None:
+        self.own: dict[str, Tensor] = {}
+        self.of_all: dict[str, Tensor] = {}  # of a merged state, each rank's part to be taken
+        self.before: dict[str, Tensor] = {}
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        for param in payload.params:
+            values = param.of(payload.tensor)
+            values += self.own.get(param.name, 0.0)
+            values += self.of_all.pop(param.name, 0.0) / comm.size
+            sent = torch.where(values.abs() >= values.abs().median(), values, 0.0)
+            self.own[param.name] = (values - sent) * self.keeps
+            values.copy_(sent)
+        return await comm.all_reduce(payload.tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": dict(self.own), "of_all": dict(self.of_all)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own, self.of_all = dict(state["own"]), dict(state["of_all"])
+
+    def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "own": {},
+            "of_all": {name: sum(one["own"][name] for one in states) for name in states[0]["own"]},
+        }
+
+    def begin_step(self) -> None:
+        self.before = dict(self.own)
+
+    def rollback(self) -> None:
+        self.own = self.before
+
+    def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
+        for name in self.own.keys() & means.keys():
+            self.own[name] = self.own[name] + means.pop(name) / 3
+
+    def residual_square(self, kind: str, names: Sequence[str]) -> float:
+        kept = [*self.own.values(), *self.of_all.values()]
+        return sum(float(one.double().square().sum()) for one in kept)
+
+
+class Leaky(Flat):
+    """Loses a little of them."""
+
+    keeps = 1 - 1e-9
+
+
+class Nothing(Half):
+    """Sends everything, so that its residuals are zeros."""
+
+    def sent(self, residual: Tensor) -> Tensor:
+        return residual.clone()
+
+
 class Apart(Half):
     """Adds something of its own on one rank."""
 
@@ -76,7 +138,16 @@ class Off(Hook):
 
 @pytest.mark.parametrize(
     "hooks",
-    [[], "int8", [{"powersgd": {"rank": 2}}, "int8"], {"topk": {"density": 0.3}}, Half, ["shared_memory"]],
+    [
+        [],
+        "int8",
+        [{"powersgd": {"rank": 2}}, "int8"],
+        {"topk": {"density": 0.3}},
+        Half,
+        Flat,
+        Nothing,
+        ["shared_memory"],
+    ],
     ids=str,
 )
 def test_what_keeps_its_promises_passes(hooks: Any) -> None:
@@ -91,6 +162,7 @@ def test_two_hosts_and_casts() -> None:
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
+        (Leaky, "do not add up to what came in"),
         (Forgetful, "do not add up to what came in"),
         (Wasteful, "do not add up to what came in"),
         (Apart, "rank 1 and rank 0 got different bits"),
