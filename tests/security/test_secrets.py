@@ -440,7 +440,7 @@ def test_with_a_limit_only_named_variables_are_filled_in(
             loaded("", asked)
         assert [(fault.problem, fault.allowed) for fault in caught.value.faults] == [
             (
-                f"{name} is not filled in: DDPRUN_TRUSTED is set, and DDPRUN_ENV does not name it",
+                f"{name} is not filled in: DDPRUN_TRUSTED is set, and DDPRUN_ENV lacks it",
                 f"if the pipeline may have its value, set DDPRUN_ENV={names}",
             )
             for name, names in refused.items()

@@ -24,13 +24,21 @@ from ddprun.config.schema import Pipeline, pipeline_class
 from ddprun.config.secrets import (
     Secrets,
     fill_references,
-    map_strings,
     pipeline_strings,
     reference_problem,
     referenced_variables,
 )
 from ddprun.config.stages import Stage
-from ddprun.config.tree import KeyPath, Node, Place, Source, find_nearest, format_path, parse_path
+from ddprun.config.tree import (
+    KeyPath,
+    Node,
+    Place,
+    Source,
+    find_nearest,
+    format_path,
+    map_strings,
+    parse_path,
+)
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
 FOLDER_PLACEHOLDER = "{here}"

@@ -7,12 +7,12 @@ literal secret is an error, by the name of its key. Passwords in URLs are masked
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddprun.config.faults import Fault
-from ddprun.config.tree import KeyPath
+from ddprun.config.tree import KeyPath, map_strings
 from ddprun_hooks.config.trust import TRUST_VARIABLE
 
 FILLED_VARIABLE = "DDPRUN_ENV"
@@ -87,10 +87,7 @@ class PipelineString:
 
 
 def reference_problem(found: PipelineString) -> tuple[str, str] | None:
-    """What is wrong with a string or key, such as one that holds `${env:NAME`, and what to write instead.
-
-    None if nothing is wrong.
-    """
+    """What is wrong with a string or key, and what to write instead; None: nothing is."""
     text = found.text
     if found.is_key and _ENV_PREFIX in text:
         return "${env:NAME} is not filled in for keys", "write the key itself"
@@ -109,24 +106,16 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
             return problem, "such as password or api_token"
         allowed = os.environ.get(FILLED_VARIABLE, "").split(",")
         if TRUST_VARIABLE in os.environ and name not in map(str.strip, allowed):
-            problem = (
-                f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} does not name it"
-            )
+            problem = f"{name} is not filled in: {TRUST_VARIABLE} is set, and {FILLED_VARIABLE} lacks it"
             names = ",".join([*filter(None, map(str.strip, allowed)), name])
             return problem, f"if the pipeline may have its value, set {FILLED_VARIABLE}={names}"
     return None
 
 
 def _names_written_file(path: KeyPath, text: str) -> bool:
-    """Whether a string that takes variables names a file or folder that a run writes. All other places of a
-    run are fixed names below its folder.
-    """
-    match path[-2:]:
-        case ("save", "to"):
-            return True
-        case ("mlflow", "tracking_uri"):
-            return _LOCAL_STORE.match(text) is not None
-    return False
+    """Whether a string names a file or folder that a run writes; all others are fixed names in its folder."""
+    in_store = path[-2:] == ("mlflow", "tracking_uri") and _LOCAL_STORE.match(text) is not None
+    return in_store or path[-2:] == ("save", "to")
 
 
 class Secrets:
@@ -187,15 +176,3 @@ def pipeline_strings(data: Any, path: KeyPath = ()) -> Iterator[PipelineString]:
         for key, item in data.items():
             yield PipelineString((*path, key), key, is_key=True)
             yield from pipeline_strings(item, (*path, key))
-
-
-def map_strings(data: Any, text_of: Callable[[KeyPath, str], str], path: KeyPath = ()) -> Any:
-    """Plain data with its strings replaced; keys stay."""
-    if isinstance(data, str):
-        return text_of(path, data)
-    if isinstance(data, list | tuple):
-        items = [map_strings(item, text_of, (*path, index)) for index, item in enumerate(data)]
-        return tuple(items) if isinstance(data, tuple) else items
-    if isinstance(data, dict):
-        return {key: map_strings(item, text_of, (*path, key)) for key, item in data.items()}
-    return data

@@ -1,7 +1,7 @@
 """The tree of a pipeline file: plain values with their places, and key paths into them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,3 +216,15 @@ def parse_path(text: str) -> list[tuple[str | int, int]]:
     if not segments:
         raise ValueError("the key before the = is missing; write one such as optimizer.sgd.lr=0.2", 0)
     return segments
+
+
+def map_strings(data: Any, text_of: Callable[[KeyPath, str], str], path: KeyPath = ()) -> Any:
+    """Plain data with its strings replaced; keys stay."""
+    if isinstance(data, str):
+        return text_of(path, data)
+    if isinstance(data, list | tuple):
+        items = [map_strings(item, text_of, (*path, index)) for index, item in enumerate(data)]
+        return tuple(items) if isinstance(data, tuple) else items
+    if isinstance(data, dict):
+        return {key: map_strings(item, text_of, (*path, key)) for key, item in data.items()}
+    return data
