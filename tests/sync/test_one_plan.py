@@ -34,6 +34,11 @@ def _plan(policy: LocalSgd, stage: StageFacts) -> SyncPlan:
     return SyncPlan(transfers=(Transfer("parameters", 3, among=halves), Transfer("parameters", every=0)))
 
 
+def test_a_change_among_the_parts_of_a_partition_is_refused() -> None:
+    with pytest.raises(ValueError, match='not among the parts of "halves": there, average the parameters'):
+        Transfer("change", 3, among=Partition("halves", _halves))
+
+
 def _work(file: Path, run_dir: Path, changed: bool) -> int:
     if changed:
         LocalSgd.plan = _plan  # type: ignore[method-assign,assignment]

@@ -53,8 +53,8 @@ class Transfer:
 
     what: Literal["change", "parameters", "optimizer"]
     """`change`: the mean change of the parameters since ranks last had them in common, through the stage's
-    hooks, which lose little of it; among all or host. `parameters`, `optimizer`: the mean of the parameters,
-    or of the optimizer's state, as they are and past all hooks."""
+    hooks, which lose little of it; never among a partition. `parameters`, `optimizer`: the mean of the
+    parameters, or of the optimizer's state, as they are and past all hooks."""
 
     every: int  # steps from one time to the next; 0: only at the stage's end, where it makes ranks equal
     phase: int = 0  # it starts after steps whose number, divided by `every`, leaves this remainder
@@ -66,6 +66,13 @@ class Transfer:
     source: int | None = None  # the rank whose `parameters` all take; None: their mean
     fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
     outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
+
+    def __post_init__(self) -> None:
+        if self.what == "change" and self.partition is not None:
+            raise ValueError(
+                "a change goes among all ranks or those of a host, not among the parts of "
+                f'"{self.partition.name}": there, average the parameters'
+            )
 
     def starts_after(self, step: int) -> bool:
         """Whether the transfer starts after this step."""
