@@ -207,6 +207,7 @@ class Net(torch.nn.Linear):
     def forward(self, inputs):
         calls.append(1)
         if len(calls) == 1:
+            Path("after-imports").write_text(str(signal.getsignal(signal.SIGUSR1)))
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if Path("late").exists() and not late:
             late.append(1)
@@ -251,6 +252,9 @@ def test_handlers_that_imported_code_installs_take_no_checkpoint_away(folder: Pa
         done = running.wait(60)
     assert done.code == 130, done.stderr
     interrupted_with_checkpoint(run)
+    assert "SignalRequests._on_checkpoint_signal" in (folder / "after-imports").read_text()
+    kinds = [event["event"] for event in events(run)]
+    assert kinds.index("handlers_replaced") < kinds.index("stage_started")
     found = [event["handlers"] for event in events(run) if event["event"] == "handlers_replaced"]
     theirs = "taking.on_signal"
     assert found == [

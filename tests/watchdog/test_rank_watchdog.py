@@ -358,3 +358,19 @@ def test_a_server_without_a_free_descriptor_waits_for_one() -> None:
         assert 1 <= len(accepted) < 20
         assert ask_server(server.endpoint) == {}
         server.shutdown()
+
+
+def test_a_thousand_idle_connections_keep_nobody_from_an_answer() -> None:
+    """Who asks nothing is sent away."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        server = stack.enter_context(StatusServer("127.0.0.1", dict, lambda: None))
+        server.open()
+        stack.callback(server.shutdown)
+        address = server.server_address[:2]
+        held = min(1000, hard // 3)  # both ends are open here
+        idle = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(held)]
+        assert ask_server(server.endpoint) == {}
+        assert {one.recv(1) for one in idle} == {b""}

@@ -283,6 +283,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # with 5, the kernel has whoever comes after that try again a second later
 
     def __init__(
         self, address: str, read_statuses: Callable[[], dict[int, RankStatus]], hang_found: Callable[[], None]
