@@ -116,14 +116,16 @@ from torch import nn
 
 
 class Net(nn.Linear):
-    def __init__(self, call):
+    def __init__(self, call, differs=""):
         super().__init__(64, 10)
-        self.calls, self.call = 0, call
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.calls, self.call = 0, call + 5 * restarts * (differs == "step")
+        self.told = "like the last time" + f", {restarts}" * (differs == "words")
         self._fail()
 
     def _fail(self):
         if self.calls == self.call and os.environ["RANK"] == "1":
-            raise ValueError("like the last time")
+            raise ValueError(self.told)
         self.calls += 1
 
     def forward(self, inputs):
@@ -167,6 +169,19 @@ def test_a_rank_that_user_code_ends_is_started_again(tmp_path: Path) -> None:
     done = ddprun("p.yaml", "--run-dir=run", cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert "restart 1 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("differs", ["words", "step"])
+def test_another_failure_is_started_again(tmp_path: Path, differs: str) -> None:
+    """With other words after the same step, or with the same words later."""
+    (tmp_path / "repeating.py").write_text(REPEATING)
+    text = PIPELINE.replace("model:\n  mlp: {inputs: 64, hidden: [32], outputs: 10}", "model:\n  MODEL")
+    model = f"repeating.Net: {{call: 6, differs: {differs}}}"
+    (tmp_path / "p.yaml").write_text(text.replace("MODEL", model))
+    done = ddprun("p.yaml", "--run-dir=run", "--set=checkpoint.every=1000", cwd=tmp_path)
+    assert done.code == 1, done.stderr
+    assert [f"restart {i} of 2" in done.stderr for i in (1, 2)] == [True, True]
+    assert "not starting the ranks again" not in done.stderr
 
 
 def state_of(pid: int) -> str:

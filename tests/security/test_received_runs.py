@@ -695,6 +695,7 @@ def test_a_lost_tail_is_no_reason_to_refuse_a_file(run: Path) -> None:
     """As after a crash of the machine: a hole at the end, which is cut off."""
     place = run / "steps" / "rank-00000.jsonl"
     os.truncate(place, 1 << 20)
+    assert main(["report", str(run)]) == 0
     code, told = go_on(run)
     assert code == 0, told
     assert [json.loads(line)["step"] for line in place.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
