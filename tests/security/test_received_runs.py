@@ -586,12 +586,12 @@ HUGE_BYTES = 300 << 30
 
 
 def huge(path: Path, *, lines: bool = False) -> None:
-    """Make a file of holes, or of lines that are: no line is longer than any record may be."""
+    """Make a file of holes, or of lines that hold one each and are no longer than a record may be."""
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.truncate(HUGE_BYTES)
         for at in range(0, HUGE_BYTES if lines else 0, 50 << 20):
-            os.pwrite(file.fileno(), b'{"step": 1}\n', at)
+            os.pwrite(file.fileno(), b'}\n{"step": 1, ', at)
 
 
 def junk(path: Path, kind: str) -> None:
