@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddprun_hooks.comm.communicator import Communicator
+    from ddprun_hooks.ddp_comm_hook import DdpCommHook
     from ddprun_hooks.errors import DisagreementError, ExchangeError, HooksError, HookSetupError
     from ddprun_hooks.hook import Hook
     from ddprun_hooks.payload import ParamSlice, Payload
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Communicator",
+    "DdpCommHook",
     "DisagreementError",
     "ExchangeError",
     "Handle",
@@ -28,7 +30,7 @@ __all__ = [
     "register",
 ]
 
-_MODULES = ("errors", "payload", "hook", "stack", "comm.communicator", "standalone")
+_MODULES = ("errors", "payload", "hook", "ddp_comm_hook", "stack", "comm.communicator", "standalone")
 
 
 def __getattr__(name: str) -> Any:

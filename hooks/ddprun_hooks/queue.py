@@ -34,7 +34,6 @@ from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.comm.observer import PendingCollective, noting_failure
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
-from ddprun_hooks.comm.uncounted import run_and_detect
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack
@@ -168,7 +167,7 @@ class CpuQueue:
         """
         start, trace = now_us(), bucket.trace
         try:
-            collective = next_collective(bucket.run, result, bucket.stack, trace)
+            collective = next_collective(bucket.run, result, bucket.stack)
         except StopIteration as stop:
             write_back(cast(Tensor, stop.value), bucket.payload, bucket.stack)
             self._add_span(trace, start, "decode")
@@ -345,7 +344,7 @@ class StreamQueue:
         pending_collectives: list[PendingCollective] = []
         while True:
             try:
-                collective = next_collective(run, result, stack, trace)
+                collective = next_collective(run, result, stack)
             except StopIteration as stop:
                 write_back(cast(Tensor, stop.value), payload, stack)
                 done = trace.done = gpu.record_timestamp(stream)
@@ -425,19 +424,16 @@ def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
     return cast(HookRun, stack.run(payload, world))
 
 
-def next_collective(run: HookRun, result: Tensor | None, stack: Stack, trace: BucketTrace[Any]) -> Collective:
+def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> Collective:
     """Run a payload's hooks, with the result of their last collective, up to the next one.
 
     Raises:
         StopIteration: they have finished; its value is the mean.
         ExchangeError: a hook awaits something that is not a collective.
     """
-    if stack.custom_hooks:
-        awaited = run_and_detect(partial(run.send, result), stack.custom_hooks, trace.uncounted)
-    else:
-        awaited = run.send(result)
+    awaited: object = run.send(result)
     if not isinstance(awaited, Collective):
-        names = ", ".join(stack.custom_hooks.values())
+        names = ", ".join(stack.custom_hooks)
         raise ExchangeError(
             f'hook "{names}" awaits {type(awaited).__name__}, which is not a collective; '
             "a hook awaits comm.reduce and the collectives of comm only"

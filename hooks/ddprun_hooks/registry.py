@@ -18,6 +18,7 @@ from ddprun_hooks.config.options import (
     unknown_hook_message,
 )
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
+from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import DottedNameError, HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.stack import Stack
@@ -38,7 +39,8 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
 
     Args:
         name: a built-in name, a name that an installed package adds under the entry point group
-            `ddprun.hooks`, or a dotted name of a class, a factory or an `async def hook(payload, comm)`.
+            `ddprun.hooks`, or a dotted name of a class, a factory, an `async def hook(payload, comm)` or a
+            DDP communication hook, `def hook(state, bucket)`.
         options: its keyword arguments; of a built-in hook as `config.options.read_hook` gives them.
 
     Raises:
@@ -134,6 +136,8 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
             f'"{name}" is {type(target).__name__}, not a hook class, factory or async function'
         )
     if not isinstance(target, type) and not options and _takes_payload_and_comm(target):
+        if list(inspect.signature(target).parameters)[1] == "bucket":  # so DDP wants it
+            return DdpCommHook(target)
         raise HookSetupError(not_async_message(name, "it is a plain function"))
     made = _call(name, target, options)
     if not isinstance(made, Hook):

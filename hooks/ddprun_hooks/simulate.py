@@ -68,7 +68,7 @@ def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[in
     result: Tensor | None = None
     while True:
         try:
-            collective = next_collective(run, result, stack, trace)
+            collective = next_collective(run, result, stack)
         except StopIteration as stop:
             write_back(cast(Tensor, stop.value), payload, stack)
             return trace
@@ -77,7 +77,7 @@ def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[in
         except Exception as error:
             if not stack.custom_hooks:
                 raise
-            names = ", ".join(stack.custom_hooks.values())
+            names = ", ".join(stack.custom_hooks)
             raise ExchangeError(
                 f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
             ) from error

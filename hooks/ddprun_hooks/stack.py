@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ddprun_hooks.comm import uncounted
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirements, RankGroup
 from ddprun_hooks.config import grammar
+from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.payload import ParamSlice, Payload
@@ -77,16 +77,13 @@ class Stack:
         self.max_collectives = sum(self.requirements.values())
         """The most that one payload needs, among any ranks."""
 
-        self.custom_hooks: dict[object, str] = {}
-        """Names of the hooks that are not built in, by the code object that runs (or what has none)."""
-
-        for name, hook in self.named_hooks():
-            if isinstance(hook, FunctionHook) or not type(hook).__module__.startswith("ddprun_hooks."):
-                call = hook.function if isinstance(hook, FunctionHook) else type(hook).__call__
-                self.custom_hooks[getattr(call, "__code__", call)] = name
-
-        if self.custom_hooks:
-            uncounted.patch_process_groups()
+        self.custom_hooks = [
+            name
+            for name, hook in self.named_hooks()
+            if isinstance(hook, FunctionHook | DdpCommHook)
+            or not type(hook).__module__.startswith("ddprun_hooks.")
+        ]
+        """Names of the hooks that are not built in."""
 
     def named_hooks(self) -> Iterator[tuple[str, Hook]]:
         """Name and hook of all hooks that were given, those inside other hooks included. Names may repeat."""

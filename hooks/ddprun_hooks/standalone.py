@@ -24,7 +24,6 @@ from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import merge_requirements
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
-from ddprun_hooks.comm.uncounted import UncountedCollective
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
@@ -56,7 +55,6 @@ class Handle(BucketDispatcher):
         if scaler is not None:
             model.register_forward_pre_hook(self._note_scale)
         self._overflow_warned = False
-        self._reported_uncounted: set[UncountedCollective] = set()
         self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradient_queue, stack)
         self.traces: list[BucketTrace[Any]] = []
@@ -110,9 +108,6 @@ class Handle(BucketDispatcher):
                 bucket, hook = overflows[0]
                 text = f"bucket {bucket} overflowed in {hook}: finite gradients came back as infinity"
                 warnings.warn(f"{text}; use bf16, or a smaller loss", stacklevel=2)
-        for note in {note for trace in self.traces for note in trace.uncounted} - self._reported_uncounted:
-            self._reported_uncounted.add(note)
-            warnings.warn(str(note), stacklevel=2)
         self.traces.clear()
         if self._scaler is None:
             return

@@ -155,36 +155,6 @@ def test_hosts_whose_ranks_lie_in_turns(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(run_dir).items())
 
 
-OF_ITS_OWN = """
-import torch.distributed as dist
-from ddprun_hooks import Hook
-
-class Own(Hook):
-    role = "reducer"
-    rounds = 0
-
-    async def __call__(self, payload, comm):
-        dist.all_reduce(payload.tensor)
-        return payload.tensor
-"""
-
-
-def test_a_hook_that_goes_past_its_link_is_named_once_and_its_records_are_marked(tmp_path: Path) -> None:
-    """0 bytes alone would say that nothing was sent."""
-    (tmp_path / "own.py").write_text(OF_ITS_OWN)
-    (tmp_path / "p.yaml").write_text(f"{HEAD}hooks: [own.Own]\nstages:\n  - train: {{steps: 4}}\n")
-    done = ddprun("p.yaml", "--nproc-per-node=2", "--run-dir=run", cwd=tmp_path)
-    assert done.code == 0, done.stderr
-    assert done.stderr.count('hook "own.Own" calls all_reduce of torch.distributed itself') == 1
-    told = [event for event in events(tmp_path / "run") if event["event"] == "uncounted"]
-    assert [(event["hook"], event["op"]) for event in told] == [("own.Own", "all_reduce")]
-    records = [line for line in lines(tmp_path / "run", "buckets") if line["kind"] == "gradient"]
-    assert records
-    for line in records:
-        assert line["wire_bytes"] == 0
-        assert line["uncounted"] == [{"hook": "own.Own", "op": "all_reduce"}]
-
-
 LOSSES = """
 import torch
 

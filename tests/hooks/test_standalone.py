@@ -78,7 +78,6 @@ def two_ranks() -> Results:
         with_objects,
         with_scaler,
         scale_reads,
-        past_the_communicator,
     )
     return lambda body: [results[body.__name__] for results in ranks]
 
@@ -285,44 +284,6 @@ def test_a_hook_that_is_not_async_is_named() -> None:
     assert 'hook "tests.hooks.test_standalone.Quiet" is not async: called, it gave Tensor; write' in told
     name = "tests.hooks.test_standalone.waits_elsewhere"
     assert f'hook "{name}" awaits NoneType, which is not a coll' in told_elsewhere
-
-
-class OfItsOwn(ddprun_hooks.Hook):
-    """A reducer that goes past its comm."""
-
-    role = "reducer"
-    rounds = 0
-
-    async def __call__(self, payload: ddprun_hooks.Payload, comm: ddprun_hooks.Communicator) -> Tensor:
-        dist.all_reduce(payload.tensor)
-        return payload.tensor
-
-
-def past_the_communicator() -> tuple[list[str], list[tuple[int, list[tuple[str, str]]]]]:
-    model, _ = start()
-    handle = ddprun_hooks.register(model, [OfItsOwn()])
-    dist.barrier()  # of the script's own, which is nobody's business
-    traces = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(5):
-            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
-            traces += [(f.wire_bytes, [(n.hook, n.op) for n in f.uncounted]) for f in handle.traces]
-    return [str(warning.message) for warning in caught], traces
-
-
-def test_collectives_past_the_communicator_are_reported_and_marked(two_ranks: Results) -> None:
-    """Once, with the hook and the collective; every record of such a bucket says that bytes are missing."""
-    name = "tests.hooks.test_standalone.OfItsOwn"
-    for told, traces in two_ranks(past_the_communicator):
-        assert len(told) == 1
-        assert told[0].startswith(f'hook "{name}" calls all_reduce of torch.distributed itself: its bytes')
-        plain = [trace for trace in traces if trace[0]]
-        assert plain
-        assert all(notes == [] for _, notes in plain), "of the passes before the hooks begin"
-        own = [notes for sent, notes in traces if not sent]
-        assert len(own) >= 3
-        assert all(notes == [(name, "all_reduce")] for notes in own)
 
 
 def with_objects() -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ddprun_hooks.comm.uncounted import UncountedCollective
 from ddprun_hooks.payload import Finding, ParamSlice, PayloadKind
 
 TimeT = TypeVar("TimeT")
@@ -78,9 +77,6 @@ class BucketTrace(Generic[TimeT]):
     collectives: list[CollectiveTrace[TimeT]] = field(default_factory=list)
     spans: list[Span[TimeT]] = field(default_factory=list)
     findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
-    uncounted: list[UncountedCollective] = field(default_factory=list)
-    """Collectives that hooks have issued by themselves: not in `collectives`."""
-
     params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None
     """How the mean that came back compares with the exact one, if somebody has looked."""

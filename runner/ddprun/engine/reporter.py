@@ -67,7 +67,6 @@ class Reporter:
 
     def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
-        self._report_uncounted()
         for one in agreed_steps:
             reports: list[tuple[int, Overflow | Straggler | None]]
             reports = [*one.overflows, *one.straggler_changes]
@@ -82,20 +81,12 @@ class Reporter:
 
     def progress_without_exchange(self, done: int, step: int) -> None:
         """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
-        self._report_uncounted()
         self._show(done, step)
 
     def _show(self, done: int, step: int) -> None:
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
-
-    def _report_uncounted(self) -> None:
-        """Report collectives that hooks issue by themselves: each once, as all ranks run the same hooks."""
-        for step, note in self._recorder.uncounted_collectives:
-            self.events.warning("uncounted", step=step, hook=note.hook, op=note.op)
-            self.note(str(note))
-        self._recorder.uncounted_collectives.clear()
 
     def _report_straggler(self, step: int, now: Straggler | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""

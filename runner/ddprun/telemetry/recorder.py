@@ -12,7 +12,7 @@ wait anyway. The loss of a step in which ranks exchanged nothing is in the next 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -61,7 +61,6 @@ from ddprun.telemetry.stragglers import Straggler, StragglerDetector
 from ddprun.telemetry.writer import Writer, dumps, record_file
 from ddprun_hooks.comm.control import ControlChannel, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
-from ddprun_hooks.comm.uncounted import UncountedCollective
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -204,10 +203,6 @@ class StepRecorder:
         self.totals = Totals()
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
-        self.uncounted_collectives: list[tuple[int, UncountedCollective]] = []
-        """Collectives that hooks have issued themselves, each once, with the step; the reporter clears it."""
-
-        self._known_uncounted: set[UncountedCollective] = set()
         self._buckets = 0  # gradient buckets of the stage
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
         self._step: StepMarks | None = None
@@ -365,7 +360,6 @@ class StepRecorder:
         traffic, self._between_steps = self._between_steps, Traffic()
         traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
         read_findings(traces)
-        self._note_uncounted((step, trace) for trace in traces)
         self._accumulator.note_findings(traces)
         self._count_traffic(traces, int(in_flight_us(make_trace_table([0] * len(traces), traces), 1)[0]))
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
@@ -446,10 +440,6 @@ class StepRecorder:
         if buffer.steps:
             last_step = buffer.steps[-1].number
             resolved = resolve_steps(buffer, self._clock, every=self._every)
-            if any(trace.uncounted for trace in resolved.traces):
-                sections = resolved.trace_table[0].tolist()
-                numbers = [resolved.steps[section // 2].number for section in sections]
-                self._note_uncounted(zip(numbers, resolved.traces, strict=True))
             self.own_loss = resolved.loss(-1)
             if self.first_nonfinite_loss is None and not math.isfinite(sum(resolved.loss_sums)):
                 losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
@@ -466,14 +456,6 @@ class StepRecorder:
         if own.steps:
             self._steps_since_post = keep
             pending.posted = self._control.all_gather_async(torch.from_numpy(own.numbers.ravel()))
-
-    def _note_uncounted(self, traces: Iterable[tuple[int, BucketTrace[int]]]) -> None:
-        """Note collectives that hooks have issued themselves; traces come with their steps."""
-        for step, trace in traces:
-            for note in trace.uncounted:
-                if note not in self._known_uncounted:
-                    self._known_uncounted.add(note)
-                    self.uncounted_collectives.append((step, note))
 
     def _await_messages(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""

@@ -531,8 +531,6 @@ def bucket_record(
         known = {name: at for name, at in of_params.items() if at is not None}
         record["params_ready_us"] = list(of_params.values())
         record["completed_by"] = max(known, key=known.__getitem__, default=None)
-    if trace.uncounted:
-        record["uncounted"] = [{"hook": note.hook, "op": note.op} for note in trace.uncounted]
     if trace.fidelity is not None:
         record["fidelity"] = asdict(trace.fidelity)
     return record

@@ -1,0 +1,113 @@
+"""DDP communication hooks of torch's own form, `hook(state, bucket)`, as hooks of a stack.
+
+See https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ddprun_hooks.errors import ExchangeError
+from ddprun_hooks.hook import Hook
+
+if TYPE_CHECKING:
+    from ddprun_hooks.comm.communicator import Communicator
+    from ddprun_hooks.payload import Payload
+
+_ONLY = "an adapted DDP communication hook may call dist.all_reduce(…, async_op=True) and chain with then()"
+
+
+class DdpCommHook(Hook):
+    """A DDP communication hook. Its all-reduces travel as those of any other hook: in one order on all ranks,
+    with their times and bytes recorded.
+
+    Args:
+        hook: as `register_comm_hook` takes it. It calls `dist.all_reduce` with `async_op=True` on the process
+            group that it is given, and chains what follows with `then`.
+        state: its first argument, which gets the process group as `process_group`; None: that group itself,
+            as torch's own default hooks take it.
+        rounds: the most all-reduces that one bucket needs.
+    """
+
+    role = "reducer"
+
+    def __init__(
+        self, hook: Callable[[Any, Any], Future[Tensor]], state: Any = None, rounds: int = 1
+    ) -> None:
+        self.hook, self.state, self.rounds = hook, state, rounds
+
+    async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
+        payload.tensor.mul_(comm.size)  # such a hook divides by itself
+        group = _AskingGroup(comm.rank, comm.size)
+        if self.state is not None:
+            self.state.process_group = group
+        mean = self.hook(group if self.state is None else self.state, _Bucket(payload))
+        while group.asked and not mean.done():
+            tensor, future = group.asked.popleft()
+            future.set_result([await comm.all_reduce(tensor)])
+        if not mean.done():
+            raise ExchangeError(f"the hook waits for something else than its process group: {_ONLY}")
+        result: Tensor = mean.value()
+        if group.asked:
+            raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ONLY}")
+        return result
+
+
+class _Bucket:
+    """What such a hook sees of `dist.GradBucket`."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload, self._buffer = payload, payload.tensor
+
+    def index(self) -> int:
+        return self._payload.bucket
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        self._buffer = tensor
+
+    def gradients(self) -> list[Tensor]:
+        return [param.of(self._buffer).view(param.shape) for param in self._payload.params]
+
+
+class _AskingGroup(dist.ProcessGroup):
+    """Keeps the all-reduces that it is asked for, each with the future of its result."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.asked: deque[tuple[Tensor, Future[list[Tensor]]]] = deque()
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
+        if options is not None and options.reduceOp != dist.ReduceOp.SUM:
+            raise ExchangeError(f"a sum only: {_ONLY}")
+        (tensor,) = tensors
+        future = _Chained()
+        self.asked.append((tensor, future))
+        return _Asked(future)
+
+
+class _Asked(dist.Work):
+    def __init__(self, future: Future[list[Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self._future
+
+    def wait(self, timeout: object = None) -> bool:
+        raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")
+
+
+class _Chained(Future[list[Tensor]]):
+    def wait(self) -> list[Tensor]:
+        raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")

@@ -1,0 +1,133 @@
+"""DDP communication hooks of torch's form: torch's own, and what an adapted one may not do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from ddprun_hooks import DdpCommHook, ExchangeError
+from ddprun_hooks.testing import NUMEL, Rank, check_hooks, run_hooks
+from tests.engine.running import lines, run_pipeline, weights
+
+TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+
+
+def two_steps(rank: Rank) -> tuple[list[Tensor], list[Any]]:
+    return [rank.step(0), rank.step(1)], rank.traces
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "dtype"),
+    [
+        ("allreduce_hook", [], "float32"),
+        ("fp16_compress_hook", "fp16", "float16"),
+        ("bf16_compress_hook", "bf16", "bfloat16"),
+    ],
+)
+def test_torchs_own_give_the_bits_of_those_here(name: str, own: Any, dtype: str) -> None:
+    """With two ranks, where a division is exact; their bytes are counted."""
+    expected = run_hooks(own, 2, two_steps)
+    for rank, (results, traces) in enumerate(run_hooks(f"{TORCHS}.{name}", 2, two_steps)):
+        assert all(map(torch.equal, results, expected[rank][0]))
+        for trace in traces:
+            (leg,) = trace.collectives
+            assert (leg.op, leg.dtype, leg.bytes) == ("all_reduce", dtype, NUMEL * leg_size(dtype))
+            assert leg.wire_bytes == leg.bytes
+
+
+def leg_size(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
+
+
+def test_they_keep_what_every_hook_promises() -> None:
+    check_hooks(f"{TORCHS}.allreduce_hook")
+    check_hooks(f"{TORCHS}.bf16_compress_hook", relative_error=1e-2)
+
+
+class State:
+    """Of a hook of one's own."""
+
+    process_group: Any = None
+    calls = 0
+
+
+def in_halves(state: State, bucket: Any) -> Future[Tensor]:
+    """Sums the two halves of a bucket apart."""
+    assert (bucket.index(), len(bucket.gradients())) == (0, 5)
+    group, state.calls = state.process_group, state.calls + 1
+    buffer = bucket.buffer().div_(group.size())
+    halves = [dist.all_reduce(half, group=group, async_op=True).get_future() for half in buffer.chunk(2)]
+    return torch.futures.collect_all(halves).then(lambda _: buffer)
+
+
+def test_a_hook_with_a_state_and_several_all_reduces() -> None:
+    def run(rank: Rank) -> list[Tensor]:
+        return [rank.step(step) for step in range(3)]
+
+    expected, found = (run_hooks(hook, 2, run) for hook in ([], DdpCommHook(in_halves, State(), rounds=2)))
+    assert all(map(torch.equal, expected[0], found[0]))
+    with pytest.raises(ExchangeError, match="set `rounds`"):
+        run_hooks(DdpCommHook(in_halves, State()), 2, run)
+
+
+def waits(group: Any, bucket: Any) -> Future[Tensor]:
+    def again(done: Future[list[Tensor]]) -> Any:
+        return dist.all_reduce(done.value()[0], group=group, async_op=True).get_future().wait()[0]
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(again)  # type: ignore[no-any-return]
+
+
+def forgets(group: Any, bucket: Any) -> Future[Tensor]:
+    first, _ = (dist.all_reduce(half, group=group, async_op=True) for half in bucket.buffer().chunk(2))
+    return first.get_future()  # type: ignore[no-any-return]
+
+
+def blocks(group: Any, bucket: Any) -> Future[Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)
+    raise AssertionError("it has waited")
+
+
+def takes_the_largest(group: Any, bucket: Any) -> Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.MAX, group=group, async_op=True)
+    return work.get_future()  # type: ignore[no-any-return]
+
+
+def never_ends(group: Any, bucket: Any) -> Future[Tensor]:
+    return Future()
+
+
+@pytest.mark.parametrize("hook", [waits, forgets, blocks, takes_the_largest, never_ends])
+def test_what_an_adapted_hook_may_not_do_is_said(hook: Callable[..., Any]) -> None:
+    with pytest.raises((ExchangeError, RuntimeError), match=r"may call dist.all_reduce\(…, async_op=True\)"):
+        run_hooks(hook, 2, two_steps)
+
+
+def test_a_run_with_one(tmp_path: Path) -> None:
+    """By its dotted name: the weights are those of the hook here, and the bytes those that `explain` says."""
+    text = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.05}}
+checkpoint: {keep: 0}
+stages: [{train: {steps: 6}}, save]
+"""
+    runs = [
+        run_pipeline(tmp_path, f"{text}hooks: [{hook}]\n", 2, f"run{number}")
+        for number, hook in enumerate(("bf16", f"{TORCHS}.bf16_compress_hook"))
+    ]
+    own, torchs = ([line["wire_bytes"] for line in lines(run, "buckets")] for run in runs)
+    assert own
+    assert own == torchs
+    expected, found = map(weights, runs)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    sent = explain(load(tmp_path / "run1.yaml"), hosts=1, ranks_per_host=2).stages[0].sent_in_stage
+    assert sent is not None
+    assert sent.all_ranks == sum(torchs)
