@@ -82,7 +82,7 @@ class _AskingGroup(dist.ProcessGroup):
     """Keeps the all-reduces that it is asked for, each with the future of its result."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # of a class written in Python
         self.asked: deque[tuple[Tensor, Future[list[Tensor]]]] = deque()
 
     def allreduce(  # type: ignore[override]

@@ -203,15 +203,3 @@ def test_a_stream_that_is_closed_is_no_traceback(streams: str, file: str, code: 
     )
     assert done.returncode == code
     assert "Traceback" not in done.stdout + done.stderr
-
-
-def test_check_is_fast() -> None:
-    """A check of all shipped pipelines takes well under a second of processor time."""
-    script = (
-        "import resource, subprocess, sys\n"
-        "subprocess.run([sys.executable, '-m', 'ddprun', 'check', *sys.argv[1:]], check=True)\n"
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "print(used.ru_utime + used.ru_stime)\n"
-    )
-    done = python("-c", script, *(ROOT / "pipelines").glob("*.yaml"))
-    assert float(done.stdout.splitlines()[-1]) < 0.8, "0.25 s on the machine this was written on"

@@ -51,7 +51,7 @@ def test_what_is_trusted_is_what_the_page_says(folder: Path) -> None:
     """The module beside the file with `./`; none of torch's methods."""
     environment = {"DDPRUN_TRUSTED": "./mine,torchvision"}
     assert ddprun_here("check", "first.yaml", cwd=folder, environment=environment).code == 0
-    assert ddprun_here("check", "first.yaml", cwd=folder, environment={"DDPRUN_TRUSTED": "mine"}).code == 2
+    assert ddprun_here("first.yaml", cwd=folder, environment={"DDPRUN_TRUSTED": "mine"}).code == 2
     environment = {"DDPRUN_TRUSTED": "torch"}
     refused = ddprun_here("check", "objects.yaml", cwd=folder, environment=environment)
     assert (refused.code, "Sequential.append" in refused.stdout) == (2, True)

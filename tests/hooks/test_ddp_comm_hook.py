@@ -71,7 +71,8 @@ def test_a_hook_with_a_state_and_several_all_reduces() -> None:
     def run(rank: Rank) -> list[Tensor]:
         return [rank.step(step) for step in range(3)]
 
-    expected, found = (run_hooks(hook, 2, run) for hook in ([], DdpCommHook(in_halves, State(), rounds=2)))
+    expected = run_hooks([], 2, run)
+    found = run_hooks(DdpCommHook(in_halves, State(), rounds=2), 2, run)
     assert all(map(torch.equal, expected[0], found[0]))
     with pytest.raises(ExchangeError, match="set `rounds`"):
         run_hooks(DdpCommHook(in_halves, State()), 2, run)

@@ -212,7 +212,8 @@ def test_a_lost_host_is_gone_on_without(tmp_path: Path, unbroken: dict[str, Any]
     assert "starting the ranks again (restart 1 of 3)" in done.stderr
     assert "Traceback" not in done.stderr
     starts = check(tmp_path, unbroken)
-    assert len(starts) == 2
+    assert len(starts) >= 2, "one more if the second host came late"
+    assert starts[-1] >= 40
     assert summary(tmp_path / "two")["world_size"] == 2
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 
 class Net(nn.Linear):
-    def __init__(self, leave, fails=False, everywhere=False):
+    def __init__(self, leave, fails=False, everywhere=False, api_token=None):
         super().__init__(64, 10)
         chosen = everywhere or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         self.fails = fails and chosen
@@ -88,7 +88,8 @@ def test_what_python_would_wait_for_is_named_and_not_waited_for(folder: Path, ra
 def test_a_process_that_outlives_its_rank_is_named_and_ended(folder: Path, fails: bool) -> None:
     """It has the launcher's output open: who reads that would wait. One in a session of its own lives on."""
     secret = {"SOME_TOKEN": "hunter2-hunter2"}
-    done = ddprun("short.yaml", *flags("process", fails=str(fails).lower()), cwd=folder, environment=secret)
+    options = flags("process", fails=str(fails).lower(), api_token='"${env:SOME_TOKEN}"')
+    done = ddprun("short.yaml", *options, cwd=folder, environment=secret)
     detached = int((folder / "detached").read_text())
     try:
         assert done.code == int(fails), done.stderr

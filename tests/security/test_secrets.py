@@ -50,7 +50,8 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["monkey", "key", "PWD", "tokenizer", "max_tokens", "secretName", "secretary", "name"]
+    "name",
+    ["monkey", "key", "PWD", "tokenizer", "pad_token", "max_tokens", "secretName", "secretary", "name"],
 )
 def test_names_that_are_none(name: str) -> None:
     """A word that only contains one of those words does not."""
@@ -150,8 +151,8 @@ def test_a_literal_secret_is_refused(loaded: Callable[..., LoadedPipeline], name
     with pytest.raises(PipelineError, match="a secret in plain text"):
         loaded("", "data={mylab.Files: {}}", f"data.mylab.Files.{name}=hunter2-hunter2")
     loaded("", f"data={{mylab.Files: {{{name}: 12345678}}}}")
-    found = loaded("", "data={mylab.Files: {eos_token: '</s>'}}")
-    assert 'eos_token: "</s>"' in found.resolved_yaml()
+    found = loaded("", "data={mylab.Files: {eos_token: '<|endoftext|>', img_token: '<img>'}}")
+    assert 'eos_token: "<|endoftext|>"' in found.resolved_yaml()
 
 
 def test_the_password_in_a_url_is_masked_and_does_not_load_again(

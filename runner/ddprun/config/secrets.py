@@ -24,13 +24,15 @@ _LOCAL_STORE = re.compile(r"file:|sqlite:|[^:$]+\$")
 REDACTED = "[redacted]"
 """Written instead of the password in a URL; a pipeline with it does not load."""
 
-MIN_SECRET_LENGTH = 8
-"""Characters of a secret. Shorter values stand in too many words to be replaced."""
+MIN_SECRET_LENGTH = 8  # characters: shorter values stand in too many words to be replaced
 
 ENV_REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _ENV_PREFIX = "${env:"
 
-_SECRET_NAME = r"[\w.-]*(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access)[_-]?key)"
+_SECRET_NAME = (
+    r"(?!(?:bos|eos|unk|sep|pad|cls|mask)_token)"  # special tokens of a tokenizer
+    r"[\w.-]*(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access)[_-]?key)"
+)
 _SECRET = re.compile(_SECRET_NAME, re.IGNORECASE)
 _URL_PASSWORD = re.compile(
     r"(?P<before>[A-Za-z][A-Za-z0-9+.-]{0,20}://(?:\$\{env:\w+\}|[^\s/?#\"'<>:@]){0,200}:)"
@@ -47,7 +49,7 @@ _KEY_AND_VALUE = re.compile(
 
 def is_secret_name(name: str) -> bool:
     """Whether a name says that its value is a secret: it ends in token, secret, password, passphrase,
-    credential, API key or access key (`HF_TOKEN`, `apiKey`), but not `tokenizer`.
+    credential, API key or access key (`HF_TOKEN`, `apiKey`). A tokenizer's `pad_token` does not.
     """
     return _SECRET.fullmatch(name) is not None
 
