@@ -44,17 +44,22 @@ class DdpCommHook(Hook):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         payload.tensor.mul_(comm.size)  # such a hook divides by itself
-        group = _AskingGroup(comm.rank, comm.size)
+        group = _RequestGroup(comm.rank, comm.size)
         if self.state is not None:
             self.state.process_group = group
-        mean = self.hook(group if self.state is None else self.state, _Bucket(payload))
-        while group.asked and not mean.done():
-            tensor, future = group.asked.popleft()
+        try:
+            mean = self.hook(group if self.state is None else self.state, _Bucket(payload))
+        except ExchangeError:
+            raise
+        except Exception as error:  # such as what `_Bucket` or the group does not have
+            raise ExchangeError(f"the hook fails: {type(error).__name__}: {error}; {_ONLY}") from error
+        while group.requests and not mean.done():
+            tensor, future = group.requests.popleft()
             future.set_result([await comm.all_reduce(tensor)])
         if not mean.done():
             raise ExchangeError(f"the hook waits for something else than its process group: {_ONLY}")
         result: Tensor = mean.value()
-        if group.asked:
+        if group.requests:
             raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ONLY}")
         return result
 
@@ -78,12 +83,12 @@ class _Bucket:
         return [param.of(self._buffer).view(param.shape) for param in self._payload.params]
 
 
-class _AskingGroup(dist.ProcessGroup):
+class _RequestGroup(dist.ProcessGroup):
     """Keeps the all-reduces that it is asked for, each with the future of its result."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # of a class written in Python
-        self.asked: deque[tuple[Tensor, Future[list[Tensor]]]] = deque()
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub names a store, too
+        self.requests: deque[tuple[Tensor, Future[list[Tensor]]]] = deque()
 
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: Any = None
@@ -91,12 +96,12 @@ class _AskingGroup(dist.ProcessGroup):
         if options is not None and options.reduceOp != dist.ReduceOp.SUM:
             raise ExchangeError(f"a sum only: {_ONLY}")
         (tensor,) = tensors
-        future = _Chained()
-        self.asked.append((tensor, future))
-        return _Asked(future)
+        future = _ChainOnlyFuture()
+        self.requests.append((tensor, future))
+        return _RequestedWork(future)
 
 
-class _Asked(dist.Work):
+class _RequestedWork(dist.Work):
     def __init__(self, future: Future[list[Tensor]]) -> None:
         super().__init__()
         self._future = future
@@ -108,6 +113,6 @@ class _Asked(dist.Work):
         raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")
 
 
-class _Chained(Future[list[Tensor]]):
+class _ChainOnlyFuture(Future[list[Tensor]]):
     def wait(self) -> list[Tensor]:
         raise ExchangeError(f"the hook waits for an all-reduce: {_ONLY}")

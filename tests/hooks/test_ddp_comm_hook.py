@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
 from torch.futures import Future
 
 from ddprun.config import load
@@ -104,7 +106,15 @@ def never_ends(group: Any, bucket: Any) -> Future[Tensor]:
     return Future()
 
 
-@pytest.mark.parametrize("hook", [waits, forgets, blocks, takes_the_largest, never_ends])
+def power_sgd(group: Any, bucket: Any) -> Future[Tensor]:
+    """Of torch: with 1,000 steps of plain all-reduce first, it is to fail in the first one all the same."""
+    return powerSGD_hook(PowerSGDState(group), bucket)
+
+
+OTHERS = [power_sgd, quantization_pertensor_hook]
+
+
+@pytest.mark.parametrize("hook", [waits, forgets, blocks, takes_the_largest, never_ends, *OTHERS])
 def test_what_an_adapted_hook_may_not_do_is_said(hook: Callable[..., Any]) -> None:
     with pytest.raises((ExchangeError, RuntimeError), match=r"may call dist.all_reduce\(…, async_op=True\)"):
         run_hooks(hook, 2, two_steps)

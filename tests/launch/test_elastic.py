@@ -210,9 +210,10 @@ def test_a_lost_host_is_gone_on_without(tmp_path: Path, unbroken: dict[str, Any]
         (done, _) = ended(started)
     assert done.code == 0, done.stderr
     assert "starting the ranks again (restart 1 of 3)" in done.stderr
+    assert "(restart 2 of 3)" not in done.stderr
     assert "Traceback" not in done.stderr
     starts = check(tmp_path, unbroken)
-    assert len(starts) >= 2, "one more if the second host came late"
+    assert len(starts) in (2, 3), "3 if the second host came late: that is no restart"
     assert starts[-1] >= 40
     assert summary(tmp_path / "two")["world_size"] == 2
 
