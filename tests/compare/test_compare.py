@@ -203,6 +203,28 @@ def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> Non
     )
 
 
+def test_too_few_turns_say_how_many_more_it_takes(tmp_path: Path) -> None:
+    """And what they have shown so far; nothing is chosen from them."""
+    turns_s = [0.01, 0.011, 0.009, 0.01]
+    first = side(tmp_path, "first", turns_s)
+    twin = side(tmp_path, "twin", turns_s, twin=True)
+    other = side(tmp_path, "other", [seconds / 2 for seconds in turns_s])
+    failed = side(tmp_path, "none", [])
+    table = comparison_rows([first, twin, other, failed])
+    assert [row["turns_needed"] for row in table[1:]] == [2, 2, 6]
+    assert table[1]["verdict"] == "noise: not known yet"
+    assert learning.conclusion(table[2]).startswith("too few turns to tell, 2 more needed")
+    told = learning.sentences(table)
+    assert len(told) == 3
+    assert told[0].startswith(
+        "other needs 2 more turns to tell how fast it is (so far 2.00 times as fast, 2.00 to 2.00)"
+    )
+    assert told[1].startswith("none needs 6 more turns to tell how fast it is")
+    assert told[-1] == (
+        "There is nothing to choose yet: compare again with more `--steps`, or a smaller `--turn`."
+    )
+
+
 def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
     """However fast it is."""
     first = side(tmp_path, "first", [0.01] * 8)
@@ -424,6 +446,13 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
             ["--vary", 'init=[null, "${env:DDPRUN_NOT_SET}.safetensors"]'],
             "the environment variable DDPRUN_NOT_SET is not set",
         ),
+        (
+            ["--nnodes=2"],
+            "2 hosts need --rdzv-endpoint, and the same command on each; for this one, --nnodes 1",
+        ),
+        (["--set=launch.nnodes=3"], "3 hosts need --rdzv-endpoint"),
+        (["--rdzv-endpoint=127.0.0.1:1"], "there is one host: name more with --nnodes"),
+        (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], "'127.0.0.1:x' is not HOST:PORT"),
         (
             ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],
             "2 stages take steps: --steps needs a pipeline with one",

@@ -130,7 +130,8 @@ def test_what_is_measured_is_not_measured_again(tuned: tuple[Path, Finished], st
     assert "a short run measures" not in done.stderr
     assert sorted(path.name for path in state.parent.iterdir()) == ["costs-0", "round-0", "state.json"]
     (before,) = [one for one in json.loads(first.stdout)["candidates"] if one["changes"] == {"hooks": []}]
-    again = f"Winner: hooks=[]. It is {before['measured']['times_file']:.2f} times as fast"
+    times = f"{before['measured']['times_file']:.2f} times as fast"
+    again = f"Winner, which keeps training the same: hooks=[]. It is {times}"
     assert again in " ".join(done.stdout.split())
     assert "out: its cosine is" in done.stdout
     assert (folder / "p.tuned.yaml").exists()
@@ -224,7 +225,10 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
     assert done.code == 0, done.stderr
     assert "4 ranks on 2 hosts, 100 kbit/s, 1 ms between hosts\n" in done.stdout
     assert "by prediction alone: the 2 hosts are not here." in done.stdout
-    assert "Winner, by prediction: hooks=[{topk: {density: 0.001}}]." in done.stdout
+    assert (
+        "Winner, with lossy hooks: hooks=[{topk: {density: 0.001}}]. By prediction, a step takes "
+        in done.stdout
+    )
     assert "How much that loses was not measured." in done.stdout
     text = (folder / "slow.yaml").read_text()
     assert "by prediction alone." in text

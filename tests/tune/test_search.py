@@ -12,7 +12,8 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage, with_changes
 from ddprun.tune.choose import Floors
-from ddprun.tune.search import Search, SearchOutcome, short_run_overrides, turn_and_run_steps, why_not_run
+from ddprun.tune.rounds import judge_round, short_run_overrides, turn_and_run_steps
+from ddprun.tune.search import SearchOutcome, why_not_run
 from ddprun.tune.text import render_text, to_json_data
 from tests.report.made_up import STEP_US, make
 from tests.tune.figures import Figures
@@ -122,8 +123,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
         unmeasured_stacks=(),
         not_run_reason="",
     )
-    search: Search = object.__new__(Search)
-    search._record_results(outcome, entries, sides)
+    outcome.add(judge_round(outcome.baseline, entries, sides))
     return outcome
 
 
@@ -145,3 +145,39 @@ def test_the_text_says_how_many_were_run(tmp_path: Path, trials: int, words: str
     """One is not several."""
     head = render_text(recorded(tmp_path, trials), None).splitlines()[1]
     assert head.endswith(f" by prediction; {words}; noise: up to 0.0%.")
+
+
+def test_what_keeps_training_the_same_comes_first(tmp_path: Path) -> None:
+    """In the table and in the words; a winner that changes the algorithm says so in its headline."""
+    figures = Figures(tmp_path)
+    outcome = SearchOutcome(
+        tuned=figures.tuned,
+        world=WorldShape(1, 2),
+        links=Links(),
+        floors=Floors(),
+        baseline=figures.entry(1000),
+        entries=[],
+        unmeasured_stacks=(),
+        not_run_reason="",
+        trials=[
+            figures.trial(speed, changes=changes)
+            for speed, changes in (
+                (3.0, {"sync": {"local_sgd": {"every": 8}}}),
+                (2.0, {"hooks": ["fp16"]}),
+                (1.5, {"hooks": ["shared_memory"]}),
+            )
+        ],
+        baseline_step_s=1e-3,
+    )
+    lines = render_text(outcome, None).splitlines()
+    names = [line.split("  ")[0] for line in lines if "±" in line]
+    assert names == ["hooks=[shared_memory]", "hooks=[fp16]", "sync={local_sgd: {every: 8}}"]
+    words = [line for line in lines if " times as fast as the file" in line]
+    assert words[0] == "Training stays the same with hooks=[shared_memory]: 1.50 times as fast as the file."
+    assert words[1] == "Ranks synchronise at every step with hooks=[fp16]: 2.00 times as fast as the file."
+    headline = (
+        "Winner, which changes the algorithm (ranks synchronise every 8 steps): sync={local_sgd: {every: 8}}"
+    )
+    assert headline in " ".join(lines)
+    outcome.trials = outcome.trials[:1]
+    assert "No candidate that keeps training the same was found to be faster." in render_text(outcome, None)

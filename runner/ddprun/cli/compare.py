@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,19 +11,27 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import format_option, override_option
+from ddprun.cli.hosts import add_rendezvous_flags, rendezvous_flags, run_on_all_hosts
+from ddprun.cli.run import (
+    FlagValue,
+    format_option,
+    override_option,
+)
 from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import is_terminal
 
 if TYPE_CHECKING:
-    from ddprun.compare.runs import Variant
+    from ddprun.compare.hosts import ComparisonHosts
+    from ddprun.compare.runs import Variant, VariantRuns
 
+_RUNS = Path("runs") / "compare"
 _SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
     "lowest seed to the highest; all else is of the first seed."
 )
 
 
+@add_rendezvous_flags
 @click.command()
 @click.argument("pipelines", metavar="PIPELINE...", nargs=-1, required=True, type=PipelineFile())
 @click.option(
@@ -55,7 +64,8 @@ _SEEDS_NOTE = (
     help="Run the first one twice, to know what is noise.",
     show_default=True,
 )
-@click.option("--nproc-per-node", help="Ranks, as in `ddprun run`.")
+@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
+@click.option("--nproc-per-node", help="Ranks per host, as in `ddprun run`.")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -72,14 +82,17 @@ def compare(
     seeds: int,
     turn: int,
     control: bool,
+    nnodes: int | None,
     nproc_per_node: str | None,
     output: Path | None,
     form: str,
+    **flags: FlagValue,
 ) -> int:
-    """Compare pipelines, or one with several settings, on this machine: speed, traffic, learning.
+    """Compare pipelines, or one with several settings: speed, traffic, learning.
 
     The runs take turns of a few steps, so that whatever disturbs the machine disturbs all alike. A page with
-    all of them is written beside the table. Exit code 0; 1 if a run failed; 2 if the input is wrong.
+    all of them is written beside the table. On several hosts, run the same command on each with --nnodes and
+    --rdzv-endpoint. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
     from ddprun.cli import printing
     from ddprun.compare import runs as comparing
@@ -102,14 +115,19 @@ def compare(
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
             click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)
-    folder = output if output is not None else Path("runs") / "compare" / time.strftime("%Y%m%d-%H%M%S")
-    arguments = ["--nproc-per-node", nproc_per_node] if nproc_per_node is not None else []
+    hosts = nnodes or loaded[0].pipeline.launch.host_range[1]
+    rendezvous = rendezvous_flags({**flags, "nproc_per_node": nproc_per_node}, hosts)
+    if rendezvous is None and hosts > 1:
+        text = f"{hosts} hosts need --rdzv-endpoint, and the same command on each; for this one, --nnodes 1"
+        raise click.BadParameter(text, param_hint="--nnodes")
+    ranks = [] if nproc_per_node is None else ["--nproc-per-node", nproc_per_node]
+    arguments = ["--nnodes", "1", *ranks] if rendezvous is None else []
+    work = partial(_compare, variants, run_seeds, output, turn, arguments, form)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.ClickException(f"cannot write {folder}: {error.strerror or error}") from None
-    try:
-        return _run_and_show(variants, run_seeds, folder, turn, arguments, form)
+        if rendezvous is None:
+            return work(None)
+        inputs = [[one.digest() for one in loaded], run_seeds, turn]
+        return run_on_all_hosts("compare", rendezvous, inputs, work)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -117,33 +135,58 @@ def compare(
         return EXIT_FAILURE
 
 
-def _run_and_show(
+def _compare(
     variants: Sequence["Variant"],
     seeds: Sequence[int | None],
-    folder: Path,
+    output: Path | None,
     turn: int,
     arguments: Sequence[str],
     form: str,
+    hosts: "ComparisonHosts | None",
 ) -> int:
-    """Run the variants in an empty folder, and show what differs; gives the exit code."""
+    """Run the variants, and show what differs; gives the exit code.
+
+    Of several hosts, the first one names the folder, reads the records and shows what differs.
+    """
     from ddprun.cli import printing
+    from ddprun.compare import runs as comparing
+    from ddprun.compare.hosts import HostMessage
+
+    def run_all(name: str) -> Sequence["VariantRuns"]:
+        folder = output or _RUNS / name
+        progress = printing.ProgressLine("ddprun compare")
+        try:
+            return comparing.run_all(variants, seeds, folder, turn, arguments, progress, hosts)
+        finally:
+            progress.close()
+
+    if hosts is not None and not hosts.is_first:
+        return hosts.follow(lambda message: run_all(message.folder))
+    name = time.strftime("%Y%m%d-%H%M%S")
+    folder = output or _RUNS / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {folder}: {error.strerror or error}") from None
+    if any(folder.iterdir()):
+        raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
+    if hosts is not None:
+        hosts.send_to_others(HostMessage(folder=name))
+    return _show(run_all(name), folder, len(seeds), form)
+
+
+def _show(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -> int:
+    """Print what differs, and write a page; gives the exit code."""
     from ddprun.compare import learning
     from ddprun.compare import runs as comparing
     from ddprun.report import blocks, html
 
-    if any(folder.iterdir()):
-        raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
-    progress = printing.ProgressLine("ddprun compare")
-    try:
-        sides = comparing.run_all(variants, seeds, folder, turn, arguments, progress)
-    finally:
-        progress.close()
     rows = comparing.comparison_rows(sides)
     click.echo(comparing.render(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
     merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
     if merged_digests:
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
-        if len(seeds) > 1:
+        if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"
         page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))

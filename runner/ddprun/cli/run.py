@@ -13,7 +13,7 @@ from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 
 FlagValue = str | int | float | bool | None
 
-_TORCHRUN: dict[str, tuple[Any, str]] = {
+TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "nnodes": (str, "Number of hosts, or MIN:MAX."),
     "nproc-per-node": (str, "Ranks per host: a number, auto, gpu or cpu."),
     "rdzv-backend": (str, "Rendezvous backend, such as c10d or static."),
@@ -32,7 +32,7 @@ _TORCHRUN: dict[str, tuple[Any, str]] = {
 
 def add_torchrun_flags(command: click.Command) -> click.Command:
     """Add torchrun's own flags, spelled with - or with _."""
-    for name, (kind, text) in _TORCHRUN.items():
+    for name, (kind, text) in TORCHRUN_FLAGS.items():
         command.params.append(click.Option([f"--{name}"], type=kind, help=text))
     text = "One host with a rendezvous of its own on a free port."
     command.params.append(click.Option(["--standalone"], is_flag=True, help=text))

@@ -5,6 +5,7 @@ import os
 import shlex
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,23 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import forecast_options, format_option, override_option
+from ddprun.cli.hosts import add_rendezvous_flags, rendezvous_flags, run_on_all_hosts
+from ddprun.cli.run import (
+    FlagValue,
+    forecast_options,
+    format_option,
+    override_option,
+)
 
 if TYPE_CHECKING:
+    from ddprun.compare.hosts import ComparisonHosts
     from ddprun.config import LoadedPipeline
     from ddprun.predict.links import Links
     from ddprun.tune.choose import Floors
-    from ddprun.tune.hosts import SearchHosts
     from ddprun.tune.search import SearchOutcome, SearchRequest
 
 
+@add_rendezvous_flags
 @click.command()
 @click.argument("pipeline", metavar="PIPELINE", type=PipelineFile())
 @override_option("Override a value, as in `ddprun run`; it is written to the winner's file, too.")
@@ -33,14 +41,6 @@ if TYPE_CHECKING:
     "hooks, ddp.bucket_cap_mb, and accumulate, which is else left as it is.",
 )
 @forecast_options
-@click.option(
-    "--rdzv-endpoint",
-    metavar="HOST:PORT",
-    help="Tune on --nnodes hosts that are here: the same command on each, as with `ddprun run`.",
-)
-@click.option("--rdzv-id", help="Name of this search at the rendezvous.")
-@click.option("--rdzv-conf", help="More for the rendezvous: key=value,key=value.")
-@click.option("--local-addr", help="Address of this host.")
 @click.option(
     "--floor",
     "floors",
@@ -79,23 +79,20 @@ def tune(
     nproc_per_node: int | None,
     link: str | None,
     latency: str | None,
-    rdzv_endpoint: str | None,
-    rdzv_id: str | None,
-    rdzv_conf: str | None,
-    local_addr: str | None,
     measured: Path | None,
     floors: tuple[str, ...],
     minutes: float,
     output: Path | None,
     runs: Path,
     form: str,
+    **flags: FlagValue,
 ) -> int:
     """Find the sync policy, hooks and size of buckets with which a pipeline trains fastest.
 
     All candidates are predicted from a short run on this machine. The best few then run in turns with the
     file as it is, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit code
     0; 2 if the input is wrong; 1 if a run of the file as it is fails; 130 after Ctrl-C: the same command goes
-    on.
+    on. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
     """
     from ddprun.cli import printing
     from ddprun.config import load
@@ -119,7 +116,8 @@ def tune(
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
     hosts = nnodes or loaded.pipeline.launch.host_range[1]
-    _check_host_count(hosts, rdzv_endpoint, links, parsed_floors)
+    rendezvous = rendezvous_flags(flags, hosts)
+    _check_links_and_floors(hosts, rendezvous is not None, links, parsed_floors)
     request = SearchRequest(
         loaded,
         nnodes,
@@ -131,48 +129,27 @@ def tune(
         minutes,
         runs,
     )
-    if rdzv_endpoint is None:
+    if rendezvous is None:
         return _search(request, output, form, None)
-    flags = {"nnodes": str(hosts), "rdzv_endpoint": rdzv_endpoint, "rdzv_id": rdzv_id}
-    flags |= {"rdzv_conf": rdzv_conf, "local_addr": local_addr}
-    given = {name: value for name, value in flags.items() if value is not None}
-    return _on_all_hosts(request, output, form, given)
-
-
-def _on_all_hosts(request: "SearchRequest", output: Path, form: str, flags: dict[str, str]) -> int:
-    """Search with the other hosts, which run the same command; gives the exit code."""
     from ddprun.host.device import default_rank_count
-    from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
 
-    ranks = request.ranks_per_host or request.loaded.pipeline.launch.nproc_per_node
-    flags["nproc_per_node"] = str(ranks or default_rank_count(request.loaded))
-    hosts, code = None, 1
-    try:
-        hosts = SearchHosts(flags)
-        code = _search(request, output, form, hosts)
-    except HostsError as error:
-        click.echo(f"ddprun tune: {error}", err=True)
-    except KeyboardInterrupt:
-        code = 130
-    finally:
-        if hosts is not None:
-            if hosts.is_first:
-                hosts.send_to_others(RoundMessage(end=code))
-            hosts.wait_for_all_to_leave()
-    return code
+    ranks = nproc_per_node or loaded.pipeline.launch.nproc_per_node or default_rank_count(loaded)
+    rendezvous["nproc_per_node"] = str(ranks)
+    return run_on_all_hosts("tune", rendezvous, [loaded.digest()], partial(_search, request, output, form))
 
 
-def _search(request: "SearchRequest", output: Path, form: str, hosts: "SearchHosts | None") -> int:
+def _search(request: "SearchRequest", output: Path, form: str, hosts: "ComparisonHosts | None") -> int:
     """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
+    from ddprun.compare.hosts import HostsError
     from ddprun.config import PipelineError
     from ddprun.host.code_folders import ForeignFolderError
     from ddprun.predict import ShortRunError
     from ddprun.predict.costs import CostsUnknownError
     from ddprun.telemetry.reader import NoRunError
+    from ddprun.tune import TuneError
     from ddprun.tune import text as outcome_text
-    from ddprun.tune.hosts import HostsError
-    from ddprun.tune.search import Search, TuneError
+    from ddprun.tune.search import Search
 
     loaded, secrets = request.loaded, request.loaded.secrets
     progress, search = printing.ProgressLine("ddprun tune"), None
@@ -227,23 +204,15 @@ def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[s
     return found
 
 
-def _check_host_count(hosts: int, endpoint: str | None, links: "Links | None", floors: "Floors") -> None:
-    """Check that --link, --rdzv-endpoint and --floor make sense for this number of hosts."""
-    from ddprun.host.network import host_and_port
+def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floors: "Floors") -> None:
+    """Check that --link and --floor make sense for this number of hosts; `here`: whether they take part."""
     from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
 
     if hosts == 1 and links is not None and links.across.takes_time:
         text = "it is a link between hosts, and there is one: name more with --nnodes, or write within=RATE"
         raise click.BadParameter(text, param_hint="--link or --latency")
-    if hosts == 1 and endpoint is not None:
-        raise click.BadParameter("there is one host: name more with --nnodes", param_hint="--rdzv-endpoint")
-    if endpoint is not None:
-        try:
-            host_and_port(endpoint)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--rdzv-endpoint") from None
-    reason = "" if endpoint is not None else why_not_run(hosts, links or Links())
+    reason = "" if here else why_not_run(hosts, links or Links())
     if reason and (floors.cosine, floors.loss) != (None, None):
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
 

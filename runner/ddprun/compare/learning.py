@@ -28,6 +28,7 @@ _STUDENT_T_QUANTILES = (
 SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
 NO_CLEAR_DIFFERENCE, ONE_SEED_CANNOT_TELL = "learns as well as can be told", "one seed cannot tell"
 NOT_FINITE = "is not finite"
+TOO_FEW_TURNS = "too few turns to tell"  # a verdict on speed
 
 Row = Mapping[str, Any]  # as `compare.comparison_rows` makes it
 
@@ -225,12 +226,15 @@ def _metric_label(quantity: str) -> str:
 
 def conclusion(row: Row) -> str:
     """Speed and learning in a few words."""
+    verdict = str(row["verdict"])
+    if verdict == TOO_FEW_TURNS:
+        verdict += f", {row['turns_needed']} more needed"
     if not row["learning"]:
-        return str(row["verdict"])
+        return verdict
     if row["learning"] == ONE_SEED_CANNOT_TELL:
-        return f"{row['verdict']}; one seed cannot tell how well it learns"
+        return f"{verdict}; one seed cannot tell how well it learns"
     learning = "its loss is not finite" if row["learning"] == NOT_FINITE else row["learning"]
-    return f"{row['verdict']}, and {learning}"
+    return f"{verdict}, and {learning}"
 
 
 def sentences(rows: Sequence[Row]) -> list[str]:
@@ -243,14 +247,13 @@ def _sentence(row: Row) -> str:
     name, verdict, learning = row["variant"], row["verdict"], row["learning"]
     if "failed" in verdict:
         return f"{name}: {verdict}."
-    speed = {
-        "faster": "is faster",
-        "slower": "is slower",
-        "too few turns to tell": "took too few turns to tell how fast it is",
-    }.get(verdict, "is as fast as can be told")
-    if row["times_first"] is not None and verdict != "too few turns to tell":
+    speed = {"faster": "is faster", "slower": "is slower"}.get(verdict, "is as fast as can be told")
+    if verdict == TOO_FEW_TURNS:
+        speed = f"needs {format_count(row['turns_needed'], 'more turn')} to tell how fast it is"
+    if row["times_first"] is not None:
         low, high = row["times_first_low"], row["times_first_high"]
-        speed += f" ({row['times_first']:.2f} times as fast, {low:.2f} to {high:.2f})"
+        so_far = "so far " if verdict == TOO_FEW_TURNS else ""
+        speed += f" ({so_far}{row['times_first']:.2f} times as fast, {low:.2f} to {high:.2f})"
     if learning == SAME:
         return f"{name} {speed}, and learns the same: its losses are equal."
     if learning in (NOT_FINITE, ""):
@@ -299,6 +302,8 @@ def _choice(first: Row, others: Sequence[Row]) -> str:
         if chosen["verdict"] == "faster":
             why = "it is the fastest that does not learn worse"
         return f"Choose {chosen['variant']}: {why}."
+    if any(row["verdict"] == TOO_FEW_TURNS for row in others):
+        return "There is nothing to choose yet: compare again with more `--steps`, or a smaller `--turn`."
     if any(row["verdict"] == "faster" for row in others):
         return f"Stay with {first['variant']}: what is faster learns worse, or sends nothing."
     return f"Stay with {first['variant']}: nothing else is faster beyond noise, or learns better."

@@ -1,4 +1,4 @@
-"""Run variants side by side on one machine, and measure how they differ.
+"""Run variants side by side, on one machine or on several, and measure how they differ.
 
 All runs of a seed start together and take turns of a few steps, in an order that is drawn anew each round:
 whatever disturbs the machine disturbs all of them alike. What is compared is the time of the same turn. The
@@ -32,6 +32,7 @@ from rich.text import Text
 
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
+from ddprun.compare.hosts import ComparisonHosts
 from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, StepStage, load
@@ -139,14 +140,6 @@ def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str
     return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ComparisonHost:
-    """Which of several hosts this is; the same runs take turns on all of them."""
-
-    index: int  # from 0
-    rdzv_id: str  # each run's has its own number behind this
-
-
 @dataclass(slots=True)
 class SeedRun:
     """A run of a variant under one seed."""
@@ -221,13 +214,13 @@ def run_all(
     turn_steps: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
-    host: ComparisonHost | None = None,
+    hosts: ComparisonHosts | None = None,
 ) -> list[VariantRuns]:
     """Run the variants in turns of `turn_steps`, under one seed after the other, and read what they left.
 
-    `arguments` of `ddprun run` are the same for all; `progress` takes what is going on now. On several hosts,
-    each does the same as its `host`: the turns come in one order on all, and no host is a turn ahead, for
-    ranks wait for each other.
+    `arguments` of `ddprun run` are the same for all; `progress` takes what is going on now. On several
+    `hosts`, each does the same: the turns come in one order on all, and no host is a turn ahead, for ranks
+    wait for each other.
     """
     sides = [VariantRuns(variant, []) for variant in chosen]
     for seed in seeds:
@@ -236,7 +229,7 @@ def run_all(
             side.runs.append(SeedRun(folder / name, seed))
         with_seed = "" if len(seeds) == 1 else f" with seed {seed}"
         progress(f"starting {format_count(len(sides), 'run')}{with_seed}")
-        asyncio.run(_take_turns(sides, turn_steps, arguments, progress, host))
+        asyncio.run(_take_turns(sides, turn_steps, arguments, progress, hosts))
         for side in sides:
             fill_from_records(side.runs[-1], turn_steps)
     return sides
@@ -247,11 +240,11 @@ async def _take_turns(
     turn_steps: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
-    host: ComparisonHost | None,
+    hosts: ComparisonHosts | None,
 ) -> None:
     """Run the last run of each variant."""
     draw, order, turns = random.Random(0), list(range(len(sides))), 0
-    async with _running_processes(sides, turn_steps, arguments, host) as (scheduler, processes):
+    async with _running_processes(sides, turn_steps, arguments, hosts) as (scheduler, processes):
         await scheduler.wait_for_all()
         while scheduler.any_alive():
             left = frozenset(scheduler.waiting_runs())
@@ -270,7 +263,7 @@ async def _take_turns(
 
 @asynccontextmanager
 async def _running_processes(
-    sides: Sequence[VariantRuns], turn_steps: int, arguments: Sequence[str], host: ComparisonHost | None
+    sides: Sequence[VariantRuns], turn_steps: int, arguments: Sequence[str], hosts: ComparisonHosts | None
 ) -> AsyncIterator[tuple[TimeSliceScheduler, list[Popen[bytes]]]]:
     """All processes and their scheduler; both are gone afterwards."""
     processes: list[Popen[bytes]] = []
@@ -283,10 +276,10 @@ async def _running_processes(
                     overrides.append(f"seed={run.seed}")
                 command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
                 command += ["--run-dir", str(run.folder), *arguments]
-                if host is not None:
-                    command += ["--rdzv-id", f"{host.rdzv_id}-{number}"]
+                if hosts is not None:
+                    command += hosts.run_arguments(run.folder)
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
-                log_file = log_path(run, host)
+                log_file = log_path(run, 0 if hosts is None else hosts.index)
                 with export_overrides(overrides), open_file(log_file.parent, log_file.name, "wb") as log:
                     process = Popen(
                         command,
@@ -303,9 +296,9 @@ async def _running_processes(
         _terminate(processes)
 
 
-def log_path(run: SeedRun, host: ComparisonHost | None = None) -> Path:
+def log_path(run: SeedRun, host: int = 0) -> Path:
     """The file with what the run writes on its screen; each host but the first has one of its own."""
-    suffix = f".host-{host.index}" if host is not None and host.index else ""
+    suffix = f".host-{host}" if host else ""
     return run.folder.with_name(f"{run.folder.name}{suffix}.log")
 
 
@@ -408,10 +401,11 @@ def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -
     if not first.completed:
         return "the first has failed"
     ratio = speed_ratio(first, other)
-    if ratio is None or ratio.turns < _MIN_TURNS:
-        return "too few turns to tell"
+    enough = ratio is not None and ratio.turns >= _MIN_TURNS
     if other.variant.twin:
-        return f"noise: up to {ratio.noise_factor - 1:.1%}"
+        return f"noise: up to {ratio.noise_factor - 1:.1%}" if ratio and enough else "noise: not known yet"
+    if ratio is None or not enough:
+        return learning.TOO_FEW_TURNS
     least = noise or 1.0
     if ratio.low > 1 and ratio.mean > least:
         return "faster"
@@ -435,6 +429,7 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
                 "times_first_low": ratio.low if ratio else None,
                 "times_first_high": ratio.high if ratio else None,
                 "turns": len(side.step_s_by_turn),
+                "turns_needed": max(0, _MIN_TURNS - (ratio.turns if ratio else 0)),
                 "verdict": speed_verdict(sides[0], side, factor),
                 **outcome,
                 "run_dir": str(side.runs[0].folder),

@@ -12,25 +12,25 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddprun import __version__
-from ddprun.compare import learning
 from ddprun.compare import runs as compare
-from ddprun.compare.runs import ComparisonHost, SeedRun, Variant, VariantRuns
-from ddprun.config import LoadedPipeline, PipelineError
+from ddprun.compare.hosts import ComparisonHosts, HostMessage, HostsError
+from ddprun.compare.runs import VariantRuns
+from ddprun.config import LoadedPipeline
 from ddprun.config.resolved import flow_yaml
-from ddprun.explain.explain import Explanation, StageExplanation, explain
-from ddprun.explain.model_probe import ModelProbe, WorldShape
+from ddprun.explain.explain import explain
+from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.costs import CostsUnknownError
-from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
-from ddprun.predict.measure import QUIET, cost_model_of_run, distinct_stacks, run_measurement
+from ddprun.predict.measure import cost_model_of_run, distinct_stacks, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
+from ddprun.tune import TuneError
 from ddprun.tune.candidates import (
     BUCKET_CAP_KEY,
     Candidate,
@@ -38,12 +38,9 @@ from ddprun.tune.candidates import (
     all_combinations,
     candidate_from_changes,
     find_tuned_stage,
-    make_candidate,
     values_to_try,
-    with_changes,
 )
 from ddprun.tune.choose import (
-    TARGET_LOSS_SHARE,
     Floors,
     PredictedCandidate,
     Trial,
@@ -51,7 +48,8 @@ from ddprun.tune.choose import (
     pick_winner,
     predicted_winner,
 )
-from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
+from ddprun.tune.predictor import CandidatePredictor
+from ddprun.tune.rounds import RoundResult, judge_round, sides_of_round, turn_and_run_steps
 from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
 from ddprun.units import format_count
 
@@ -59,18 +57,9 @@ _MAX_ROUNDS = 5
 _CANDIDATES_PER_ROUND = 5  # beside the file and its twin
 _MEASURING_TIME_SHARE = 0.35  # of the time: the short run that measures costs is ended then
 _ROUND_TIME_SHARE = 0.5  # of the time that is left: what a round may take
-_PROGRESS_EVERY = 25  # candidates
-_DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
-_MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
-_MIN_TURN_STEPS = 2
 _CANDIDATES_WITH_OTHER_CAPS = 8  # the best ones: for these, sizes of buckets are tried
-_DROPPED_OPTIONS = ("steps", "epochs", "evaluate", "keep_best", "stop")
 
 Say = Callable[[str], None]
-
-
-class TuneError(Exception):
-    """The search cannot go on; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +108,12 @@ class SearchOutcome:
     end_reason: str = ""  # why there were no more runs
     folder: Path = Path()
 
+    def add(self, result: RoundResult) -> None:
+        """Take in what came out of a round."""
+        self.trials += result.trials
+        self.noise_factor = max(self.noise_factor or 1.0, result.noise_factor or 1.0)
+        self.baseline_step_s, self.baseline_loss = result.baseline_step_s, result.baseline_loss
+
     @property
     def winning_trial(self) -> Trial | None:
         """The winner's trial, if runs decide."""
@@ -143,13 +138,12 @@ class Search:
     """
 
     def __init__(
-        self, request: SearchRequest, say: Say, progress: Say, hosts: SearchHosts | None = None
+        self, request: SearchRequest, say: Say, progress: Say, hosts: ComparisonHosts | None = None
     ) -> None:
         self._request, self._say, self._progress, self._hosts = request, say, progress, hosts
         self._start_time_s = time.monotonic()
         loaded = request.loaded
         self._explained = explain(loaded, hosts=request.hosts, ranks_per_host=request.ranks_per_host)
-        self._probes = [self._explained.probe]
         self._world = self._explained.world
         steps = {stage.index: stage.steps for stage in self._explained.stages}
         self._tuned = find_tuned_stage(loaded, steps)
@@ -160,7 +154,7 @@ class Search:
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
         self.folder = request.runs_folder  # and below it, once the search has begun
-        self._cost_model: CostModel
+        self._predictor: CandidatePredictor
         self._state: State
 
     def follow(self) -> int:
@@ -170,17 +164,18 @@ class Search:
             HostsError: the first host is gone, or what it says makes no sense.
         """
         assert self._hosts is not None
-        while (message := self._hosts.receive()).end is None:
-            try:
-                chosen = [
-                    candidate_from_changes(self._request.loaded, self._tuned, changes)
-                    for changes in message.candidates
-                ]
-            except ValueError as error:
-                raise HostsError(f"what the first host says makes no sense: {error}") from None
-            folder = self._request.runs_folder / message.folder
-            self._run_all(chosen, folder, message.turn_steps, message.steps)
-        return message.end
+        return self._hosts.follow(self._take_part)
+
+    def _take_part(self, message: HostMessage) -> None:
+        try:
+            chosen = [
+                candidate_from_changes(self._request.loaded, self._tuned, changes)
+                for changes in message.candidates
+            ]
+        except ValueError as error:
+            raise HostsError(f"what the first host says makes no sense: {error}") from None
+        folder = self._request.runs_folder / message.folder
+        self._run_all(chosen, folder, message.turn_steps, message.steps)
 
     def run(self) -> SearchOutcome:
         """Measure, predict, run. What is done is kept, also if this is interrupted.
@@ -229,8 +224,15 @@ class Search:
         tried = values_to_try(loaded, tuned, self._world, on_cpu=device.type == "cpu")
         tried |= {key: list(values) for key, values in self._request.vary.items()}
         found = list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
-        self._cost_model = self._load_or_measure_costs(found)
-        file, *entries = self._predict_each(found)
+        self._predictor = CandidatePredictor(
+            loaded,
+            tuned,
+            self._explained,
+            self._load_or_measure_costs(found),
+            self._links,
+            self._progress,
+        )
+        file, *entries = self._predictor.predict(found)
         if not file.predicted.hooks_measured:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
             raise TuneError(f"the run of --from has no steps with the file's own hooks {hooks}")
@@ -241,7 +243,7 @@ class Search:
             if not one.predicted.hooks_measured
         }
         best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
-        known += self._with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
+        known += self._predictor.with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
         return SearchOutcome(
             tuned=tuned,
             world=self._world,
@@ -277,55 +279,6 @@ class Search:
             return model
         return cost_model_of_run(self.folder / self._state.costs, Links())
 
-    def _explain(self, candidate: Candidate) -> Explanation:
-        """A candidate, explained for the ranks in question, with what is known of the model."""
-        probe: ModelProbe | None = next(
-            (one for one in self._probes if one.suffices_for(candidate.loaded)), None
-        )
-        explained = explain(
-            candidate.loaded,
-            hosts=self._world.hosts,
-            ranks_per_host=self._world.ranks_per_host,
-            probe=probe,
-        )
-        if probe is None:
-            self._probes.append(explained.probe)
-        return explained
-
-    def _predict_each(self, found: Sequence[Candidate]) -> Iterator[PredictedCandidate]:
-        """Predict each candidate; those that only the attempt shows to be impossible are left out."""
-        for number, candidate in enumerate(found, 1):
-            if len(found) > _PROGRESS_EVERY and number % _PROGRESS_EVERY == 1:
-                self._progress(f"predicting {number} of {len(found)} candidates")
-            try:
-                stage = self._explain(candidate).stages[self._tuned.stage.index]
-            except PipelineError:
-                if not candidate.changes:
-                    raise
-                continue
-            if is_predictable(stage):
-                predicted = self._cost_model.predict(stage, self._world, self._links)
-                yield PredictedCandidate(candidate, predicted, _layouts(stage))
-            elif not candidate.changes:
-                raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
-
-    def _with_other_caps(
-        self, best: Sequence[PredictedCandidate], caps_mb: Sequence[Any]
-    ) -> Iterator[PredictedCandidate]:
-        """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
-        key = self._tuned.paths_by_key[BUCKET_CAP_KEY]
-        for one in best:
-            known = [one.layouts]
-            found = [
-                with_changes(self._request.loaded, self._tuned, {**one.candidate.changes, key: cap})
-                for cap in caps_mb
-            ]
-            resized = [each for each in found if each is not None and key in each.changes]
-            for other in self._predict_each(resized):
-                if other.predicted.hooks_measured and other.layouts not in known:
-                    known.append(other.layouts)
-                    yield other
-
     # By real runs.
 
     def _run_rounds(self, outcome: SearchOutcome) -> None:
@@ -336,7 +289,7 @@ class Search:
             for side, code in zip(sides, done.codes, strict=True):
                 side.runs[0].code = code
                 compare.fill_from_records(side.runs[0], done.turn_steps)
-            self._record_results(outcome, chosen, sides)
+            outcome.add(judge_round(outcome.baseline, chosen, sides))
         while len(self._state.rounds) < _MAX_ROUNDS:
             if not self._run_round(outcome):
                 return
@@ -357,7 +310,7 @@ class Search:
                 for changes in done.candidates
             ]
             missing = [candidate for candidate in found if candidate.name not in names]
-            names |= {one.candidate.name: one for one in self._predict_each(missing)}
+            names |= {one.candidate.name: one for one in self._predictor.predict(missing)}
             return [names[candidate.name] for candidate in found]
         except (ValueError, KeyError) as error:
             raise TuneError(
@@ -407,10 +360,10 @@ class Search:
         if self._hosts is not None:
             name = f"{self.folder.name}/{folder.name}"
             self._hosts.send_to_others(
-                RoundMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
+                HostMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
             )
         sides = self._run_all([one.candidate for one in chosen], folder, turn, steps)
-        self._record_results(outcome, chosen, sides)
+        outcome.add(judge_round(outcome.baseline, chosen, sides))
         codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
         done = Round(folder=folder.name, candidates=changes, codes=codes, turn_steps=turn, steps=steps)
         self._save_state(rounds=(*self._state.rounds, done))
@@ -418,76 +371,18 @@ class Search:
 
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
         """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
-        sides, hosts = self._sides(chosen, folder, turn, steps), self._hosts
-        host, arguments = None, ["--nnodes", "1"]
-        if hosts is not None:
-            host = ComparisonHost(hosts.index, hosts.rdzv_id(f"{folder.parent.name}/{folder.name}"))
-            arguments = hosts.arguments
-        variants = [side.variant for side in sides]
-        return compare.run_all(variants, [None], folder, turn, arguments, self._progress, host)
+        variants = [side.variant for side in self._sides(chosen, folder, turn, steps)]
+        arguments = ["--nnodes", "1"] if self._hosts is None else []
+        return compare.run_all(variants, [None], folder, turn, arguments, self._progress, self._hosts)
+
+    def _sides(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
+        return sides_of_round(
+            self._request.loaded, self._tuned, chosen, folder, turn, steps, self._local_overrides
+        )
 
     def _budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""
         return _ROUND_TIME_SHARE * self._left_s - runs * self._state.started_s
-
-    def _sides(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
-        """The runs of a round: the file, its twin, and the candidates."""
-        loaded = self._request.loaded
-        file = make_candidate(loaded, self._tuned, loaded, {})
-        wanted = [(file, False), (file, True), *((candidate, False) for candidate in chosen)]
-        quiet = (*QUIET, f"timings.fidelity_every={turn}", *self._local_overrides)
-        sides = []
-        for index, (candidate, twin) in enumerate(wanted):
-            short = short_run_overrides(candidate, self._tuned, steps)
-            overrides = *candidate.loaded.overrides, *short, *quiet
-            variant = Variant(candidate.name, candidate.loaded.path, overrides, twin=twin)
-            sides.append(VariantRuns(variant, [SeedRun(folder / f"{index}")]))
-        return sides
-
-    def _record_results(
-        self, outcome: SearchOutcome, chosen: Sequence[PredictedCandidate], sides: Sequence[VariantRuns]
-    ) -> None:
-        """Take in what came out of a round.
-
-        Raises:
-            TuneError: the file as it is failed.
-        """
-        first = sides[0]
-        if not first.completed:
-            log = compare.log_path(first.runs[0])
-            raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
-        step_times = [_step_time_and_spread(side) for side in sides]
-        # From here on, turns have the time that a candidate takes for as many samples as a step of the file.
-        for side, one in zip(sides[2:], chosen, strict=True):
-            share = outcome.baseline.candidate.samples_per_step / one.candidate.samples_per_step
-            run = side.runs[0]
-            run.step_s_by_turn = {turn: seconds * share for turn, seconds in run.step_s_by_turn.items()}
-        noise = compare.noise_factor(sides)
-        outcome.noise_factor = max(outcome.noise_factor or 1.0, noise or 1.0)
-        learned = learning.judge_learning([side.digests if side.completed else [] for side in sides])
-        samples = int(learned[0]["loss_after_samples"])
-        target_loss = learning.loss_after(first.digests[0].run, int(TARGET_LOSS_SHARE * samples))
-        outcome.baseline_step_s = step_times[0][0]
-        outcome.baseline_loss = learned[0]["loss"]
-        results = zip(sides, step_times, learned, strict=True)
-        for one, (side, (step_s, spread_s), judged) in zip(chosen, list(results)[2:], strict=True):
-            digest = side.merged_digest()
-            outcome.trials.append(
-                Trial(
-                    entry=one,
-                    run_dir=side.runs[0].folder,
-                    code=side.runs[0].code,
-                    verdict=compare.speed_verdict(first, side, noise),
-                    speed_ratio=compare.speed_ratio(first, side),
-                    step_s=step_s,
-                    spread_s=spread_s,
-                    cosine=digest.cosine if digest is not None else None,
-                    loss=judged["loss"],
-                    baseline_loss=learned[0]["loss"],
-                    speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
-                    loss_is_finite=judged["learning"] != learning.NOT_FINITE,
-                )
-            )
 
 
 def why_not_run(hosts: int, links: Links) -> str:
@@ -495,70 +390,3 @@ def why_not_run(hosts: int, links: Links) -> str:
     if hosts > 1:
         return f"the {hosts} hosts are not here"
     return "the link inside a host is not that of this one" if links.within.takes_time else ""
-
-
-def turn_and_run_steps(
-    step_s: float, budget_s: float, longest_period: int | None, stage_steps: int | None
-) -> tuple[int, int] | None:
-    """Steps of a turn, and of each run of a round; None: there is no time for enough turns.
-
-    Args:
-        step_s: of one step of each of the runs, together.
-        budget_s: how long all may take.
-        longest_period: the longest period of their policies, which a turn should cover; None: take the
-            longest turn there is time for.
-        stage_steps: of the stage, which runs are not to exceed; None: not known.
-    """
-    most = int(max(0.0, budget_s) / step_s)
-    if stage_steps is not None:
-        most = min(most, max(stage_steps, _MIN_TURNS * _MIN_TURN_STEPS))
-    turn = most // _MIN_TURNS
-    if longest_period is not None:
-        turn = min(max(longest_period, _DEFAULT_TURN_STEPS), turn)
-    if turn < _MIN_TURN_STEPS:
-        return None
-    return turn, min(most // turn, _MAX_TURNS) * turn
-
-
-def short_run_overrides(candidate: Candidate, tuned: TunedStage, steps: int) -> tuple[str, ...]:
-    """Overrides that leave only the stage that is tuned, with so many steps."""
-    written = candidate.loaded.written_options(tuned.stage)
-    kept = {key: value for key, value in written.items() if key not in _DROPPED_OPTIONS}
-    more: tuple[str, ...] = ()
-    if candidate.settings.warmup_steps >= steps:  # it would never reach its learning rate
-        if "warmup_steps" in kept:
-            kept["warmup_steps"] = steps // 2
-        else:
-            more = (f"warmup_steps={steps // 2}",)
-    return f"stages={flow_yaml([{'train': {**kept, 'steps': steps}}])}", *more
-
-
-def _layouts(stage: StageExplanation) -> tuple[Any, ...]:
-    return tuple(
-        (exchange.moment, tuple(bucket.params for bucket in exchange.buckets or ()))
-        for pattern in stage.patterns
-        for exchange in pattern.exchanges
-    )
-
-
-def _speedup_to_loss(
-    first: VariantRuns, other: VariantRuns, loss: float | None, samples: int
-) -> float | None:
-    """How many times as fast, per time, the other comes to a loss that the first has; 0: not in its run."""
-    speed = compare.speed_ratio(first, other)
-    if loss is None or speed is None or not other.completed:
-        return None
-    samples_of_first, samples_of_other = (
-        learning.samples_until_loss(side.digests[0].run, loss, samples) for side in (first, other)
-    )
-    if samples_of_first is None:
-        return None
-    return 0.0 if samples_of_other is None else speed.mean * samples_of_first / samples_of_other
-
-
-def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None]:
-    """The mean time of a step in all turns, and half the distance between the quartiles of turns."""
-    times = sorted(side.step_s_by_turn.values())
-    if not times:
-        return None, None
-    return sum(times) / len(times), (compare.quantile(times, 0.75) - compare.quantile(times, 0.25)) / 2

@@ -80,7 +80,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
             "",
         ),
     ]
-    for trial in sorted(outcome.trials, key=lambda one: -one.training_speedup(outcome.floors)):
+    for trial in sorted(outcome.trials, key=lambda one: _rank_in_table(one, outcome)):
         out = rejection_reason(trial, outcome.floors)
         ratio = trial.speed_ratio
         rows.append(
@@ -104,6 +104,11 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     if len(left) > _MAX_UNRUN_CANDIDATES:
         rows.append((f"… and {len(left) - _MAX_UNRUN_CANDIDATES} more, predicted to be slower", *[""] * 7))
     return rows
+
+
+def _rank_in_table(trial: Trial, outcome: SearchOutcome) -> tuple[int, float]:
+    """What keeps training the same comes first, then what loses less; the fastest first in each kind."""
+    return CANDIDATE_KINDS.index(trial.entry.candidate.kind), -trial.training_speedup(outcome.floors)
 
 
 def _predicted_step_text(entry: PredictedCandidate) -> str:
@@ -133,13 +138,15 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     if entry is None:
         yield _no_winner_text(outcome)
         return
+    yield from _alternatives(outcome, entry)
     before, after = outcome.baseline.us_per_sample, entry.us_per_sample
+    winner = f"{_winner_headline(entry.candidate)} {entry.candidate.name}."
     if trial is None:
         step, baseline_step = _predicted_step_text(entry), _predicted_step_text(outcome.baseline)
         yield (
-            f"Winner, by prediction: {entry.candidate.name}. A step is predicted to take {step} in place of "
-            f"{baseline_step}: {before / after:.2f} times as many samples a second. Nothing was run with it, "
-            f"for {outcome.not_run_reason}."
+            f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
+            f"{before / after:.2f} times as many samples a second. Nothing was run with it, for "
+            f"{outcome.not_run_reason}."
         )
     else:
         ratio = trial.speed_ratio
@@ -148,14 +155,23 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         if outcome.noise_factor is not None:
             noise = f" The file's twin differs by up to {outcome.noise_factor - 1:.1%}."
         yield (
-            f"Winner: {entry.candidate.name}. It is {ratio.mean:.2f} times as fast as the file as it is, "
-            f"with 95 % confidence {ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns.{noise}"
+            f"{winner} It is {ratio.mean:.2f} times as fast as the file as it is, with 95 % confidence "
+            f"{ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns.{noise}"
         )
     if impact := training_impact_text(entry.candidate, trial):
         yield impact
-    yield from _alternatives(outcome, entry)
     if written is not None:
         yield f"It is written to {written}."
+
+
+def _winner_headline(candidate: Candidate) -> str:
+    match candidate.kind:
+        case "exact":
+            return "Winner, which keeps training the same:"
+        case "lossy hooks":
+            return "Winner, with lossy hooks:"
+        case "rare exchange":
+            return f"Winner, which changes the algorithm (ranks synchronise every {candidate.period} steps):"
 
 
 def _no_winner_text(outcome: SearchOutcome) -> str:
@@ -177,10 +193,10 @@ def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
     """
     if candidate.kind == "exact":
         return ""
-    what = "its hooks change what travels"
+    what = "its hooks change what is sent"
     if candidate.kind == "rare exchange":
-        what = f"all ranks meet only every {candidate.period} steps"
-        what += ", and its hooks change what travels" if candidate.lossiness else ""
+        what = f"ranks synchronise only every {candidate.period} steps"
+        what += ", and its hooks change what is sent" if candidate.lossiness else ""
     if trial is None:
         return f"It does not train the same: {what}. How much that loses was not measured."
     measured = []
@@ -202,18 +218,20 @@ def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
 def _alternatives(outcome: SearchOutcome, entry: PredictedCandidate) -> Iterator[str]:
     """The best of the kinds that lose less than the winner does."""
     for kind in CANDIDATE_KINDS[: CANDIDATE_KINDS.index(entry.candidate.kind)]:
-        which = "Of what loses nothing" if kind == "exact" else "With all ranks meeting at every step"
+        which = "Training stays the same" if kind == "exact" else "Ranks synchronise at every step"
         if outcome.not_run_reason:
             found = [one for one in outcome.entries if one.candidate.kind == kind]
             best = predicted_winner(outcome.baseline, found)
-            if best is not None:
-                gain = f"{outcome.baseline.us_per_sample / best.us_per_sample:.2f} times as fast as the file"
-                yield f"{which}, {best.candidate.name} is predicted to be {gain}."
-            continue
-        of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
-        held = pick_winner(of_kind, outcome.floors)
-        if held is not None:
-            yield f"{which}, {held.entry.candidate.name} is {held.speedup:.2f} times as fast as the file."
+            gain = outcome.baseline.us_per_sample / best.us_per_sample if best is not None else None
+        else:
+            of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
+            trial = pick_winner(of_kind, outcome.floors)
+            best, gain = (None, None) if trial is None else (trial.entry, trial.speedup)
+        if best is not None:
+            times = f"{'predicted to be ' if outcome.not_run_reason else ''}{gain:.2f} times as fast"
+            yield f"{which} with {best.candidate.name}: {times} as the file."
+        elif kind == "exact":
+            yield "No candidate that keeps training the same was found to be faster."
 
 
 def winner_changes(outcome: SearchOutcome) -> list[Change]:

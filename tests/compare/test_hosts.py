@@ -1,4 +1,4 @@
-"""A search on several hosts: they take the same rounds, and believe nothing that makes no sense."""
+"""Comparing on several hosts: they run the same in turns, and believe nothing that makes no sense."""
 
 import json
 import re
@@ -9,25 +9,26 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from ddprun.compare.hosts import ComparisonHosts, HostMessage, HostsError
 from ddprun.doctor import Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
 from ddprun.predict.links import parse_links
-from ddprun.tune.hosts import HostsError, RoundMessage, SearchHosts
+from ddprun.telemetry.reader import Run
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Running
 from tests.tune.test_command import PIPELINE, SLOW, VARY
 
 
-def waiting(said: Any) -> SearchHosts:
+def waiting(said: Any) -> ComparisonHosts:
     """A host that waits for the first one, which says this."""
-    host = object.__new__(SearchHosts)
+    host = object.__new__(ComparisonHosts)
     host._store, host._message_number, host.index, host.count = HashStore(), 0, 1, 2
     host._store.set("told/1", said if isinstance(said, str) else json.dumps(said))
     return host
 
 
 def test_what_is_told_is_heard() -> None:
-    told = RoundMessage(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn_steps=20, steps=200)
+    told = HostMessage(folder="p-1/round-0", candidates=({"hooks": ["int8"]},), turn_steps=20, steps=200)
     assert waiting(told.model_dump(mode="json")).receive() == told
 
 
@@ -81,8 +82,68 @@ def test_two_hosts_take_the_same_rounds(tmp_path: Path) -> None:
         found, other = first.wait(120), second.wait(60)
     assert (found.code, other.code) == (0, 0), found.stderr + other.stderr
     assert re.search(r"2 ranks on 2 hosts, \S+ .bit/s.* between hosts", found.stdout)
-    assert "Winner: hooks=[]. It is " in found.stdout
+    assert "Winner, which keeps training the same: hooks=[]. It is " in found.stdout
     assert other.stdout == ""
     assert (tmp_path / "p.tuned.yaml").exists()
     runs = list(tmp_path.glob("runs/tune/*/round-0/0/steps/rank-*.jsonl"))
     assert len(runs) == 2
+
+
+COMPARED = """
+model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}
+data: digits
+loader: {batch_size: 8}
+optimizer: {sgd: {lr: 0.1}}
+stages: [train: {steps: 24}]
+checkpoint: {keep: 0}
+launch: {nnodes: 2, nproc_per_node: 1}
+"""
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_two_hosts_compare_over_their_own_link(tmp_path: Path) -> None:
+    """Each run has a rank on each host; the first prints the table, and both end with its code."""
+    (tmp_path / "p.yaml").write_text(COMPARED)
+    words = ["compare", "p.yaml", "--vary=hooks=[[], [fp16]]", "--turn=3", "--rdzv-endpoint=node0:29400"]
+    words += ["--format=json", "--seeds=2"]
+    with (
+        hosts(2) as (one, two),
+        Running(*words, cwd=tmp_path, host=one) as first,
+        Running(*words, cwd=tmp_path, host=two) as second,
+    ):
+        found, other = first.wait(150), second.wait(60)
+    assert (found.code, other.code) == (0, 0), found.stderr + other.stderr
+    assert other.stdout == ""
+    rows = json.loads(found.stdout)
+    assert [row["turns"] for row in rows] == [14, 14, 14]
+    assert rows[0]["wire_bytes_per_step"] > 1.5 * rows[2]["wire_bytes_per_step"]
+    (folder,) = tmp_path.glob("runs/compare/*")
+    for seed in range(2):
+        started = Run(folder / f"2-seed-{seed}").first_event("started")
+        assert started is not None
+        assert started["hosts"] == ["node0", "node1"]
+    assert (folder / "2-seed-1.host-1.log").exists()
+    assert (folder / "report.html").exists()
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_hosts_with_other_files_say_so(tmp_path: Path) -> None:
+    """Both of them, before anything runs, and with exit code 1."""
+    done = []
+    for name, lr in (("one", 0.1), ("two", 0.2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.yaml").write_text(COMPARED.replace("lr: 0.1", f"lr: {lr}"))
+    words = ["compare", "p.yaml", "--rdzv-endpoint=node0:29400"]
+    with (
+        hosts(2) as (one, two),
+        Running(*words, cwd=tmp_path / "one", host=one) as first,
+        Running(*words, cwd=tmp_path / "two", host=two) as second,
+    ):
+        done = [first.wait(90), second.wait(60)]
+    for found in done:
+        assert found.code == 1, found.stderr
+        assert "have different pipelines or options: give the same command and the same files" in found.stderr
+        assert "Traceback" not in found.stderr
+    assert not list(tmp_path.glob("*/runs/compare/*/*"))
