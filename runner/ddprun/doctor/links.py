@@ -31,7 +31,7 @@ _CLOCK_WARNING_S = 1.0
 
 ELASTIC_TIMEOUT_S = 5.0
 """Elastic runs consider a host lost that has given no sign of life for so long, by its own wall clock
-(`ddprun.launch.local`)."""
+(`ddprun.launch.flags`)."""
 
 _CONNECT_TIMEOUT_S = 3.0
 _PORT_COUNT = 3

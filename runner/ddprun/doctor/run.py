@@ -179,7 +179,7 @@ def join_rendezvous(
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from ddprun.launch.local import rendezvous_parameters, silence_torchelastic, torchrun_arguments
+    from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_arguments
     from ddprun.launch.rendezvous import make_handler
 
     silence_torchelastic()

@@ -1,0 +1,239 @@
+"""Torchelastic's agent for this host's ranks, that says what it does and loses no steps where it need not."""
+
+import inspect
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
+
+from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
+from ddprun.config import LoadedPipeline
+from ddprun.host import rank_files
+from ddprun.host.processes import end_leftovers, in_background
+from ddprun.launch.flags import rendezvous_parameters
+from ddprun.launch.rendezvous import make_handler
+from ddprun.standard_streams import print_stderr
+from ddprun.watchdog.launcher_watchdog import connecting_ranks
+from ddprun_hooks.errors import format_ranks
+
+SHUTDOWN_TIMEOUT_S = "10"
+_CHECKPOINT_S = 30.0
+"""Longest wait for a checkpoint before ranks are ended that have not failed."""
+
+_EXIT_BARRIER_S = 30.0
+"""Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
+
+_FORCED_KILL_S = 1
+"""From SIGTERM to SIGKILL where somebody has asked twice."""
+
+_TICK_S = 0.05
+
+_ASK_EVERY_S = 1.0
+_CONNECTING_S = 5.0
+"""For so long ranks may wait to be connected, after the run has ended on another host."""
+
+CheckpointResult = Literal["new", "old", "none", "failing"]
+"""Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
+
+_RESTART_MESSAGES: dict[CheckpointResult, str] = {
+    "new": "another host has joined: restarting from a new checkpoint",
+    "old": "another host has joined: restarting; no new checkpoint could be taken",
+    "none": "another host has joined: restarting from the beginning",
+    "failing": "restarting, as the other hosts do",
+}
+
+
+class Agent(LocalElasticAgent):
+    """Starts this host's ranks, and again after a failure, or when hosts have come or gone.
+
+    Ranks of the pipeline `loaded` leave notes in `scratch`, this launcher's folder.
+    """
+
+    def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
+        assert config.logs_specs is not None
+        timeouts: dict[str, Any] = {"exit_barrier_timeout": _EXIT_BARRIER_S}
+        if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
+            timeouts["shutdown_timeout"] = config.shutdown_timeout
+        super().__init__(spec, config.logs_specs, **timeouts)
+        self._close_s = int(timeouts.get("shutdown_timeout", SHUTDOWN_TIMEOUT_S))
+        self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
+        self._failures = 0
+        self._next_question_at = 0.0  # whether the run has ended on another host
+        self._ended_elsewhere_at: float | None = None
+        self.kill_at_once = False
+        """Set by a signal handler: ranks that do not end when asked to are killed."""
+
+        self.leaving_signal: signal.Signals | None = None
+        """Set by a signal handler: this host leaves the run, after a checkpoint."""
+
+        self.stop_signal: signal.Signals | None = None
+        """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Wait for the other hosts.
+
+        Raises:
+            RendezvousError: hosts whose clocks are far apart consider each other lost, and torchelastic would
+                continue with too few.
+        """
+        in_background(partial(super()._rendezvous, worker_group)).result()
+        present = worker_group.group_world_size or 0
+        if present < self._min_nodes:
+            raise RendezvousError(
+                f"{present} of at least {self._min_nodes} hosts; the others were considered lost, as when "
+                "clocks are seconds apart: `ddprun doctor` compares them"
+            )
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look after the ranks. What starting them again would not change is the end of the run."""
+        if self.leaving_signal is not None:
+            self._take_checkpoint()
+            raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
+        result: RunResult = super()._monitor_workers(worker_group)
+        going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
+        if going_well and (early := self._ended_early(worker_group)):
+            result = RunResult(state=WorkerState.FAILED, failures=early)
+        if result.state == WorkerState.HEALTHY:
+            self._check_other_hosts(worker_group)
+        if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            return result
+        if rank_files.read_outcome(self._scratch) is not None:  # a rank went down after the run had ended
+            nothing = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
+        if self.stop_signal is not None:
+            raise SignalException(f"ended by {self.stop_signal.name}", self.stop_signal)
+        failures: dict[int, ProcessFailure] = result.failures
+        codes = {failure.exitcode for failure in failures.values()}
+        if EXIT_REPEATED in codes:
+            print_stderr(
+                "ddprun: not starting the ranks again: they have failed alike before, at the same step, "
+                "and no checkpoint has come since"
+            )
+        if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
+            raise ChildFailedError("ddprun", failures)
+        self._failures += 1
+        if self._failures <= (most := worker_group.spec.max_restarts):
+            cause = f"{found}; " if (found := unexplained_exits(failures)) else ""
+            print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
+        return result
+
+    def _check_other_hosts(self, worker_group: WorkerGroup) -> None:
+        """End ranks that wait to be connected to those of a host on which the run has ended. One that was
+        killed there could not tell them.
+
+        Raises:
+            RendezvousClosedError: there are such ranks.
+        """
+        hosts, now = worker_group.group_world_size or 1, time.monotonic()
+        if hosts == 1 or now < self._next_question_at:
+            return
+        self._next_question_at = now + _ASK_EVERY_S
+        if not (connecting_ranks(self._scratch) and worker_group.spec.rdzv_handler.is_closed()):
+            self._ended_elsewhere_at = None
+            return
+        self._ended_elsewhere_at = self._ended_elsewhere_at or now
+        if now - self._ended_elsewhere_at > _CONNECTING_S:
+            raise RendezvousClosedError
+
+    def _ended_early(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Ranks that have ended with exit code 0 although the run is not over: to torchelastic a success."""
+
+        def ended_with_0(pid: int) -> bool:
+            try:  # torchelastic has asked before, and found no other exit code
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return True
+            return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
+
+        ended = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, 0, "")
+            for worker in worker_group.workers
+            if worker.id is not None and ended_with_0(worker.id)
+        }
+        # Asked in this order: a rank leaves the outcome before it ends.
+        return ended if ended and rank_files.read_outcome(self._scratch) is None else {}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks. When one fails, torchelastic would give the others 30 s, whatever is set."""
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def close_in_time(death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+            # Torch 2.11 hands no timeout on, and newer torch 30 s where a rank fails.
+            close(death_sig or signal.SIGTERM, _FORCED_KILL_S if self.kill_at_once else self._close_s)
+            end_leftovers(started.values(), self._loaded.secrets.redact)
+
+        setattr(self._pcontext, "close", close_in_time)  # noqa: B010 (a method, to mypy)
+        return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
+            print_stderr(f"ddprun: {_RESTART_MESSAGES[self._take_checkpoint()]}")
+        super()._restart_workers(worker_group)
+
+    def _take_checkpoint(self) -> CheckpointResult:
+        """Have the ranks take a checkpoint, and wait for it unless they fail."""
+        if not self._loaded.pipeline.checkpoint.keep:
+            return "none"
+        since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
+        while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
+            enqueued_ns, written = rank_files.read_checkpoint_report(self._scratch)
+            if enqueued_ns > since:
+                return "new" if written else "old"
+            if len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
+                return "failing"
+            time.sleep(_TICK_S)
+        return "old"
+
+
+def make_agent(
+    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, loaded: LoadedPipeline
+) -> Agent:
+    """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
+    static = config.rdzv_backend == "static" and config.max_nodes > 1
+    host, _, port = config.rdzv_endpoint.rpartition(":")
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=program,
+        args=tuple(arguments),
+        rdzv_handler=in_background(partial(make_handler, rendezvous_parameters(config))).result(),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=host if static else None,
+        master_port=int(port) if static else None,
+        local_addr=config.local_addr,
+    )
+    return Agent(spec, config, scratch, loaded)
+
+
+def unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
+    """Which ranks have ended without a message of their own: killed, or with exit code 0 before the run was
+    over; nothing if none has.
+
+    When one has failed torchelastic ends the others with SIGTERM.
+    """
+    codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+    if early := [rank for rank, code in codes.items() if code == 0]:
+        who = format_ranks(early)
+        return f"{who} ended with exit code 0 before the run was over, as os._exit in its own code does"
+    by = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
+    others = {rank: number for rank, number in by.items() if number is not signal.SIGTERM}
+    if not others and len(failures) > len(by):
+        return ""
+    found = []
+    for rank, number in (others or by).items():
+        hint = " (out of memory is the usual cause)" if number is signal.SIGKILL else ""
+        found.append(f"rank {rank} was killed by {number.name}{hint}")
+    return ", ".join(found)

@@ -1,0 +1,155 @@
+"""Torchrun's flags: what the file and the environment add to them, and the rendezvous that they name."""
+
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+
+from ddprun.config import LoadedPipeline
+from ddprun.host import network
+from ddprun.host.device import default_rank_count
+from ddprun.launch.launcher import flag_or_variable
+from ddprun.standard_streams import print_stderr
+
+_ELASTIC_CONF = {
+    "last_call_timeout": "3",
+    "keep_alive_interval": "1",
+    "keep_alive_max_attempt": "5",
+    "read_timeout": "15",
+}
+"""For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
+enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
+With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost."""
+
+
+def flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """What the file says where neither a flag nor torchrun's own environment variable does."""
+    settings = loaded.pipeline.launch
+    found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}
+    if not flag_or_variable(flags, "nproc_per_node"):
+        found["nproc_per_node"] = settings.nproc_per_node or default_rank_count(loaded)
+    return {name: str(value) for name, value in found.items() if not flag_or_variable(flags, name)}
+
+
+def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
+    """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
+    given: list[str] = []
+    for name, value in flags.items():
+        option = f"--{name.replace('_', '-')}"
+        given += [option] if value is True else [option, str(value)]
+    arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
+    one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
+    if not (one_host or arguments.standalone):
+        _check_rendezvous(arguments, flags)
+    elastic = _prepare_restarts(arguments)
+    if arguments.standalone or (one_host and arguments.rdzv_backend in ("static", "c10d")):
+        arguments.rdzv_backend = "c10d"
+        arguments.rdzv_endpoint = "localhost:0"
+        arguments.rdzv_id = str(uuid.uuid4())
+        # The host's own name need not resolve (a container without a network, a laptop in a strange one).
+        arguments.local_addr = arguments.local_addr or network.LOOPBACK
+        network.choose_loopback()
+    elif arguments.local_addr is None and (
+        elastic or network.is_address(network.host_of(arguments.rdzv_endpoint))
+    ):
+        # Where the ranks' own store may be; the host's own name need not be known to the others, but they
+        # all know that of the rendezvous. Left to itself torchelastic takes the host's name.
+        rendezvous = network.host_of(arguments.rdzv_endpoint)
+        here = rendezvous if network.is_this_host(rendezvous) else network.address_towards(rendezvous)
+        arguments.local_addr = None if here == network.LOOPBACK else here
+    if arguments.master_port is None:
+        arguments.master_port = 29500
+    return arguments
+
+
+def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
+    """Refuse flags for several hosts that do not say where the others are, or which of them this host is.
+
+    Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
+    itself, and wait for the others in silence.
+
+    Raises:
+        ValueError: which flag is missing.
+    """
+    given = partial(flag_or_variable, flags)
+    hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
+    host, static = network.host_of(where), arguments.rdzv_backend == "static"
+    if static and given("node_rank"):
+        return
+    if not (given("rdzv_endpoint") or (static and given("master_addr"))):
+        raise ValueError(
+            f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
+            "every host, HOST being one of them"
+        )
+    if not static:
+        return
+    if given("rdzv_endpoint") and not given("rdzv_backend"):
+        raise ValueError(
+            f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
+            f"every host, or --node-rank 0 on {host} and --node-rank 1 and so on elsewhere"
+        )
+    if not network.is_this_host(host):
+        raise ValueError(
+            f"this host is not {host}, where the rendezvous is, so it needs a --node-rank of its "
+            "own, from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
+        )
+
+
+def _prepare_restarts(arguments: Any) -> bool:
+    """Set what torchelastic needs to start ranks again; whether torchrun's arguments may come to that.
+
+    Raises:
+        ValueError: it may come to that, and could not work.
+    """
+    least, most = torchrun.parse_min_max_nnodes(arguments.nnodes)
+    if most > 1 and arguments.max_restarts and arguments.rdzv_backend == "static":
+        raise ValueError(
+            "the static rendezvous cannot restart the ranks of several hosts: "
+            "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
+        )
+    if least < most and not arguments.max_restarts:
+        print_stderr(
+            f"ddprun: warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends "
+            "the run"
+        )
+    if not arguments.max_restarts and least == most:
+        return False
+    # With a store that outlives the ranks, those of the next start find the addresses of the last one there,
+    # and most restarts fail (torch 2.13).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return True
+
+
+def is_elastic(config: LaunchConfig) -> bool:
+    """Whether ranks may be started again."""
+    return config.max_restarts > 0 or config.min_nodes < config.max_nodes
+
+
+def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousParameters:
+    """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
+    defaults = _ELASTIC_CONF if is_elastic(config) and config.rdzv_backend != "static" else {}
+    return RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **{**defaults, **config.rdzv_configs, **overrides},
+    )
+
+
+def silence_torchelastic() -> None:
+    """Silence torchelastic's loggers: this program reports what matters."""
+    # Each of them sets a level of its own, so silencing their parent is not enough.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(
+            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+        ):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
