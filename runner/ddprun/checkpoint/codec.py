@@ -157,31 +157,24 @@ def usual_permissions(path: Path) -> Iterator[None]:
     path.chmod(mode)
 
 
-def read_tensors(path: Path, root: Path, *, header_only: bool = False) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file, which may be hostile, into memory of its own on the CPU.
+def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file into memory of its own on the CPU.
 
-    No link is followed inside `root`. `header_only` reads the header alone: the tensors are on torch's
-    `meta` device. Raises UnreadableError if the file cannot be read, DamagedError if it is truncated or
-    contradicts itself.
+    No link is followed inside `root`. Raises UnreadableError if the file cannot be read, DamagedError if it
+    is truncated or contradicts itself.
     """
-    with errors_naming(path):
-        with open_file(root, path.relative_to(root)) as file:
-            try:
-                # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
-                mapped = load_file(f"/dev/fd/{file.fileno()}")
-            except (SafetensorError, TypeError, RuntimeError) as error:  # torch's, of impossible shapes
-                raise ValueError(str(error)) from None
-        if header_only:
-            return {name: tensor.to("meta") for name, tensor in mapped.items()}
-        for name, tensor in mapped.items():
-            if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-                raise ValueError(f"{name} holds booleans other than 0 and 1")
+    with errors_naming(path), open_file(root, path.relative_to(root)) as file:
+        try:
+            # By descriptor: what stands at the path now may be another file. It is mapped, not yet read.
+            mapped = load_file(f"/dev/fd/{file.fileno()}")
+        except (SafetensorError, TypeError, RuntimeError) as error:  # torch's, of impossible shapes
+            raise ValueError(str(error)) from None
         return {name: tensor.clone() for name, tensor in mapped.items()}
 
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Context manager around reading a file, which may be hostile: errors name the file.
+    """Context manager around reading a file: errors name the file.
 
     Raises UnreadableError if the file cannot be read, DamagedError if what is in it is invalid.
     """

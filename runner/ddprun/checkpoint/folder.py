@@ -215,8 +215,8 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure that these parts, or all, are what the manifest says, and can be decoded; a DamagedError
-    names the file.
+    """Make sure that these parts, or all, are what was written, by their SHA-256; a DamagedError names the
+    file.
     """
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in part_names(checkpoint.world_size) if names is None else names:
@@ -234,16 +234,12 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
                 if digest.hexdigest() != described["sha256"]:
                     raise ValueError("not what was written: its SHA-256 differs")
-        read_part(checkpoint, name, header_only=True)
 
 
-def read_part(checkpoint: Checkpoint, name: str, *, header_only: bool = False) -> dict[str, Any]:
-    """The state of a part whose files `verify` has found whole; `header_only`: with tensors on torch's
-    `meta` device, which have no data. Raises DamagedError if it is inconsistent.
-    """
+def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """The state of a part that `verify` has found whole; raises DamagedError if it cannot be read."""
     text, weights = part_paths(checkpoint.path, name)
-    tree = read_json(checkpoint, text)
-    tensors = read_tensors(weights, checkpoint.root, header_only=header_only)
+    tree, tensors = read_json(checkpoint, text), read_tensors(weights, checkpoint.root)
     with errors_naming(text):
         return decode(tree, tensors)
 

@@ -20,7 +20,7 @@ from ddprun.config.changes import check_changes, schedule_changed
 from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, hook_state_layout, raise_damaged_on_error, restore, validate_state
+from ddprun.engine.state import StateError, hook_state_layout, raise_damaged_on_error, restore
 from ddprun.host.rank_files import attempt_folder
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
 from ddprun.telemetry.control_message import Accumulator
@@ -51,11 +51,11 @@ def resume(session: Session) -> None:
     with (
         TemporaryDirectory(prefix="ddprun-", dir=attempt_folder()) as scratch,
         fail_on_all_ranks(session, checkpoint, "state"),
+        raise_damaged_on_error("state"),
     ):
         saved = _read_state(session, checkpoint, Path(scratch))
         before, cursor = saved["pipeline"], saved["position"]
-        with raise_damaged_on_error("pipeline"):
-            _reopen_longer_stage(session, before, cursor)
+        _reopen_longer_stage(session, before, cursor)
     notes = check_changes(runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"])
     changed_data = _check_data(session, saved)
     with fail_on_all_ranks(session, checkpoint, "session"):
@@ -200,26 +200,12 @@ def _check_share(session: Session, root: Path, step: int) -> str | None:
     if ranks.rank in checking:
         share = checking.index(ranks.rank)
         try:
-            _verify_share(folder.open_checkpoint(root, step), share, len(checking))
+            checkpoint = folder.open_checkpoint(root, step)
+            parts = folder.part_names(checkpoint.world_size)
+            folder.verify(checkpoint, parts[share :: len(checking)])
         except DamagedError as error:
             problem = str(error)
     return next(filter(None, ranks.gather(f"resume/{step}", problem)), None)
-
-
-def _verify_share(checkpoint: Checkpoint, share: int = 0, shares: int = 1) -> None:
-    """Make sure that one of several shares of a checkpoint's files is whole and holds the state of a run, or
-    raise a DamagedError.
-    """
-    folder.verify(checkpoint, folder.part_names(checkpoint.world_size)[share::shares])
-    shared = folder.read_part(checkpoint, "shared", header_only=True)  # its tensors have no data
-    for rank in range(checkpoint.world_size)[share::shares]:
-        state = {**shared, **folder.read_part(checkpoint, rank_part_name(rank), header_only=True)}
-        try:
-            validate_state(state)
-            if not 0 <= state["step"] <= checkpoint.step:  # ranks that exchange nothing stop each for itself
-                raise ValueError(f"its step is {state['step']}")
-        except ValueError as error:
-            raise DamagedError(f"{checkpoint.path / rank_part_name(rank)}.json: {error}") from None
 
 
 def _assess_checkpoint(
@@ -233,7 +219,7 @@ def _assess_checkpoint(
     if problem is not None:
         why = "unused"
         try:
-            _verify_share(folder.open_checkpoint(root, step))
+            folder.verify(folder.open_checkpoint(root, step))
         except DamagedError as error:
             unreadable = isinstance(error, UnreadableError)
             if not unreadable or isinstance(error.__context__, FileNotFoundError):
@@ -242,7 +228,8 @@ def _assess_checkpoint(
     checkpoint = folder.open_checkpoint(root, step)
     nonfinite = None if checkpoint.nonfinite == folder.NONFINITE_LOSS else checkpoint.nonfinite
     if nonfinite is not None:
-        cursor = folder.read_part(checkpoint, rank_part_name(0), header_only=True)["position"]
+        own = folder.read_json(checkpoint, checkpoint.path / f"{rank_part_name(0)}.json")
+        cursor = own["position"]
         if _on_nan_setting(session, cursor) == "continue":
             text = f"using the checkpoint of step {step}, though {nonfinite} is not finite in it"
             session.reporter.note(text)

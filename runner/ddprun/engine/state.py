@@ -5,7 +5,6 @@ parameters and optimizer state are shared. Between two averages of local SGD eac
 it. Further down: when a checkpoint is taken, and what became of it.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +13,10 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
@@ -36,8 +32,6 @@ from ddprun.engine.session import Evaluations, Session
 from ddprun.host.rank_files import report_checkpoint
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
-from ddprun.telemetry.control_message import Accumulator
-from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.control import open_control_channel
 
@@ -53,8 +47,8 @@ class StateError(ValueError):
 def collect_state(session: Session) -> dict[str, Any]:
     """This rank's part of a checkpoint. Tensors are those that training continues with, not copies.
 
-    A new key also goes into `_StateSchema` and `restore`, and into `resume.py` what becomes of it on another
-    number of ranks; tests/engine/test_session.py and tests/checkpoint hold that nothing is left out.
+    A new key also goes into `restore`, and into `resume.py` what becomes of it on another number of ranks;
+    tests/engine/test_session.py and tests/checkpoint hold that nothing is left out.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
     nonfinite = runtime.finite_check.first_nonfinite
@@ -104,117 +98,6 @@ def shared_keys(session: Session) -> frozenset[str]:
     if ema is not None and not ema.ranks_differ:
         found.append("ema")
     return frozenset(found)
-
-
-# Checking what a checkpoint holds, which may be anything, before anything is restored from it.
-
-_Count = Annotated[int, Field(ge=0)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _EntrySchema(BaseModel, strict=True):
-    kind: str
-    steps: _Count | None = None
-    seconds: _Seconds | None = None
-
-
-class _PositionSchema(BaseModel, strict=True):
-    next: _Count
-    stage: _Count | None
-    first_step: _Count
-    first_epoch: _Count
-    steps: _Count | None
-    seconds: _Seconds
-    run_seconds: _Seconds
-    entries: list[_EntrySchema]
-
-
-class _FeedSchema(BaseModel, strict=True):
-    epoch: _Count
-    samples: _Count
-
-
-class _DataSchema(BaseModel, strict=True):
-    length: _Count
-    digests: list[str | None]
-    mid_epoch: bool
-
-
-class _EmaSchema(BaseModel, strict=True):
-    tensors: dict[str, Any]
-    updates: _Count
-    apart: bool
-
-
-class _ReportedSchema(BaseModel, strict=True):
-    loss: float | None
-    metrics: dict[str, float | None] | None
-    audit: dict[str, Any] | None
-    farthest_apart: float
-    apart_reported: bool
-    nonfinite: dict[str, Any] | None
-
-
-class _StateSchema(BaseModel, strict=True):
-    step: int
-    position: _PositionSchema
-    schedule: dict[str, Any] | None
-    parameters: dict[str, Any]
-    frozen: dict[str, Any]
-    buffers: dict[str, Any]
-    extra: dict[str, Any]
-    optimizer: dict[str, Any]
-    ema: _EmaSchema | None
-    precision: dict[str, Any]
-    feed: _FeedSchema
-    stage_feeds: dict[str, _FeedSchema]
-    hooks: dict[str, Any]
-    sync: dict[str, Any]
-    replicas: list[Any]
-    outer_momentum: dict[str, Any]
-    buffers_seen: dict[str, Any]
-    evaluations: Evaluations
-    telemetry: dict[str, Any]
-    reported: _ReportedSchema
-    generators: dict[str, Any]
-    pipeline: dict[str, Any]
-    data: dict[str, _DataSchema] = {}  # older checkpoints have none
-    world_size: int
-    layout: str
-
-
-def validate_state(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless a checkpoint holds the state of a run."""
-    try:
-        found = _StateSchema.model_validate(dict(state))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
-        if first["type"] == "missing":
-            raise ValueError(f"it has no {path}") from None
-        raise ValueError(f"its {path} is {first['input']!r:.40}") from None
-    if missing := Evaluations.model_fields.keys() - found.evaluations.model_fields_set:
-        raise ValueError(f"it has no evaluations.{min(missing)}")
-    position, stages = found.position, found.pipeline.get("stages")
-    entries, last = position.entries, position.stage
-    for index, entry in enumerate(entries):
-        takes_steps = index == last or entry.kind in ("train", "forward")
-        if takes_steps and None in (entry.steps, entry.seconds):
-            raise ValueError(f"its position.entries[{index}] has no steps and seconds")
-    over = last is not None and last < position.next
-    most = len(stages) if isinstance(stages, list) else 0
-    if not len(entries) <= position.next <= most or (over and last is not None and last >= len(entries)):
-        raise ValueError("its position is outside of its stages")
-    if found.schedule:
-        done = found.schedule.get("last_epoch")
-        if type(done) is not int or not 0 <= done <= found.step:
-            raise ValueError(f"its schedule.last_epoch is {done!r:.40}")
-    with raise_damaged_on_error("telemetry"):
-        Totals.of(found.telemetry["totals"])
-        Accumulator.from_state_dict(found.telemetry["round"])
-        math.isfinite(found.telemetry["own_loss"])
-    with raise_damaged_on_error("reported"):
-        _read_findings(state["reported"])
 
 
 # What reading something other than expected ends in.
@@ -280,7 +163,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
         "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
         "extra": load_extra,
-        "optimizer": partial(_load_optimizer, runtime.optimizer),
+        "optimizer": runtime.optimizer.load_state_dict,
         "ema": load_ema,
         "position": run_state.cursor.load_state_dict,
         "precision": runtime.precision.load_state_dict,
@@ -315,11 +198,10 @@ def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool
     if not new_rates:
         if schedule is not None:
             with raise_damaged_on_error("schedule"):
-                _check_numbers(schedule.state_dict(), state["schedule"], "schedule", needed="last_epoch")
                 schedule.load_state_dict(state["schedule"])
         # The schedule, when it was built, has set the learning rates of a first step.
         with raise_damaged_on_error("optimizer"):
-            _load_optimizer(session.runtime.optimizer, state["optimizer"])
+            session.runtime.optimizer.load_state_dict(state["optimizer"])
     elif schedule is not None:  # follow the new schedule from its start to here
         replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
     with raise_damaged_on_error("generators"):
@@ -332,28 +214,6 @@ def replay_schedule(schedule: LRScheduler, steps: int) -> None:
         warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
         for _ in range(steps):
             schedule.step()
-
-
-def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Optimizers take over whatever they are given, and fail in their next step: so check it first."""
-    groups = zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True)
-    for index, (now, then) in enumerate(groups):
-        _check_numbers(now, then, f"param_groups[{index}]", needed="lr")
-    for of_param in saved["state"].values():
-        if not isinstance(of_param, dict):
-            raise TypeError(f"the state of a parameter is a {type(of_param).__name__}")
-    optimizer.load_state_dict(dict(saved))
-
-
-def _check_numbers(now: Mapping[str, Any], then: Mapping[str, Any], where: str, *, needed: str) -> None:
-    """Make sure that what is a number in `now`, an object as it was built, was one in the checkpoint.
-
-    Another version of torch may have had fewer settings; every version has `needed`.
-    """
-    for key, value in now.items():
-        was = then[key] if key == needed else then.get(key)
-        if type(value) in (int, float) and not isinstance(was, int | float | Tensor | NoneType):
-            raise TypeError(f"{where}.{key} is {was!r:.40}")
 
 
 def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
