@@ -1,52 +1,21 @@
 """docs/pipeline.md says what the schema says, and docs/reliability.md names tests that there are."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
-
-from pydantic import BaseModel
 
 from ddprun.config import load
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.scalars import format_scalar
-from ddprun.config.schema import pipeline_class
 from ddprun.config.sections import (
     BUFFER_TIMES,
-    Audit,
-    Batch,
-    Checkpoint,
     Compile,
-    Ddp,
-    Launch,
-    Loader,
-    Timings,
 )
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES
-from ddprun.plugins import CLUSTERS, SYNC_POLICIES, TRACKERS
+from ddprun.plugins import SYNC_POLICIES, TRACKERS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
-
-
-def defaults() -> dict[str, str]:
-    """Every key and its default, as the page writes them."""
-    sections: dict[str, type[BaseModel]] = {
-        "loader": Loader,
-        "batch": Batch,
-        "ddp": Ddp,
-        "launch": Launch,
-        "checkpoint": Checkpoint,
-        "timings": Timings,
-        "audit": Audit,
-    }
-    sections |= {name: CLUSTERS.load(name).Options for name in CLUSTERS.built_in()}
-    found: dict[str, str] = {}
-    for key, field in pipeline_class().model_fields.items():
-        if key in sections:
-            found |= {
-                f"{key}.{name}": shown(item.default) for name, item in sections[key].model_fields.items()
-            }
-        else:
-            found[key] = "" if field.is_required() else shown(field.default)
-    return found | {"name": "the file's name", "stages": "`[train: {epochs: 1}]`"}
 
 
 def shown(value: object) -> str:
@@ -62,14 +31,11 @@ def shown(value: object) -> str:
     )
 
 
-def test_every_key_is_on_the_page_with_its_default() -> None:
-    """The table of keys is complete, in the schema's words for defaults, and names no key that is gone."""
-    rows = dict(
-        re.findall(
-            r"^\| `([a-z_.]+)` \| (.*?) ?\|", TEXT.split("## Keys")[1].split("**Data.**")[0], re.MULTILINE
-        )
-    )
-    assert rows == defaults()
+def test_the_key_reference_is_that_of_the_schema() -> None:
+    """docs/reference.md is as scripts/reference writes it; run that after a change of the schema."""
+    script = Path(__file__).parents[2] / "scripts" / "reference"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"run scripts/reference\n{done.stderr}"
 
 
 def test_how_to_compile_is_on_the_page() -> None:

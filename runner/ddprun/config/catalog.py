@@ -35,12 +35,12 @@ def entries_of_kind(kind: str) -> list[Entry]:
     So has what `DDPRUN_TRUSTED` does not allow.
     """
     if kind == "stage":
-        return [_options_entry("stage", name, model) for name, model in STAGES.items()]
+        return [options_entry("stage", name, model) for name, model in STAGES.items()]
     if kind == "cluster":
-        entries = [_options_entry(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
+        entries = [options_entry(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
         return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
     found = CHOICE_KINDS[kind]
-    entries = [_options_entry(kind, name, model) for name, model in found.built_in_options.items()]
+    entries = [options_entry(kind, name, model) for name, model in found.built_in_options.items()]
     if found.torch_kind:
         entries += [
             _of_torch(kind, found.torch_kind, name) for name in signatures.class_names(found.torch_kind)
@@ -69,7 +69,7 @@ def entries_named(name: str) -> list[Entry]:
     return found
 
 
-def _options_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
+def options_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
     texts = docs.field_descriptions(model)
     options = [
@@ -88,7 +88,7 @@ def _options_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
 
 def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
     """What an installed package adds; `model` is None if it may not be imported here."""
-    entry = _options_entry(kind, name, model or NoOptions) | {"source": "installed"}
+    entry = options_entry(kind, name, model or NoOptions) | {"source": "installed"}
     return entry if model else entry | {"description": "Added by an installed package."}
 
 

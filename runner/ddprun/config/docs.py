@@ -55,13 +55,26 @@ def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, d
 
 
 _DEFINITIONS = {
+    "init": "{file, missing, unexpected}",
+    "data": "a data set",
+    "data_or_pair": "a data set, or {train, evaluate}",
+    "any_schedule": "a schedule",
     "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",
-    "data": "data",
+    "weight": "samples or targets or an import path",
+    "collate": "an import path",
+    "sampler": "an import path",
+    "parts": "a key, or a list or mapping of keys",
+    "group": "{match, options of the optimizer}",
+    "key": "a key",
+    "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
+    "blocks": "auto, or patterns",
+    "bucket_cap": "MiB, or a list",
+    "nnodes": "a number, or MIN:MAX",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
 }
-"""Types that functions of ours read, where `a` and their name do not say it."""
+"""Types that functions of ours read, in words; others are `a` and their name."""
 
 
 def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
