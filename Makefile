@@ -12,7 +12,7 @@ BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start many Pythons, and without byte code each of them compiles the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-engines test-slow test-oldest test-gpu check benchmark clean
+.PHONY: quickstart test test-engines test-slow test-oldest test-gpu check docs benchmark clean
 
 quickstart: $(VENV)/.run  ## virtual environment, install, train on real digits
 	$(BIN)/ddprun pipelines/quickstart.yaml
@@ -44,6 +44,9 @@ check: $(VENV)/.dev  ## what can be said without running anything
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 
+docs: $(VENV)/.dev  ## the site of docs/, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 benchmark: $(VENV)/.benchmark  ## tables of docs/performance.md: all, or ONLY="hooks memory"; QUICK=1 tries them
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(ONLY)
 
@@ -70,4 +73,4 @@ $(VENV)/.benchmark: $(VENV)/.dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""docs/extending.md works: its code as an installed package, used by real commands."""
+"""docs/dev/extending.md works: its code as an installed package, used by real commands."""
 
 import csv
 import importlib.util
@@ -21,7 +21,7 @@ from ddprun_hooks.testing import contribution, run_hooks
 from tests.engine.running import lines, summary
 from tests.ranks import ddprun
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "dev" / "extending.md").read_text(encoding="utf-8")
 SOURCES = dict(re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 KEYS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
 PIPELINE = f"""

@@ -1,7 +1,7 @@
 """What every part of a pipeline file is made of: the base of all options, their types and their errors.
 
 Sync policies, trackers and cluster backends describe their options with this, here and in other packages
-(`docs/extending.md`). A validator raises `problem(…)`, with `at="key"` if it is about one key.
+(`docs/dev/extending.md`). A validator raises `problem(…)`, with `at="key"` if it is about one key.
 """
 
 from collections.abc import Callable, Iterable, Mapping

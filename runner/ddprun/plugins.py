@@ -1,7 +1,7 @@
 """Plug-ins: hooks, sync policies, trackers and cluster backends, each one class in one file.
 
 A built-in plug-in is a module in the package of its kind; the module's name is its name in a pipeline. An
-installed package declares its class as an entry point in the kind's group (`docs/extending.md`). Listing the
+installed package declares its class as an entry point in the kind's group (`docs/dev/extending.md`). Listing the
 names imports nothing. A class is imported when a pipeline names it, or to list its options.
 """
 
