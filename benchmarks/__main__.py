@@ -6,7 +6,7 @@ Without a name, all parts of docs/performance.md, one after the other (some two 
 names the tables of other pages, too. Each part is a process of its own, which is ended if it takes too long.
 What it prints replaces its old table, with the machine beside it. A part that cannot run here, or fails,
 leaves its old table, and the reason is printed. `--quick` tries a part with the smallest settings, and prints
-in place of writing. With `--minutes`, long parts stop after so many minutes; the same command goes on.
+in place of writing. With `--minutes`, long parts stop after so many minutes; the same command continues.
 """
 
 import argparse

@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="of the axis, counted from 0 (all)")
     parser.add_argument("--seconds", type=float, default=30, help="for each row")
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     if asked.axis == "steps":
         show_steps(asked.steps)

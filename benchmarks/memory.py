@@ -120,7 +120,7 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers")
     parser.add_argument("--only", help="one of our hooks")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     ours = {name: value for name, value in HOOKS.items() if asked.only in (None, name)}
     if not ours:

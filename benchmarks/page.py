@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 UNFINISHED = 75
-"""Exit code of a benchmark whose time was over before it had measured all: the same command goes on."""
+"""Exit code of a benchmark whose time was over before it had measured all: the same command continues."""
 
 DOES_NOT_HOLD = 3
 """Exit code of a benchmark that has printed its table, and in which something does not hold."""
@@ -121,7 +121,7 @@ class Pieces:
         """What was measured under a key, now or in an earlier piece: `measure` gives what JSON can hold."""
         if key not in self._found:
             if self._until is not None and time.monotonic() > self._until:
-                print(f"{len(self._found)} measured; the same command goes on", file=sys.stderr)
+                print(f"{len(self._found)} measured; the same command continues", file=sys.stderr)
                 sys.exit(UNFINISHED)
             self._found[key] = measure()
             self._file.parent.mkdir(parents=True, exist_ok=True)

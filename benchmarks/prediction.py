@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--links", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
     parser.add_argument("--ranks", action="store_true", help="the table of ranks on this machine")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if asked.ranks:

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy", type=float, default=ACCURACY)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="beside plain DDP")
-    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command goes on")
+    parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
     link = Link(asked.mbit, asked.one_way_ms)
     if refused := link.refusal():

@@ -34,7 +34,7 @@ def test_the_site_is_made_of_them(tmp_path: Path) -> None:
         "--quiet",
         "--strict",
         "--site-dir",
-        tmp_path / "site",
+        str(tmp_path / "site"),
     ]
     environment = {"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(

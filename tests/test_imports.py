@@ -11,7 +11,7 @@ _ROOTS = [Path(__file__).parents[1] / root for root in ("runner", "hooks")]
 
 
 def _modules() -> dict[str, Path]:
-    """The files of all modules by their dotted names; a package's name is that of its `__init__`."""
+    """The files of all modules by their import paths; a package's name is that of its `__init__`."""
     return {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for root in _ROOTS

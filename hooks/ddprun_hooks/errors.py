@@ -2,7 +2,7 @@
 
 ```
 HooksError
-├── DottedNameError     a dotted name that leads nowhere, or where it may not
+├── ImportPathError     an import path that leads nowhere, or where it may not
 ├── HookSetupError      a name, an option or a stack that cannot work: mend the configuration
 │   └── UnequalHostsError   hosts with different numbers of ranks, where exchanges have two levels
 └── ExchangeError       an exchange that went wrong while running
@@ -23,8 +23,8 @@ class HooksError(Exception):
     """Base of every error this package raises."""
 
 
-class DottedNameError(HooksError, ValueError):
-    """A dotted name that leads nowhere; the message says how far it led and what is there."""
+class ImportPathError(HooksError, ValueError):
+    """An import path that leads nowhere; the message says how far it led and what is there."""
 
 
 class HookSetupError(HooksError, ValueError):

@@ -19,7 +19,7 @@ from ddprun_hooks.config.options import (
 )
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
-from ddprun_hooks.errors import DottedNameError, HookSetupError
+from ddprun_hooks.errors import HookSetupError, ImportPathError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.stack import Stack
 
@@ -39,7 +39,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
 
     Args:
         name: a built-in name, a name that an installed package adds under the entry point group
-            `ddprun.hooks`, or a dotted name of a class, a factory, an `async def hook(payload, comm)` or a
+            `ddprun.hooks`, or an import path of a class, a factory, an `async def hook(payload, comm)` or a
             DDP communication hook, `def hook(state, bucket)`.
         options: its keyword arguments; of a built-in hook as `config.options.read_hook` gives them.
 
@@ -59,7 +59,7 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
         target = import_trusted(name, _EXPECTED_HOOK) if "." in name else _import_installed_hook(name)
     except UntrustedError as error:
         raise HookSetupError(f"{error}; {error.allowed}") from None
-    except (DottedNameError, TrustSettingError) as error:
+    except (ImportPathError, TrustSettingError) as error:
         raise HookSetupError(str(error)) from None
     return _from_target(name, target, options)
 

@@ -1,8 +1,8 @@
 """Plug-ins: hooks, sync policies, trackers and cluster backends, each one class in one file.
 
 A built-in plug-in is a module in the package of its kind; the module's name is its name in a pipeline. An
-installed package declares its class as an entry point in the kind's group (`docs/dev/extending.md`). Listing the
-names imports nothing. A class is imported when a pipeline names it, or to list its options.
+installed package declares its class as an entry point in the kind's group (`docs/dev/extending.md`). Listing
+the names imports nothing. A class is imported when a pipeline names it, or to list its options.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from ddprun_hooks.config.import_path import import_entry_point, installed_entry_points
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError
-from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.errors import ImportPathError
 
 
 class Plugin:
@@ -81,14 +81,14 @@ class PluginRegistry:
         return (*self.built_in(), *self.installed())
 
     def targets(self, name: str) -> tuple[str, ...]:
-        """The dotted names behind an installed plug-in's name: one, unless several packages claim it."""
+        """The import paths behind an installed plug-in's name: one, unless several packages claim it."""
         return installed_entry_points(self.entry_point_group)[name]
 
     def load(self, name: str) -> type[Any]:
         """Import a plug-in's class.
 
         Raises:
-            DottedNameError: the installed one cannot be imported, is not of this kind, or may not be imported
+            ImportPathError: the installed one cannot be imported, is not of this kind, or may not be imported
                 (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """
@@ -100,7 +100,7 @@ class PluginRegistry:
         found = import_entry_point(self.entry_point_group, name, ExpectedObject(words, base, kind=self.kind))
         if not _is_derived(found, base):
             shown = f'the installed {self.kind} "{name}" ({self.targets(name)[0]})'
-            raise DottedNameError(f"{shown} is not a class derived from {self.base_class_name}")
+            raise ImportPathError(f"{shown} is not a class derived from {self.base_class_name}")
         return found  # type: ignore[no-any-return]
 
     def options_model(self, name: str) -> type[BaseModel]:
@@ -113,7 +113,7 @@ class PluginRegistry:
         for name in self.names() if self.base_class_name else ():
             try:
                 found[name] = self.load(name)
-            except (DottedNameError, TrustSettingError):
+            except (ImportPathError, TrustSettingError):
                 continue
         return found
 

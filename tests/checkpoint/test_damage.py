@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         path.write_bytes(data[:-100] if damage == "cut" else data)
     run(broken, 2, resuming=True)
     assert final(run_dir) == expected
-    (told,) = [event for event in events(run_dir) if event["event"] == "checkpoint_passed_by"]
+    (told,) = [event for event in events(run_dir) if event["event"] == "checkpoint_skipped"]
     assert told["step"] == newest
     assert ("manifest.json" if damage == "no manifest" else path.name) in told["reason"]
     assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [before]
@@ -73,7 +73,7 @@ def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path, killed
     for step in steps_in(run_dir / "checkpoints"):
         (run_dir / "checkpoints" / folder.checkpoint_name(step) / "shared.json").write_text("{")
     run(broken, 2, resuming=True)
-    assert [event["event"] for event in events(run_dir)].count("checkpoint_passed_by") == 2
+    assert [event["event"] for event in events(run_dir)].count("checkpoint_skipped") == 2
     assert not [event for event in events(run_dir) if event["event"] == "resumed"]
     assert summary(run_dir)["status"] == "done"
     steps = [line["step"] for line in lines(run_dir, "steps") if line["rank"] == 0]
@@ -155,7 +155,7 @@ def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) 
         reached = newest
     print(f"{kills} kills, {amid} of them while a checkpoint was being written; step {reached} reached")
     assert amid > kills / 4
-    damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_passed_by"]
+    damaged = [event for event in events(run_dir) if event["event"] == "checkpoint_skipped"]
     assert not damaged
 
 

@@ -84,7 +84,7 @@ def test_torchs_options_are_those_given(loaded: Load) -> None:
 
 
 def test_a_dotted_name_keeps_its_options(loaded: Load) -> None:
-    """Options of a dotted name are keyword arguments, whatever they are; nothing is imported."""
+    """Options of an import path are keyword arguments, whatever they are; nothing is imported."""
     given_options = {"a": [1, {"b": None}], "c": "x"}
     model = loaded(
         "", f"model={{nowhere.installed.Net: {given_options}}}".replace("None", "null")

@@ -84,7 +84,7 @@ def test_data_may_be_given_apart(loaded: Load) -> None:
 @pytest.mark.parametrize("written", ["my.lab.Net", "{my.lab.Net: {a: 1}}", "{my.lab.Net: }"])
 @pytest.mark.parametrize("path", ["model.my.lab.Net.b", 'model."my.lab.Net".b'])
 def test_dotted_names_are_found_in_the_path(loaded: Load, written: str, path: str) -> None:
-    """A dotted name in a key path is taken whole, quoted or not."""
+    """An import path in a key path is taken whole, quoted or not."""
     pipeline = loaded("", f"model={written}", f"{path}=2").pipeline
     assert pipeline.model.name == "my.lab.Net"
     assert pipeline.model.options["b"] == 2

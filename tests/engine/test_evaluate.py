@@ -204,7 +204,7 @@ def test_metrics_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_names_stay_as_they_are_where_nothing_collides(tmp_path: Path) -> None:
-    """The last part of a dotted name."""
+    """The last part of an import path."""
     (tmp_path / "p.yaml").write_text(pipeline(tmp_path, METRICS="[accuracy, mine.top, mine.perplexity]"))
     stage: Any = load(tmp_path / "p.yaml").pipeline.stages[-1]
     assert metric_names(stage.metrics) == ["accuracy", "top", "perplexity"]

@@ -1,4 +1,4 @@
-"""Objects that the options of a dotted name ask for, and the pipeline's folder in strings."""
+"""Objects that the options of an import path ask for, and the pipeline's folder in strings."""
 
 from pathlib import Path
 from typing import Any

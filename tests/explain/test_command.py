@@ -133,7 +133,7 @@ def test_noop(file: Path, capsys: Out) -> None:
     stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"
     out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
     assert "Gradients go through the hooks in every step, but to no other rank, in 2 buckets" in out
-    assert "noop gives each rank its own back, so ranks drift apart." in out
+    assert "noop gives each rank its own back, so ranks diverge." in out
     assert "Steps 2, 4: nothing, as noop gives each rank its own back." in out
     assert "Gradients are averaged" not in out
     assert "so once more: the parameters as they are, averaged over all 4 ranks." in out

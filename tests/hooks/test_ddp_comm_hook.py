@@ -121,7 +121,7 @@ def test_what_an_adapted_hook_may_not_do_is_said(hook: Callable[..., Any]) -> No
 
 
 def test_a_run_with_one(tmp_path: Path) -> None:
-    """By its dotted name: the weights are those of the hook here, and the bytes those that `explain` says."""
+    """By its import path: the weights are those of the hook here, and the bytes those that `explain` says."""
     text = """
 model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
 data: digits

@@ -331,7 +331,7 @@ def test_a_signal_ends_the_run_and_every_process(folder: Path) -> None:
 
 
 def test_a_fault_that_only_a_run_sees_has_its_place_and_comes_before_any_step(folder: Path) -> None:
-    """A dotted name that leads nowhere, exit code 2, said once, no run folder with steps."""
+    """An import path that leads nowhere, exit code 2, said once, no run folder with steps."""
     done = ddprun("short.yaml", "--set", "model=os.path.nowhere", "--run-dir", "run", cwd=folder)
     assert done.code == 2
     assert done.stderr.startswith('--set 1:1:7: model: "os.path" has no "nowhere"')

@@ -298,7 +298,7 @@ def deep(depth: int) -> str:
         ({"world_size": "1"}, "world_size: Input should be a valid integer"),
         ({"world_size": True}, "world_size: Input should be a valid integer"),
         ({"world_size": None}, "world_size: Input should be a valid integer"),
-        ({"world_size": 2}, "it lacks rank-00001"),
+        ({"world_size": 2}, "it has no rank-00001"),
         ({"step": float("nan")}, "NaN"),
         ({"step": 1e999}, "Infinity"),
         ({"step": 5}, "it is of step 5"),

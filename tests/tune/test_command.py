@@ -126,7 +126,7 @@ def test_what_is_measured_is_not_measured_again(tuned: tuple[Path, Finished], st
     folder, first = tuned
     done = ddprun(*TUNE, cwd=folder)
     assert done.code == 0, done.stderr
-    assert "going on with what" in done.stderr
+    assert "continuing with what" in done.stderr
     assert "a short run measures" not in done.stderr
     assert sorted(path.name for path in state.parent.iterdir()) == ["costs-0", "round-0", "state.json"]
     (before,) = [one for one in json.loads(first.stdout)["candidates"] if one["changes"] == {"hooks": []}]
@@ -163,7 +163,7 @@ def test_an_interrupt_and_going_on(tmp_path: Path) -> None:
     assert done.code == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert re.search(
-        r"interrupted; runs/tune/p-\S+ keeps what was measured: the same command goes on", done.stderr
+        r"interrupted; runs/tune/p-\S+ keeps what was measured: the same command continues", done.stderr
     )
     assert not (tmp_path / "p.tuned.yaml").exists()
     again = ddprun(*TUNE, cwd=tmp_path)

@@ -73,7 +73,7 @@ def test_a_damaged_state_is_named_and_not_used(tmp_path: Path, damage: bytes) ->
     assert other != folder
     assert state == State(inputs=INPUTS)
     assert len(said) == 1
-    assert f"{folder} is passed by: its {FILE} cannot be used" in said[0]
+    assert f"{folder} is skipped: its {FILE} cannot be used" in said[0]
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The one place where a name of the user's becomes an object: a dotted name, or one that an installed package
+"""The one place where a name of the user's becomes an object: an import path, or what an installed package
 adds by an entry point (hooks here; in ddprun sync policies, trackers and cluster backends).
 """
 
@@ -16,7 +16,7 @@ from ddprun_hooks.config.trust import (
     UntrustedError,
     read_trust_policy,
 )
-from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.errors import ImportPathError
 
 
 def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
@@ -25,13 +25,13 @@ def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
     Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is `expected`.
 
     Raises:
-        DottedNameError: no such module or attribute. What the module's own code raises passes through.
+        ImportPathError: no such module or attribute. What the module's own code raises passes through.
         UntrustedError: `DDPRUN_TRUSTED` does not allow it; nothing untrusted has been imported then.
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise DottedNameError(f'"{name}" is not a dotted name such as package.module.Name')
+        raise ImportPathError(f'"{name}" is not an import path such as package.module.Name')
     trust_policy = read_trust_policy()
     kind = expected.kind if expected is not None else ""
     trust_policy.admit_name(name, kind)
@@ -47,7 +47,7 @@ def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
             ):
                 raise
             if length == 1:
-                raise DottedNameError(f'no module is named "{parts[0]}"') from None
+                raise ImportPathError(f'no module is named "{parts[0]}"') from None
             continue
         found = _resolve_attribute(found, module_name, parts[length:], trust_policy, kind)
         trust_policy.admit(name, found, expected)
@@ -60,7 +60,7 @@ def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: Tr
         trust_policy.admit_step(owner, where, part, kind)
         if not hasattr(owner, part):
             suggestion = suggest(part, dir(owner))
-            raise DottedNameError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
+            raise ImportPathError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
         owner = getattr(owner, part)
         where = f"{where}.{part}"
     return owner
@@ -68,7 +68,7 @@ def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: Tr
 
 @functools.cache
 def installed_entry_points(group: str) -> Mapping[str, tuple[str, ...]]:
-    """The names in a group of entry points, each with the dotted names that it stands for; imports nothing.
+    """The names in a group of entry points, each with the import paths that it stands for; imports nothing.
 
     A name stands for several if more than one package adds it.
     """
@@ -88,14 +88,14 @@ def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
     """Import what an installed package adds under a name, which is one of `installed_entry_points(group)`.
 
     Raises:
-        DottedNameError: several packages add the name, or it cannot be imported.
+        ImportPathError: several packages add the name, or it cannot be imported.
         UntrustedError: `DDPRUN_TRUSTED` does not allow it.
         TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
     target, *others = installed_entry_points(group)[name]
     if others:
         sources = " and ".join((target, *others))
-        raise DottedNameError(
+        raise ImportPathError(
             f'the {expected.kind} name "{name}" is claimed twice, by {sources}; uninstall one of them'
         )
     try:
@@ -103,6 +103,6 @@ def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
     except (UntrustedError, TrustSettingError):
         raise
     except Exception as error:  # a stranger's module may raise anything
-        raise DottedNameError(
+        raise ImportPathError(
             f'the installed {expected.kind} "{name}" ({target}) cannot be imported: {error}'
         ) from error

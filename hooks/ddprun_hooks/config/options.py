@@ -125,7 +125,7 @@ def installed_hook_names() -> list[str]:
 def unknown_hook_message(name: str) -> str:
     """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_hook_names()]
-    allowed = allowed_values([*known, "or a dotted name such as package.module.name"])
+    allowed = allowed_values([*known, "or an import path such as package.module.name"])
     return format_message(f'unknown hook "{name}"', allowed, suggest(name, known))
 
 

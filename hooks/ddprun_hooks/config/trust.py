@@ -1,9 +1,9 @@
-"""Which packages a dotted name may reach: the environment variable `DDPRUN_TRUSTED`. Imports no torch.
+"""Which packages an import path may reach: the environment variable `DDPRUN_TRUSTED`. Imports no torch.
 
 Unset, a name may reach anything, and what holds the names is as trusted as a script. Set, it lists packages
-and dotted prefixes (`torchvision,mylab.nets`), and a name is judged three times: by itself before anything is
-imported, by where the object that it leads to really comes from (`logging.os.system` is not logging's), and
-by its kind (a model is not a `Popen`). Set and empty, nothing may be imported.
+and prefixes of import paths (`torchvision,mylab.nets`), and a name is judged three times: by itself before
+anything is imported, by where the object that it leads to really comes from (`logging.os.system` is not
+logging's), and by its kind (a model is not a `Popen`). Set and empty, nothing may be imported.
 
 Torch is too large to be trusted by a prefix: some of its functions and methods compile, download or write
 what their options say. So are other well-known packages. Of these a few public places are open, and at each
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.errors import ImportPathError
 
 TRUST_VARIABLE = "DDPRUN_TRUSTED"
 
@@ -101,7 +101,7 @@ WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES)
 """Packages of which open places may be named and nothing else."""
 
 
-class UntrustedError(DottedNameError):
+class UntrustedError(ImportPathError):
     """A name that leads to what is not trusted, or to something of another kind; `allowed` says what may be
     named.
     """
@@ -133,7 +133,7 @@ class ExpectedObject:
 class TrustPolicy:
     """What `DDPRUN_TRUSTED` says."""
 
-    prefixes: tuple[str, ...] | None  # packages and dotted prefixes; None sets no limit
+    prefixes: tuple[str, ...] | None  # packages and prefixes of import paths; None sets no limit
     in_folder: frozenset[str] = frozenset()
     """Those of the prefixes whose packages may come from the pipeline file's own folder."""
 
@@ -257,9 +257,9 @@ def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolic
     for word in words:
         if not all(part.isidentifier() for part in word.removeprefix(FOLDER_PREFIX).split(".")):
             raise TrustSettingError(
-                f'{TRUST_VARIABLE}: "{word}" is not a package; write packages or dotted prefixes with commas '
-                f"between them, as in torchvision.models,mylab.nets, and {FOLDER_PREFIX}mylab for one in the "
-                "pipeline's folder"
+                f'{TRUST_VARIABLE}: "{word}" is not a package; write packages or prefixes of import paths '
+                f"with commas between them, as in torchvision.models,mylab.nets; {FOLDER_PREFIX}mylab is one "
+                "in the pipeline's folder"
             )
     in_folder = frozenset(
         word.removeprefix(FOLDER_PREFIX) for word in words if word.startswith(FOLDER_PREFIX)

@@ -210,7 +210,7 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
             raise ValueError(f"{len(files):,} files for {ranks} ranks")
         wanted = {path.name for name in part_names(ranks) for path in part_paths(root, name)}
         if missing := wanted - files.keys():
-            raise ValueError(f"it lacks {min(missing)}")
+            raise ValueError(f"it has no {min(missing)}")
     return Checkpoint(path.parent, **manifest.model_dump())
 
 

@@ -63,12 +63,12 @@ def submit(
     from ddprun.cluster import ClusterError, Submission
     from ddprun.config import load
     from ddprun.plugins import CLUSTERS
-    from ddprun_hooks.errors import DottedNameError
+    from ddprun_hooks.errors import ImportPathError
 
     loaded = load(pipeline, overrides)
     try:
         cluster: type[Cluster] = CLUSTERS.load(to)
-    except DottedNameError as error:
+    except ImportPathError as error:
         raise click.UsageError(str(error)) from None
     printing.print_faults(loaded.warnings)
     if secret := next((text for text in overrides if loaded.secrets.redact(text) != text), None):
@@ -123,8 +123,8 @@ def _collect_modules(
     if not with_modules:
         way_out = "the image needs them"
         way_out += ", or --with-modules takes them along" if cluster.max_modules_bytes else ""
-        verb = "does" if len(beside) == 1 else "do"
-        text = f"only {loaded.folder} has {names}, which {verb} not travel with the job: {way_out}"
+        verb = "is" if len(beside) == 1 else "are"
+        text = f"only {loaded.folder} has {names}, which {verb} not sent with the job: {way_out}"
         click.echo(f"ddprun: warning: {text}", err=True)
         return {}
     found = {path: file.read_bytes() for files in beside.values() for path, file in files.items()}

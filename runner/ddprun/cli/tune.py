@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs") / "tune",
     show_default=True,
-    help="Folder for the short runs; the same command goes on with what is there.",
+    help="Folder for the short runs; the same command continues with what is there.",
 )
 @format_option("text", "json", text="For a reader, or one JSON object with every candidate.")
 def tune(
@@ -164,7 +164,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
         finally:
             progress.close()
     except KeyboardInterrupt:
-        kept = f"; {search.folder} keeps what was measured: the same command goes on" if search else ""
+        kept = f"; {search.folder} keeps what was measured: the same command continues" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):

@@ -26,7 +26,10 @@ _STUDENT_T_QUANTILES = (
 )
 # fmt: on
 SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
-NO_CLEAR_DIFFERENCE, ONE_SEED_CANNOT_TELL = "learns as well as can be told", "one seed cannot tell"
+NO_CLEAR_DIFFERENCE, ONE_SEED_CANNOT_TELL = (
+    "shows no clear difference in learning",
+    "one seed cannot tell",
+)
 NOT_FINITE = "is not finite"
 TOO_FEW_TURNS = "too few turns to tell"  # a verdict on speed
 
@@ -247,7 +250,7 @@ def _sentence(row: Row) -> str:
     name, verdict, learning = row["variant"], row["verdict"], row["learning"]
     if "failed" in verdict:
         return f"{name}: {verdict}."
-    speed = {"faster": "is faster", "slower": "is slower"}.get(verdict, "is as fast as can be told")
+    speed = {"faster": "is faster", "slower": "is slower"}.get(verdict, "is not clearly faster or slower")
     if verdict == TOO_FEW_TURNS:
         speed = f"needs {format_count(row['turns_needed'], 'more turn')} to tell how fast it is"
     if row["times_first"] is not None:

@@ -54,7 +54,7 @@ def check_changes(
     try:
         old = pipeline_class(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
-        text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} faults"
+        text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} errors"
         raise loaded.error("", text) from None
     if faults := [
         *_unchangeable_key_faults(loaded, old),

@@ -17,7 +17,7 @@ from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import read_trust_policy
-from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.errors import ImportPathError
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
     """One of `CHOICE_KINDS`."""
 
     name: str
-    """The built-in's name, torch's spelling of its class, the installed hook's name, or the dotted name."""
+    """The built-in's name, torch's spelling of its class, the installed hook's name, or the import path."""
 
     options: Mapping[str, Any]
     """Options as plain data. If there are `settings`, all defaults are filled in; else they are as the file
@@ -64,7 +64,7 @@ class ChoiceKind:
 
     torch_kind: TorchKind | None = None
     dotted_description: str = ""
-    """What an object named by a dotted name must be, for messages; empty if the kind takes no dotted name."""
+    """What the object at an import path must be, for messages; empty if the kind takes none."""
 
     plugins: PluginRegistry | None = None
     """Plug-ins of this kind, built in and installed."""
@@ -94,7 +94,7 @@ class ChoiceKind:
 
     def allowed_names(self) -> list[str]:
         """What a message lists."""
-        names, dotted = self.names(), "a dotted name such as package.module.name"
+        names, dotted = self.names(), "an import path such as package.module.name"
         return [*names, *([f"or {dotted}" if names else dotted] if self.dotted_description else [])]
 
 
@@ -159,10 +159,10 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
 
 @dataclass(frozen=True)
 class ObjectRef:
-    """An object that the options of a dotted name ask for."""
+    """An object that the options of an import path ask for."""
 
     name: str
-    """Its dotted name."""
+    """Its import path."""
 
     options: Mapping[str, Any] | None
     """The keyword arguments with which it is made; None: it is passed on as it is."""
@@ -189,7 +189,7 @@ def _is_dotted(name: str) -> bool:
 
 
 def _untrusted_objects(value: Any, at: KeyPath) -> Iterator[ValidationError]:
-    """Objects in the options of a dotted name that `DDPRUN_TRUSTED` does not allow."""
+    """Objects in the options of an import path that `DDPRUN_TRUSTED` does not allow."""
     if wanted := parse_object_ref(value):
         at = (*at, wanted.key)
         make_error = functools.partial(problem, at=at, on_key=wanted.options is not None)
@@ -248,7 +248,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if not kind.dotted_description:
             raise make_error(f'"{name}" is not a built-in {kind.name}', allowed_values(kind.names()))
         if not _is_dotted(name):
-            raise make_error(f'"{name}" is not a dotted name', "write package.module.name")
+            raise make_error(f'"{name}" is not an import path', "write package.module.name")
         _require_trusted(kind.name, name, f'"{name}"', make_error)
         if errors := list(_untrusted_objects(options, (name,))):
             raise combine(errors)
@@ -303,7 +303,7 @@ def installed_options_model(plugins: PluginRegistry, name: str, make_error: _Mak
     _require_trusted_plugin(plugins, name, make_error)
     try:
         return plugins.options_model(name)
-    except DottedNameError as error:
+    except ImportPathError as error:
         raise make_error(str(error)) from None
 
 

@@ -110,7 +110,7 @@ def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment],
 
 
 def _join_dotted_names(root: Node, segments: list[_PathSegment]) -> list[_PathSegment]:
-    """Join the segments that together are one dotted name in the file."""
+    """Join the segments that together are one import path in the file."""
     joined: list[_PathSegment] = []
     node: Node | None = root
     while segments:

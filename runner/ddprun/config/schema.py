@@ -103,10 +103,11 @@ class Pipeline(Options):
     evaluate stages the targets of a cross-entropy."""
 
     loss: LossChoice = Field("cross_entropy", validate_default=True)
-    """A torch loss, a dotted function of (output, target), or `model` if the model returns its own."""
+    """A torch loss, the import path of a function of (output, target), or `model` if the model returns its
+    own."""
 
     optimizer: OptimizerChoice
-    """A torch optimizer, or a dotted name."""
+    """A torch optimizer, or an import path."""
 
     groups: ParameterGroups = ()
     """Parameters, by patterns of their names, with options of the optimizer of their own; the first that

@@ -28,10 +28,10 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
         "SparseAdam": "it takes sparse gradients only, which DDP's buckets do not carry",
     },
     "schedule": {
-        "LambdaLR": "its lr_lambda is a Python function; write a dotted name of your own schedule",
-        "MultiplicativeLR": "its lr_lambda is a Python function; write a dotted name of your own schedule",
-        "SequentialLR": "it takes schedules that are built; write a dotted name of your own schedule",
-        "ChainedScheduler": "it takes schedules that are built; write a dotted name of your own schedule",
+        "LambdaLR": "its lr_lambda is a Python function; write an import path of your own schedule",
+        "MultiplicativeLR": "its lr_lambda is a Python function; write an import path of your own schedule",
+        "SequentialLR": "it takes schedules that are built; write an import path of your own schedule",
+        "ChainedScheduler": "it takes schedules that are built; write an import path of your own schedule",
         "ReduceLROnPlateau": "it needs a metric at every step",
     },
     "loss": {

@@ -88,7 +88,7 @@ class StepStageSettings:
 
     @property
     def uses_noop(self) -> bool:
-        """The `noop` hook gives each rank its own back, so ranks drift apart."""
+        """The `noop` hook gives each rank its own back, so ranks diverge."""
         return any(hook.name == "noop" for hook in self.hooks)
 
     @property
@@ -164,7 +164,7 @@ _RESERVED_METRIC_NAMES = frozenset(
 
 
 def metric_names(metrics: Sequence[Choice]) -> list[str]:
-    """What metrics are called: by the last part of a dotted name; by all of it where the last part is taken
+    """What metrics are called: by the last part of an import path; by all of it where the last part is taken
     by another metric or by a field of the event.
     """
     last = [choice.name.rpartition(".")[2] for choice in metrics]

@@ -48,7 +48,7 @@ from ddprun_hooks.config.trust import (
     UntrustedError,
     read_trust_policy,
 )
-from ddprun_hooks.errors import DottedNameError
+from ddprun_hooks.errors import ImportPathError
 
 _T = TypeVar("_T")
 
@@ -110,7 +110,7 @@ class ChoiceBuilder:
 
     @classmethod
     def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "ChoiceBuilder":
-        """A choice at a key path. The objects in the options of a dotted name are made."""
+        """A choice at a key path. The objects in the options of an import path are made."""
         key = tuple(segment for segment, _ in parse_path(path))
         options = dict(loaded.fill_placeholders(path, choice).options)
         if choice.source == "dotted":
@@ -125,14 +125,14 @@ class ChoiceBuilder:
         return self.loaded.error(self.key, problem, allowed)
 
     def import_target(self) -> Any:
-        """What a dotted name leads to."""
+        """What an import path leads to."""
         try:
             return import_trusted(self.name, _REQUIREMENTS_BY_KIND.get(self.kind))
         except UntrustedError as error:
             raise self.error(str(error), error.allowed) from None
         except TrustSettingError as error:
             raise self.error(str(error)) from None
-        except DottedNameError as error:
+        except ImportPathError as error:
             where = f"names are looked up among installed packages, then in {self.loaded.folder}"
             if read_trust_policy().restricts_imports:
                 where += f", there only what {TRUST_VARIABLE} lists as {FOLDER_PREFIX}package"
@@ -233,7 +233,7 @@ class ChoiceBuilder:
 
 
 def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
-    """An option of a dotted name, with the objects that it refers to built, innermost first."""
+    """An option of an import path, with the objects that it refers to built, innermost first."""
     wanted = parse_object_ref(value)
     if wanted is not None:
         key = (*key, wanted.key)

@@ -251,7 +251,7 @@ def _on_nan_setting(session: Session, cursor: Mapping[str, Any]) -> str:
 def _set_aside(session: Session, root: Path, step: int, why: str, reason: str) -> None:
     """On rank 0: report that a checkpoint is not used, and rename it so that it does not count any more."""
     reporter = session.reporter
-    reporter.events.warning("checkpoint_passed_by", step=step, why=why, reason=reason)
+    reporter.events.warning("checkpoint_skipped", step=step, why=why, reason=reason)
     which = {"damaged": ", which is damaged", "unused": ", which not all ranks can read"}.get(why, "")
     try:
         now = f"renamed to {root.name}/{folder.set_aside(root, step, why).name}"

@@ -286,7 +286,7 @@ def explain(
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
-    `allow_imports`: what the pipeline names by a dotted name may be imported. `probe`: of the same model and
+    `allow_imports`: what the pipeline names by an import path may be imported. `probe`: of the same model and
     data, from an earlier call for other ranks, hooks, policies or sizes of buckets; they are not looked at
     again, unless it takes more than the probe knows.
 

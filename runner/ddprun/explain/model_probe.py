@@ -127,7 +127,7 @@ class ModelProbe:
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
     """Build what a rank of `world` builds, and look at it as a rank does.
 
-    `allow_imports`: what the pipeline names by a dotted name may be imported.
+    `allow_imports`: what the pipeline names by an import path may be imported.
 
     Raises:
         PipelineError: something in the file that only a run can see.

@@ -158,7 +158,7 @@ def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> st
             "last. DDP does not undo that: it sends gradients, no parameters."
         )
     elif settings.uses_noop:
-        why = "noop gives each rank its own back, so ranks drift apart."
+        why = "noop gives each rank its own back, so ranks diverge."
     elif settings.gradient_averaging == "all":
         why = (
             "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
@@ -436,7 +436,7 @@ def _bucket_tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator
         yield from labelled("", table([head, *rows], "><>>><"))
         reason = next((exchange.unknown_reason for exchange in on_route if exchange.unknown_reason), "")
         if reason:
-            yield from paragraph("", f"How they travel is unknown: {reason}.")
+            yield from paragraph("", f"How they are sent is unknown: {reason}.")
         yield from _leg_lines(buckets)
 
 

@@ -11,7 +11,7 @@ from ddprun_hooks.config.trust import read_trust_policy
 
 
 def make_folder_importable(folder: Path) -> None:
-    """Let dotted names find modules in the folder of the pipeline file, after everything that is installed.
+    """Let import paths find modules in the folder of the pipeline file, after everything that is installed.
 
     Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
     Another one that it lists may not be installed, and what is installed may try to import more than that:

@@ -194,7 +194,7 @@ class Search:
         self._spent_s = self._state.spent_s
         if self._state.rounds or self._state.costs:
             done = format_count(len(self._state.rounds), "round")
-            self._say(f"going on with what {self.folder} holds: {done} of real runs")
+            self._say(f"continuing with what {self.folder} holds: {done} of real runs")
         try:
             outcome = self._predict_candidates()
             if not outcome.not_run_reason:

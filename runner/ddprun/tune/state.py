@@ -1,4 +1,4 @@
-"""What a search has measured so far, on disk: the same command goes on after Ctrl-C.
+"""What a search has measured so far, on disk: the same command continues after Ctrl-C.
 
 `state.json` names the short runs that came to their ends; what came out is read from their own folders, as
 any run's is. Nothing in the file is believed: it is checked against this model, and a candidate that it names
@@ -85,7 +85,7 @@ def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) 
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            say(f"{folder} is passed by: its {FILE} cannot be used: {error}")
+            say(f"{folder} is skipped: its {FILE} cannot be used: {error}")
             continue
         if state.inputs == inputs and not state.finished:
             return folder, state

@@ -202,7 +202,9 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         own = loss.name == "model" and loss.source == "built-in"
         if own and metric.name == "accuracy":
             text = f"{clash}: what the model returns besides its loss is not known"
-            yield KeyConflict(path, text, "write a dotted function of (output, batch), or name a loss")
+            yield KeyConflict(
+                path, text, "write the import path of a function of (output, batch), or name a loss"
+            )
         elif own and pipeline.weight_by is None and not warned:
             text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
             inputs = pipeline.batch.inputs
