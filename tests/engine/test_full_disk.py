@@ -152,6 +152,7 @@ def test_a_report_that_does_not_fit_names_its_file(disk: Path, capsys: pytest.Ca
     """It was "cannot write None"; what there was before stays."""
     folder = make(disk / "run")
     (folder / "report.html").write_text("before")
+    fill(disk)
     assert main(["report", str(folder)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"ddprun: cannot write {folder / 'report.html'}: No space left on device")

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,6 +318,31 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     recorder.wait_for_messages()
     assert seen == [(step, 0) for step in range(1, 14)]
     assert [record["step"] for record in recorded(recorder, tmp_path)] == [4, 8, 12]
+    writer.close()
+
+
+def test_the_newest_record_of_each_post_has_memory_and_load(tmp_path: Path) -> None:
+    """Resident memory grows with what the process holds; a CPU has no device memory."""
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    writer = Writer(tmp_path)
+    recorder = StepRecorder(
+        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=2
+    )
+    for step in range(1, 6):
+        take(recorder, step)
+    recorder.wait_for_messages()
+    held = torch.ones(16 << 20)
+    recorder.steps_per_post = 32
+    for step in range(6, 16):
+        take(recorder, step)
+    recorder.wait_for_messages()
+    before, *_, after = records = recorded(recorder, tmp_path)
+    assert [record["step"] for record in records if "machine" in record] == [2, 4, 14]
+    assert before["machine"].keys() == {"rss_bytes", "load", "device_bytes"}
+    assert after["machine"]["rss_bytes"] - before["machine"]["rss_bytes"] >= 0.9 * held.nbytes
+    assert abs(after["machine"]["rss_bytes"] / psutil.Process().memory_info().rss - 1) < 0.2
+    assert 0 <= after["machine"]["load"] < 1e4
+    assert after["machine"]["device_bytes"] is None
     writer.close()
 
 

@@ -35,8 +35,8 @@ def report(
 ) -> int:
     """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
 
-    The page opens without a network; trace.json opens in https://ui.perfetto.dev. Exit code 0; 2 if a folder
-    is not a run's, or FILE not a prediction.
+    The page opens without a network; trace.json opens in https://ui.perfetto.dev. What is on top of the page
+    of one run is printed to stderr. Exit code 0; 2 if a folder is not a run's, or FILE not a prediction.
     """
     from ddprun.report import html
     from ddprun.report import trace as traces
@@ -60,6 +60,8 @@ def report(
             with replace_atomically(target.parent, target.name) as file:
                 file.write(page)
         click.echo(str(target))
+        if len(digests) == 1:
+            click.echo(html.as_text(digests[0]), err=True)
         for run in found if trace else ():
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)

@@ -51,7 +51,14 @@ from ddprun.engine.setup import open_session
 from ddprun.engine.stage_run import equalize
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
-from ddprun.host.device import DeviceAndBackend, RankLaunchFacts, agree_on_backend, device_of, launch_facts
+from ddprun.host.device import (
+    DeviceAndBackend,
+    RankLaunchFacts,
+    agree_on_backend,
+    device_name,
+    device_of,
+    launch_facts,
+)
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
@@ -325,6 +332,7 @@ def _announce(session: Session) -> None:
         device=runtime.device.type,
         backend=runtime.backend,
         cores=cores(),
+        device_name=device_name(runtime.device),
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
             for b in (runtime.replica.dispatcher.layout if runtime.replica is not None else ())

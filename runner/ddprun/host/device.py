@@ -1,7 +1,9 @@
 """Where a rank runs: its device and the backend between ranks."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,17 @@ class DeviceAndBackend:
 def gpu_count() -> int:
     """GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_name(device: torch.device) -> str | None:
+    """What a GPU, or this host's processor, is called; None if the host does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def default_rank_count(loaded: LoadedPipeline) -> int:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ddprun.report.digest import RunDigest
 
 _EMPTY_CELLS = (None, "", "-")
+_MAX_ROWS = 30  # of a table: a page stays small whatever a run has
 _MAX_DECIMALS = 7
 _QUANTITY = re.compile(r"[+-]?[\d.,]+( ± [\d.,]+)?( ?%| [kMGT]?B)?( \([^()]+ to [^()]+\))?")
 
@@ -23,7 +24,7 @@ NamedDigests = Sequence[tuple[str, RunDigest]]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A heading, a paragraph or a note; what is in backticks is shown as code."""
+    """A heading, a paragraph or a note, in which backticks mark code; or a file, folded away."""
 
     text: str
     kind: str = "paragraph"
@@ -40,9 +41,14 @@ class Table:
     folded_title: str = ""  # if not empty, the table is folded away under this title
 
     @property
+    def rows_left_out(self) -> int:
+        """How many rows are not shown."""
+        return max(0, len(self.rows) - _MAX_ROWS)
+
+    @property
     def numeric(self) -> list[bool]:
         """For each column, whether all its cells are numbers, some of them with a unit or an interval."""
-        columns = list(zip_longest(*self.rows)) or [()] * len(self.heads)
+        columns = list(zip_longest(*self.rows[:_MAX_ROWS])) or [()] * len(self.heads)
         return [
             any(cell not in _EMPTY_CELLS for cell in column) and all(map(_is_quantity, column))
             for column in columns
@@ -51,16 +57,17 @@ class Table:
     @property
     def cells(self) -> list[tuple[str, ...]]:
         """The rows as text; numbers of a column have equally many decimals."""
-        return list(zip(*map(format_alike, zip_longest(*self.rows)), strict=True))
+        return list(zip(*map(format_alike, zip_longest(*self.rows[:_MAX_ROWS])), strict=True))
 
 
 @dataclass(slots=True)
 class Figure:
-    """A chart, or several of which the reader chooses one."""
+    """A chart, or several of which the reader chooses one; with `log`, its values may have a log scale."""
 
     kind: ClassVar[str] = "figure"
     label: str  # what it shows
     charts: Mapping[str, Chart]  # by the choice that shows it; "" if there is only one
+    log: bool = False
     id: str = ""
 
     @property

@@ -7,8 +7,9 @@ from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
 from ddprun.report.blocks import Chart, NamedDigests
-from ddprun.report.digest import Curve, RunDigest
+from ddprun.report.digest import Curve, RunDigest, SlowStep
 from ddprun.telemetry.steps import PARTS
+from ddprun.units import format_bit_rate
 
 PART_NAMES = {
     "data_us": "loading data",
@@ -175,8 +176,8 @@ def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
 
 
-def stacked_area_chart(lines: Mapping[str, Line], y: str) -> Chart:
-    """The parts of a step over the run, one above the other."""
+def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, Line], y: str) -> Chart:
+    """The parts of a step over the run, one above the other, with a mark for each slow step."""
     data = []
     for name, (curve, part, _) in lines.items():
         style = _PART_STYLES[PARTS[part]]
@@ -185,6 +186,13 @@ def stacked_area_chart(lines: Mapping[str, Line], y: str) -> Chart:
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
     columns = zip(*(line.curve.means for line in lines.values()), strict=False)
     highest = max((sum(value or 0.0 for value in column) for column in columns), default=0.0)
+    if slow:
+        hover = [f"step {one.step}: {one.ms:.1f} ms, longer by most: {PART_NAMES[one.part]}" for one in slow]
+        marks = {"x": [one.step for one in slow], "y": _rounded([one.ms for one in slow]), "text": hover}
+        marker = {"symbol": "diamond-open", "size": 9, "color": "#D55E00", "line": {"width": 2}}
+        about = {"name": "slow step", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
+        data.append({**about, **marks, "marker": marker})
+        highest = max(highest, *(one.ms for one in slow))
     return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
 
 
@@ -219,7 +227,7 @@ def timeline_chart(step: Mapping[str, Any]) -> Chart:
 
     def add(kind: str, row: str, start_us: float, us: float, text: str) -> None:
         if us > 0:
-            values = {"y": row, "base": start_us / 1000, "x": us / 1000, "text": text}
+            values = {"y": row, "base": round(start_us / 1000, 3), "x": round(us / 1000, 3), "text": text}
             for key, value in values.items():
                 bars[kind][key].append(value)
 
@@ -229,10 +237,10 @@ def timeline_chart(step: Mapping[str, Any]) -> Chart:
         for part, us in one["laps"]:
             kind = f"{part}_us" if f"{part}_us" in _PART_STYLES else "other_us"
             for begin, length in _interval_without_waits(at, us, one["waits"]):
-                add(kind, thread, start + begin, length, f"{PART_NAMES[kind]}, {length / 1000:.2f} ms")
+                add(kind, thread, start + begin, length, PART_NAMES[kind])
             at += us
         for begin, us in one["waits"]:
-            add("waits", thread, start + begin, us, f"waits, {us / 1000:.2f} ms")
+            add("waits", thread, start + begin, us, "waits")
         for bucket in one["buckets"]:
             row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
             rows[row] = None
@@ -241,16 +249,17 @@ def timeline_chart(step: Mapping[str, Any]) -> Chart:
             hooks = ", ".join(bucket["hooks"]) or "all-reduce"
             about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}, through {hooks}"
             late, wire = all_ready - ready, done - all_ready
-            waited = f"{about}: {late / 1000:.2f} ms until the last rank"
-            add("exposed_wait_us", row, start + ready, late, waited)
-            sent = f"{about}: {wire / 1000:.2f} ms, {bucket['wire_bytes']:,} bytes"
+            add("exposed_wait_us", row, start + ready, late, f"{about}: the last rank is not ready")
+            sent = f"{about}: {bucket['wire_bytes']:,} bytes"
+            if wire:
+                sent += f" at {format_bit_rate(8e6 * bucket['wire_bytes'] / wire)}"
             add("wire", row, start + all_ready, wire, sent)
     styles = {part: (PART_NAMES[part], style.marker) for part, style in _PART_STYLES.items()}
     styles["waits"] = "the training thread waits", _OUTLINE
     styles["wire"] = "exchange", _PART_STYLES["exposed_wire_us"].marker
-    hover = "%{text}<extra>%{y}</extra>"
+    hover = "%{text}, %{x:.2f} ms<extra>%{y}</extra>"
     data = [{**_bars(*styles[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
-    data += _gradient_marks(step, hover)
+    data += _gradient_marks(step, "%{text}<extra>%{y}</extra>")
     layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
@@ -294,4 +303,4 @@ def _bars(name: str, marker: Mapping[str, Any], hover: str) -> dict[str, Any]:
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.5g}") for value in values]
+    return [None if value is None else float(f"{value:.4g}") for value in values]

@@ -6,6 +6,7 @@ bucket records are read of steps that are drawn at random from the whole run.
 
 import math
 import random
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -13,21 +14,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, zip_longest
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
-from ddprun.telemetry.reader import Run
+from ddprun.telemetry.reader import Run, between
 from ddprun.telemetry.steps import PARTS
 from ddprun.units import format_bytes
 
-_MAX_CURVE_POINTS = 400
+_MAX_CURVE_POINTS = 200
 _MAX_BUCKET_RECORDS = 200_000  # that are read, about
 _TIMELINES = 10
 _TIMELINE_RANKS = 64
-_MAX_RANK_LOSS_CURVES = 16
+_TIMELINE_ROWS = 200  # of all ranks together; of more buckets those that are under way for longest
+_MAX_RANK_LOSS_CURVES = 8
 _MARKED_GRADIENTS = 16
 _MAX_PARAM_GROUPS = 8  # whose learning rates and gradient norms are curves
 _MAX_BUCKET_SIZE_RANGES = 5  # whose fidelity is a curve
 _NAMED_PARAMS = 8
+_MAX_MACHINE_CURVES, _MAX_MACHINE_POINTS = 8, 200
+_MACHINE_FIELDS = ("rss_bytes", "device_bytes", "load")
+_MAX_SLOW_STEPS = 30
+_SLOW_STEP = 2.0  # times the median of its like
+_AMONG_ALL_RANKS = re.compile(r"(world|deltas)\.\d+")
 _PARTS_BY_CATEGORY = {
     "compute": ("forward_us", "backward_us", "optimizer_us"),
     "data": ("data_us",),
@@ -36,6 +44,12 @@ _PARTS_BY_CATEGORY = {
     "wire": ("exposed_wire_us",),
     "sync": ("sync_us", "other_us"),
 }
+
+
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
+"""Of the length of a stage's steps: the names under which they are shown, and the shares of steps."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +63,13 @@ class Curve:
 
 
 @dataclass(slots=True)
-class StackTraffic:
-    """Totals of what was sent through one stack of hooks, over all ranks."""
+class Traffic:
+    """Totals over all ranks of what was sent through one stack of hooks: of all buckets, or of one."""
 
     kind: str
     hooks: tuple[str, ...]
+    bucket: int = 0
+    params: tuple[str, ...] = ()
     steps: int = 0  # how many of the steps that were read had such a payload
     bytes: int = 0
     wire_bytes: int = 0
@@ -61,7 +77,36 @@ class StackTraffic:
     ready_to_done_us: int = 0
     encode_us: int = 0
     decode_us: int = 0
+    wire_us: float = 0.0  # in which something was on the wire: a collective that all ranks had ready
     payloads: int = 0
+    numel: int = 0
+    among_all_ranks: bool = True  # each collective was
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a bucket's record, but for `wire_us`."""
+        self.bytes += record["bytes"]
+        self.wire_bytes += record["wire_bytes"]
+        self.between_hosts_bytes += record["between_hosts_bytes"]
+        self.ready_to_done_us += record["done_us"] - record["ready_us"]
+        self.encode_us += record["encode_us"]
+        self.decode_us += record["decode_us"]
+        self.payloads += 1
+        self.numel += record.get("numel", 0)
+        self.among_all_ranks &= all(_AMONG_ALL_RANKS.fullmatch(leg["group"]) for leg in record["legs"])
+
+    @property
+    def bits_per_s(self) -> float | None:
+        """What a rank sent while something was on the wire, latency included; None: no time is known."""
+        return 8e6 * self.wire_bytes / self.wire_us if self.wire_us > 0 else None
+
+
+class SlowStep(NamedTuple):
+    """A step that took much longer than its like."""
+
+    step: int
+    ms: float
+    median_ms: float  # of the steps of its stage that exchange something, or of those that do not
+    part: str  # of a step, which is longer by most
 
 
 @dataclass(slots=True)
@@ -77,7 +122,7 @@ class BucketCompletion:
 class StepTimes:
     """Where the time of some steps went, on each rank."""
 
-    total_us_by_rank: list[Counter[str]]  # sums over steps: of each part, and of `step_us`
+    total_us_by_rank: list[Counter[str]]  # sums over steps: of each part, of `step_us`, and of `samples`
     steps_by_rank: list[int]  # how many steps these are
 
     def __add__(self, other: "StepTimes") -> "StepTimes":
@@ -127,7 +172,9 @@ class StageDigest:
     last_step: int
     times: StepTimes
     synced_steps: int  # recorded steps in which ranks exchanged their losses
-    traffic: list[StackTraffic] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    buckets: list[Traffic] = field(default_factory=list)
+    step_percentiles_ms: Mapping[str, float] = field(default_factory=dict)  # over steps; mean over ranks
     sampled_step_count: int = 0  # steps whose bucket records were read
 
     @property
@@ -168,6 +215,10 @@ class RunDigest:
 
     timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
     sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
+    slow_steps: list[SlowStep] = field(default_factory=list)  # the slowest of them, in order of steps
+    slow_step_count: int = 0
+    machine: dict[str, dict[int, Curve]] = field(default_factory=dict)
+    """`rss_bytes`, `device_bytes` and `load`, by rank, of the first ranks; empty if not measured."""
 
     @property
     def rank_count(self) -> int:
@@ -185,6 +236,12 @@ class RunDigest:
         """Steps per second, from the mean time of a step: the speed that all reports of a run give."""
         step_us = self.times.mean_parts_us["step_us"]
         return 1e6 / step_us if step_us else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second of all ranks together, while steps are taken."""
+        known = [us for us in self.times.total_us_by_rank if us["step_us"]]
+        return 1e6 * sum(us["samples"] / us["step_us"] for us in known) if known else None
 
     @property
     def cosine(self) -> float | None:
@@ -211,9 +268,10 @@ class _StepMeans:
     def mean(self, index: int | None) -> float | None:
         return self.sums[index] / self.counts[index] if index is not None and self.counts[index] else None
 
-    def at_step(self, step: int) -> float:
-        """The mean of a step; 0 if there is none."""
-        return self.mean(_step_index(self._steps, step)) or 0.0
+    def at_step(self, step: int, otherwise: _T) -> float | _T:
+        """The mean of a step."""
+        mean = self.mean(_step_index(self._steps, step))
+        return otherwise if mean is None else mean
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
@@ -246,6 +304,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     rank_losses = [_StepMeans(steps) for _ in run.ranks]
     columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *PARTS, "step_us")}
     groups: dict[str, list[_StepMeans]] = {"lr": [], "group_grad_norms": []}
+    machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {event["stage"]: event for event in run.events_of_kind("stage_started")}
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
@@ -255,6 +314,11 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             own_loss.add(index, line["loss"])
             for name, column in columns.items():
                 column.add(index, line.get(name))
+            if position < _MAX_MACHINE_CURVES:
+                measured = line.get("machine", {})
+                for name in _MACHINE_FIELDS:
+                    if (value := measured.get(name)) is not None:
+                        machine[name][rank].append((step, value))
             for name, known in groups.items():
                 for group, value in enumerate((line.get(name) or ())[:_MAX_PARAM_GROUPS]):
                     if group == len(known):
@@ -267,6 +331,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             stage.synced_steps += position == 0 and line["mean_loss"] is not None
             if is_timed(step):
                 stage.times.steps_by_rank[position] += 1
+                stage.times.total_us_by_rank[position]["samples"] += line["samples"]
                 for part in (*PARTS, "step_us"):
                     stage.times.total_us_by_rank[position][part] += line[part]
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
@@ -281,8 +346,13 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         param_group_curves={name: _curves(known, stages) for name, known in groups.items()},
         grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
+        machine={
+            name: {rank: _thinned(points) for rank, points in by_rank.items()}
+            for name, by_rank in machine.items()
+        },
     )
     if found.recorded_steps:
+        _read_spread(found, columns, is_timed)
         _read_buckets(found)
         shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
@@ -344,6 +414,51 @@ def _held_out(run: Run) -> dict[str, Curve]:
     return found
 
 
+def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long the union of intervals is; one that ends before it starts covers nothing."""
+    covered, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> Curve:
+    """The highest of as many equal groups of points as a curve of a machine has."""
+    length = math.ceil(len(points) / _MAX_MACHINE_POINTS)
+    groups = [points[first : first + length] for first in range(0, len(points), length)]
+    values: list[float | None] = [max(value for _, value in group) for group in groups]
+    return Curve([group[-1][0] for group in groups], values, values, values)
+
+
+def _read_spread(
+    digest: RunDigest, columns: Mapping[str, _StepMeans], is_timed: Callable[[int], bool]
+) -> None:
+    """How long steps take apart from their mean: percentiles of each stage, and the slow steps."""
+    slow = list[SlowStep]()
+    for stage in digest.stages:
+        of_stage = between(digest.run.recorded_steps, stage.first_step, stage.last_step + 1)
+        ms_by_sort: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        for step in filter(is_timed, of_stage):
+            synced = columns["mean_loss"].at_step(step, None) is not None
+            if (us := columns["step_us"].at_step(step, None)) is not None:
+                ms_by_sort[synced][step] = us / 1000
+        lengths = sorted(ms for by_step in ms_by_sort.values() for ms in by_step.values())
+        if lengths:
+            stage.step_percentiles_ms = {
+                name: lengths[math.ceil(share * len(lengths)) - 1] for name, share in PERCENTILES.items()
+            }
+        for by_step in filter(None, ms_by_sort.values()):
+            median_ms = median(by_step.values())
+            for step, ms in by_step.items():
+                if ms > _SLOW_STEP * median_ms:
+                    means = stage.times.mean_parts_us
+                    more = {part: columns[part].at_step(step, 0.0) - means[part] for part in PARTS}
+                    slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
+    digest.slow_step_count = len(slow)
+    digest.slow_steps = sorted(sorted(slow, key=lambda one: one.ms)[-_MAX_SLOW_STEPS:])
+
+
 def _read_buckets(digest: RunDigest) -> None:
     """Read the bucket records of as many steps as can be read in a few seconds."""
     run, recorded, last = digest.run, digest.recorded_steps, digest.recorded_steps[-1:]
@@ -352,34 +467,41 @@ def _read_buckets(digest: RunDigest) -> None:
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
     sampled = frozenset(random.Random(0).sample(recorded, len(recorded) // stride or 1))
     digest.sampled_steps = sampled
-    traffic: dict[tuple[int, str, tuple[str, ...]], StackTraffic] = {}
+    traffic: dict[tuple[int, str, tuple[str, ...]], Traffic] = {}
+    buckets: dict[tuple[int, str, tuple[str, ...], int], Traffic] = {}
     steps: dict[tuple[int, str, tuple[str, ...]], set[int]] = defaultdict(set)
     completions: dict[int, BucketCompletion] = {}
     sizes: set[int] = set()
     for rank in run.ranks:
+        on_wire: dict[tuple[int, str, tuple[str, ...]], list[tuple[float, float]]] = defaultdict(list)
         for line in run.bucket_records(rank, sampled.__contains__):
             key = line["stage"], line["kind"], tuple(line["hooks"])
-            one = traffic.setdefault(key, StackTraffic(*key[1:]))
+            place = *key, line["bucket"]
+            if place not in buckets:
+                buckets[place] = Traffic(*key[1:], line["bucket"], tuple(line["params"]))
+            traffic.setdefault(key, Traffic(*key[1:])).add(line)
+            buckets[place].add(line)
+            all_ready = line.get("all_ready_us") or line["ready_us"]
+            wire = [(max(leg["start_us"], all_ready), leg["done_us"]) for leg in line["legs"]]
+            buckets[place].wire_us += _covered_us(wire)
+            on_wire[key] += wire
             steps[key].add(line["step"])
-            one.bytes += line["bytes"]
-            one.wire_bytes += line["wire_bytes"]
-            one.between_hosts_bytes += line["between_hosts_bytes"]
-            one.ready_to_done_us += line["done_us"] - line["ready_us"]
-            one.encode_us += line["encode_us"]
-            one.decode_us += line["decode_us"]
-            one.payloads += 1
             sizes.add(line["bytes"])
             ready = [at for at in line.get("params_ready_us", ()) if at is not None]
             if ready and (last_gradient := line.get("completed_by")) is not None:
                 bucket = completions.setdefault(line["bucket"], BucketCompletion(tuple(line["params"])))
                 bucket.completed_by[last_gradient] += 1
                 bucket.first_to_last_us += max(ready) - min(ready)
+        for key, intervals in on_wire.items():
+            traffic[key].wire_us += _covered_us(intervals)
     for stage in digest.stages:
         stage.sampled_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
         for key, one in traffic.items():
             if key[0] == stage.index:
                 one.steps = len(steps[key])
                 stage.traffic.append(one)
+        of_stage = sorted((place[1:], one) for place, one in buckets.items() if place[0] == stage.index)
+        stage.buckets = [one for _, one in of_stage]
     digest.bucket_completions = dict(sorted(completions.items()))
     _read_fidelity(digest, sorted(sizes))
 
@@ -411,11 +533,11 @@ def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepM
     positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
     chosen = {recorded[index]: "" for index in positions}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    by_length = sorted(later, key=step_us.at_step)
+    by_length = sorted(later, key=lambda step: step_us.at_step(step, 0.0))
     special = {
         "the median step": by_length[len(later) // 2],
-        "the longest wait": max(later, key=wait_us.at_step),
-        "the longest": max(later, key=step_us.at_step),
+        "the longest wait": max(later, key=lambda step: wait_us.at_step(step, 0.0)),
+        "the longest": by_length[-1],
     }
     for why, step in special.items():
         chosen[step] = f"{chosen[step]}, {why}" if chosen.get(step) else why
@@ -424,7 +546,14 @@ def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepM
 
 def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     ranks_by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in chosen}
-    for rank in run.ranks[:_TIMELINE_RANKS]:
+    shown_ranks = run.ranks[:_TIMELINE_RANKS]
+
+    def longest(buckets: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        by_length = sorted(buckets, key=lambda one: one["ready_us"] - one["done_us"])
+        shown = [id(one) for one in by_length[: max(1, _TIMELINE_ROWS // len(shown_ranks) - 1)]]
+        return [one for one in buckets if id(one) in shown]
+
+    for rank in shown_ranks:
         buckets: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for one in run.bucket_records(rank, chosen.__contains__):
             buckets[one["step"]].append(one)
@@ -436,7 +565,7 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
                     "start_us": run.clocks.on_rank0_clock(rank, start),
                     "laps": line.get("laps", ()),
                     "waits": [[begin - start, end - begin] for begin, end in line.get("waits", ())],
-                    "buckets": [_timeline_bucket(one, start) for one in buckets[line["step"]]],
+                    "buckets": [_timeline_bucket(one, start) for one in longest(buckets[line["step"]])],
                 }
             )
     for step, ranks in ranks_by_step.items():

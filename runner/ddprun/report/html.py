@@ -3,19 +3,23 @@
 How it looks is in the folder `page`: the template, the style sheet, and the script that draws.
 """
 
+import json
 import re
+import zlib
+from base64 import b85encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddprun import __version__
-from ddprun.report.blocks import Block, Figure, NamedDigests
+from ddprun.report.blocks import Block, Figure, NamedDigests, format_value
 from ddprun.report.digest import RunDigest
 from ddprun.report.predicted import StageComparison
-from ddprun.report.sections import make_sections
+from ddprun.report.sections import headline, make_sections
 from ddprun.report.sentences import sentences, step_time_difference, time_breakdown
 from ddprun.telemetry.writer import nonfinite_to_none
 
@@ -56,17 +60,29 @@ def page(
         undefined=StrictUndefined,
     )
     environment.filters["code"] = _backticks_to_code
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    charts = {figure.id: {"chosen": figure.initial_choice, "choices": figure.charts} for figure in figures}
     return environment.get_template("report.html").render(
         title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
         words=_summary_sentences(runs, comparison),
         sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
-        charts=nonfinite_to_none(
-            {figure.id: {"chosen": figure.initial_choice, "choices": figure.charts} for figure in figures}
-        ),
-        plotly=Markup((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8")),
+        facts=_facts(runs[0][1]) if len(runs) == 1 and comparison is None else [],
+        charts=_pack(json.dumps(nonfinite_to_none(charts), allow_nan=False, separators=(",", ":"))),
+        plotly=_packed_plotly(),
         version=__version__,
     )
+
+
+def as_text(digest: RunDigest) -> str:
+    """What is on top of the page of a run, for a terminal."""
+    lines = ["; ".join(f"{name}: {value}" for name, value in _facts(digest))]
+    for stage, found in sentences(digest).items():
+        lines += [*([f"{stage}:"] if stage else []), *found]
+    # Records may be somebody else's: no sequence in them reaches the terminal.
+    return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines)
+
+
+def _facts(digest: RunDigest) -> list[tuple[str, str]]:
+    return [(name, format_value(value)) for name, value in headline(digest) if value is not None]
 
 
 def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dict[str, Sequence[str]]:
@@ -82,6 +98,16 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
         text = "The runs did not take turns, so the machine may have made a part of what differs in time"
         found["All runs"] = [f"{text}: `ddprun compare` tells it apart."]
     return found
+
+
+@cache
+def _packed_plotly() -> Markup:
+    return _pack((files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"))
+
+
+def _pack(text: str) -> Markup:
+    """Compress a text for a script element, whose own end it cannot contain: a fifth is lost to ASCII."""
+    return Markup(b85encode(zlib.compress(text.encode(), 9)).replace(b"<", b",").decode())
 
 
 def _backticks_to_code(text: str) -> Markup:

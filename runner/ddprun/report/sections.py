@@ -1,40 +1,63 @@
 """The sections of a page about one run or several: each gathers its texts, tables and charts."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 from markupsafe import Markup
 
+from ddprun.config.reader import parse_yaml
 from ddprun.config.resolved import flow_yaml
-from ddprun.report.blocks import Block, Chart, Figure, NamedDigests, Table, Text, format_alike, format_value
+from ddprun.config.tree import Source
+from ddprun.report.blocks import (
+    Block,
+    Chart,
+    Figure,
+    NamedDigests,
+    Table,
+    Text,
+    format_alike,
+    format_value,
+)
 from ddprun.report.charts import (
     HELD_OUT_STYLE,
     PART_NAMES,
     Line,
     curve_chart,
     parts_chart,
-    stacked_area_chart,
     stage_starts,
+    step_time_chart,
     sweep_chart,
     timeline_chart,
     with_marks,
 )
-from ddprun.report.digest import Curve, RunDigest, straggler_episodes
+from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Traffic, straggler_episodes
 from ddprun.report.measured import StepPart
 from ddprun.report.predicted import StageComparison
 from ddprun.telemetry.reader import event_name
 from ddprun.telemetry.steps import PARTS
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
-from ddprun.units import format_bytes, format_count
+from ddprun.units import format_bit_rate, format_bytes, format_count
 
-_MAX_FAULTS = 50
-_MAX_EVALUATIONS = 50
+_MAX_ERRORS = 30
+_MAX_EVALUATIONS = 30
+_MAX_HELD_OUT_POINTS = 200
 _MAX_STAGES_IN_CELL = 6
 _MAX_BARS = 24
-_CURVE_ROWS = 20
+_CURVE_ROWS = 12  # in the table of a chart's numbers
+_MAX_TIMELINE_BARS = 2000  # in all steps of which the reader chooses one
+_MAX_CELL = 200  # characters
+_MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS = 4, 600  # of a bucket, and of all buckets together
+_TRAINED = ("gradient", "delta")
+_MACHINE_CHARTS = (
+    ("rss_bytes", "Resident memory of each rank's process", "MB"),
+    ("device_bytes", "Device memory that each rank's allocator holds", "MB"),
+    ("load", "Load average of each host", "processes"),
+)
 _KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
 _NO_STEPS = "No step records."
 _MAX_UNFOLDED_BUCKETS = 30
@@ -55,20 +78,22 @@ def make_sections(
     `predicted`: for each run, what its stages were predicted to take.
     """
     makers: dict[str, Callable[[NamedDigests], Iterator[Block]]] = {
+        "Where the time went": _time_section,
+        "Timeline of a step": _timeline_section,
         "The run": _run_section,
         "Loss": _loss_section,
         "Held-out data": _held_out_section,
         "Learning rate and gradient norm": _param_groups_section,
         "Step time": _step_time_section,
+        "Stages": _per_run_section(_stages_section),
         "Predicted and measured": partial(_predicted_section, predicted),
-        "Timeline of a step": _timeline_section,
-        "Gradients": _per_run_section(_gradients_section, lambda digest: digest.bucket_completions),
         "Communication": _per_run_section(_communication_section),
+        "Gradients": _per_run_section(_gradients_section, lambda digest: digest.bucket_completions),
+        "Memory and load": _per_run_section(_machine_section, lambda digest: digest.machine),
         "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
         "Stragglers": _per_run_section(_stragglers_section),
-        "Stages": _per_run_section(_stages_section),
         "Buffers": _per_run_section(_buffers_section),
-        "Faults and restarts": _per_run_section(_faults_section),
+        "Errors and restarts": _per_run_section(_errors_section),
     }
     return {title: list(make(runs)) for title, make in makers.items()}
 
@@ -114,40 +139,61 @@ def _curves_over_steps(
     draw: Callable[[Mapping[str, Line], str], Chart] | None = None,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
-    rows: list[list[Any]] = []
-    for name, (curve, *_) in lines.items():
-        every = max(1, len(curve.steps) // _CURVE_ROWS)
-        rows += [[name, round(s), m] for s, m in zip(curve.steps[::every], curve.means[::every], strict=True)]
-    chart = with_marks((draw or curve_chart)(lines, unit), runs)
-    return _chart(chart, label, ["", "step", unit], rows)
+    means = [dict(zip(line.curve.steps, line.curve.means, strict=True)) for line in lines.values()]
+    steps = sorted({step for curve in means for step in curve})
+    steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
+    rows = [[round(step), *(curve.get(step) for curve in means)] for step in steps]
+    yield Figure(label, {"": with_marks((draw or curve_chart)(lines, unit), runs)}, log=True)
+    yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
+
+
+def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
+    """What to know of a run at first sight: names and values."""
+    run, summary = digest.run, digest.run.summary or {}
+    started = run.first_event("started") or {}
+    lengths = [stage.step_percentiles_ms for stage in digest.stages]
+    yield "samples per second", digest.samples_per_s
+    yield "steps per second", digest.steps_per_s
+    if len(lengths) == 1 and lengths[0]:
+        *shown, _ = PERCENTILES
+        values = format_alike(lengths[0][name] for name in shown)
+        yield f"step, {' / '.join(shown)}", f"{' / '.join(values)} ms"
+    if digest.slow_step_count:
+        yield "slow steps", f"{digest.slow_step_count:,} of {len(digest.recorded_steps):,}"
+    yield "wall time, s", summary.get("seconds")
+    hosts, ranks = len(set(started.get("hosts", ()))), started.get("world_size", digest.rank_count)
+    device = "GPU" if started.get("device") == "cuda" else started.get("device")
+    yield "ranks", f"{ranks:,} on {format_count(hosts, 'host')}, {device} over {started.get('backend')}"
+    yield "mean loss, last step", summary.get("loss")
+    for name, curve in digest.held_out.items():
+        yield f"held-out {name}", curve.means[-1]
 
 
 def _run_section(runs: NamedDigests) -> Iterator[Block]:
     columns = [dict(_run_facts(digest)) for _, digest in runs]
+    if len(runs) > 1:  # of one run these are on top of the page
+        columns = [dict(headline(digest)) | facts for (_, digest), facts in zip(runs, columns, strict=True)]
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *format_alike(column.get(key) for column in columns)] for key in keys]
     yield Table(["", *(name for name, _ in runs)], rows)
+    if len(runs) == 1 and runs[0][1].run.pipeline_text:
+        yield Text(runs[0][1].run.pipeline_text, "file")
 
 
 def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     run, summary = digest.run, digest.run.summary or {}
     started = run.first_event("started") or {}
-    hosts = len(set(started.get("hosts", ())))
-    world = started.get("world_size", digest.rank_count)
     yield "pipeline", started.get("pipeline")
     yield "status", summary.get("status", "still running, or killed")
-    yield "ranks", f"{world} on {format_count(hosts, 'host')}"
-    yield "device", f"{started.get('device')} over {started.get('backend')}"
+    names = {"cores": "cores of the first host", "device_name": "GPU or processor of rank 0"}
+    yield from ((name, started[key]) for key, name in names.items() if started.get(key) is not None)
+    yield from _configuration(digest)
     if digest.stages:
         shown_stages = [stage.description for stage in digest.stages[:_MAX_STAGES_IN_CELL]]
         more = ["…"] * (len(digest.stages) > _MAX_STAGES_IN_CELL)
         yield "stages that take steps", "; ".join([*shown_stages, *more])
     yield "steps", summary.get("steps", run.last_step)
-    yield "steps per second", digest.steps_per_s
     yield "samples, all ranks", summary.get("samples")
-    yield "mean loss, last step", summary.get("loss")
-    for name, curve in digest.held_out.items():
-        yield f"held-out {name}", curve.means[-1]
     best = summary.get("best")
     if isinstance(best, Mapping):
         step, file = format_value(best.get("step")), best.get("file")
@@ -156,10 +202,27 @@ def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
         yield "exposed communication", f"{digest.times.exposed_share:.0%} of step time"
     if "wire_bytes" in summary:
         yield "sent by all ranks", format_bytes(summary["wire_bytes"])
-    yield "seconds", summary.get("seconds")
-    for name, version in (summary.get("versions") or {}).items():
-        yield name, version
+    yield from (summary.get("versions") or {}).items()
     yield "started", _format_event_time(started.get("time"))
+
+
+def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
+    """What the pipeline's file says of training; stages may say otherwise."""
+    text = digest.run.pipeline_text
+    root = parse_yaml(text, Source.from_text("pipeline.yaml", 0, text)).root
+    keys = root.data() if root is not None and isinstance(root.value, dict) else {}
+    trained = ([one for one in stage.buckets if one.kind in _TRAINED] for stage in digest.stages)
+    sent = max((sum(one.numel // one.payloads for one in buckets) for buckets in trained), default=0)
+    for key in ("model", "data", "loss", "optimizer", "precision", "seed"):
+        if key in keys:
+            text = flow_yaml(keys[key])
+            yield key, shorten(text[1:-1] if isinstance(keys[key], Mapping) else text, _MAX_CELL)
+        if key == "model" and sent:
+            yield "parameters exchanged", sent
+    loader, accumulate = keys.get("loader"), keys.get("accumulate", 1)
+    if isinstance(loader, Mapping) and isinstance(loader.get("batch_size"), int):
+        times = f", {accumulate} times a step" * (accumulate != 1)
+        yield "batch", f"{loader['batch_size']:,} samples a rank{times}"
 
 
 def _format_event_time(time: Any) -> Any:
@@ -188,7 +251,11 @@ def _held_out_label(name: str, runs: NamedDigests) -> str:
 
 def _held_out_line(digest: RunDigest, metric: str, index: int, runs: NamedDigests) -> Line:
     """The line in the colour of its run; in the report of a single run, in a colour of its own."""
-    return Line(digest.held_out[metric], index if len(runs) > 1 else HELD_OUT_STYLE, "held-out")
+    curve = digest.held_out[metric]
+    every = math.ceil(len(curve.steps) / _MAX_HELD_OUT_POINTS)
+    steps, means = curve.steps[::-every][::-1], curve.means[::-every][::-1]  # the last one is among them
+    style = index if len(runs) > 1 else HELD_OUT_STYLE
+    return Line(Curve(steps, means, means, means), style, "held-out")
 
 
 def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
@@ -244,41 +311,73 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     return found
 
 
-def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
-    heads = ["", *PART_NAMES.values(), "step"]
+def _time_rows(digest: RunDigest) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """The mean parts of a step, in microseconds: of each stage, and of each rank in it."""
+    several = len(digest.stages) > 1
+    of_ranks = {
+        f"stage {stage.index}, rank {rank}" if several else f"rank {rank}": us
+        for stage in digest.stages
+        for rank, us in zip(digest.run.ranks, stage.times.mean_us_by_rank, strict=False)
+        if us
+    }
+    return {stage.name: stage.times.mean_parts_us for stage in digest.stages}, of_ranks
 
-    def rows(named: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
-        parts = (*PARTS, "step_us")
-        return [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in named.items()]
+
+def _time_section(runs: NamedDigests) -> Iterator[Block]:
+    """Bars, of several runs first one for each."""
+    if len(runs) > 1:
+        means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
+        label = "Step time of the runs, mean over ranks, in milliseconds"
+        yield Figure(label, {"": parts_chart(means, "ms per step")})
 
     def of_run(digest: RunDigest) -> Iterator[Block]:
         if not digest.recorded_steps:
             yield Text(_NO_STEPS, "note")
             return
-        several = len(digest.stages) > 1
-        of_ranks = {
-            f"stage {stage.index}, rank {rank}" if several else f"rank {rank}": us
-            for stage in digest.stages
-            for rank, us in zip(digest.run.ranks, stage.times.mean_us_by_rank, strict=False)
-            if us
-        }
-        of_stages = {stage.name: stage.times.mean_parts_us for stage in digest.stages}
-        label = f"Step time by {'stage and ' * several}rank, in milliseconds"
-        bars = of_ranks if len(of_ranks) <= _MAX_BARS else of_stages
-        yield from _chart(parts_chart(bars, "ms per step"), label, heads, rows(of_stages | of_ranks))
+        of_stages, of_ranks = _time_rows(digest)
+        bars, by = of_ranks, "stage and rank" if len(of_stages) > 1 else "rank"
+        if len(of_ranks) > _MAX_BARS:
+            bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
+        yield Figure(f"Step time by {by}, in milliseconds", {"": parts_chart(bars, "ms per step")})
+
+    yield from _per_run_section(of_run)(runs)
+
+
+def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
+    """Step time over the run with its slow steps, and the numbers of the bars."""
+    heads = ["", *PART_NAMES.values(), "step"]
+
+    def of_run(digest: RunDigest) -> Iterator[Block]:
+        if not digest.recorded_steps:
+            yield Text(_NO_STEPS, "note")
+            return
         used = {
             PART_NAMES[part]: Line(curve, index)
             for index, (part, curve) in enumerate(digest.parts_ms.items())
             if any(curve.means)
         }
         label = "Step time over the run, mean over ranks"
-        yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], stacked_area_chart)
+        draw = partial(step_time_chart, digest.slow_steps)
+        yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], draw)
+        if digest.slow_steps:
+            rows = [[one.step, one.ms, one.median_ms, PART_NAMES[one.part]] for one in digest.slow_steps]
+            title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
+            slow_heads = ["step", "ms", "median, ms", "longer by most"]
+            yield Table(slow_heads, rows, _longest(digest), f"{title}: which, and why")
+        of_stages, of_ranks = _time_rows(digest)
+        rows = [
+            [name, *(us.get(part, 0.0) / 1000 for part in (*PARTS, "step_us"))]
+            for name, us in (of_stages | of_ranks).items()
+        ]
+        yield Table(heads, rows, folded_title="Parts of a step, in milliseconds: the numbers")
 
-    if len(runs) > 1:
-        means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
-        label = "Step time of the runs, mean over ranks, in milliseconds"
-        yield from _chart(parts_chart(means, "ms per step"), label, heads, rows(means))
     yield from _per_run_section(of_run)(runs)
+
+
+def _longest(digest: RunDigest) -> str:
+    left_out = digest.slow_step_count > len(digest.slow_steps)
+    median_of = "The median is that of the stage's steps in which ranks exchange something, or do not."
+    return f"The {len(digest.slow_steps)} longest. {median_of}" if left_out else median_of
 
 
 def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: NamedDigests) -> Iterator[Block]:
@@ -334,16 +433,23 @@ def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
         "below it are its buckets, from the moment each is ready: first the time until the last rank has it "
         "ready, then the exchange. For more steps, open `trace.json` from the run's folder in {}."
     )
-    yield Text(note.format(link), "note")
 
     def of_run(digest: RunDigest) -> Iterator[Block]:
-        choices = {_timeline_title(digest, step): timeline_chart(step) for step in digest.timelines}
+        choices, bars = dict[str, Chart](), 0
+        for step in sorted(digest.timelines, key=lambda step: not step["why"]):
+            chart = timeline_chart(step)
+            bars += sum(len(trace["x"]) for trace in chart["data"])
+            if not choices or bars <= _MAX_TIMELINE_BARS:
+                choices[_timeline_title(digest, step)] = chart
+        titles = filter(choices.__contains__, (_timeline_title(digest, step) for step in digest.timelines))
+        choices = {title: choices[title] for title in titles}
         if not choices:
             yield Text(_NO_STEPS, "note")
             return
         yield Figure("Timeline of one step, one rank below the other", choices)
 
     yield from _per_run_section(of_run)(runs)
+    yield Text(note.format(link), "note")
 
 
 def _timeline_title(digest: RunDigest, step: Mapping[str, Any]) -> str:
@@ -368,7 +474,7 @@ def _gradients_section(digest: RunDigest) -> Iterator[Block]:
 
 def _communication_section(digest: RunDigest) -> Iterator[Block]:
     heads = ["stage", "what", "hooks", "in steps", "payloads per step", "before hooks", "sent by a rank"]
-    heads += ["between hosts", "ready to done, ms", "encode, ms", "decode, ms"]
+    heads += ["between hosts", "on the wire", "ready to done, ms", "encode, ms", "decode, ms"]
     rows = []
     for stage in digest.stages:
         for one in stage.traffic:
@@ -380,9 +486,45 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
             none = "none" if one.kind in _KINDS_WITHOUT_HOOKS else "none: all-reduce"
             hooks = ", ".join(one.hooks) or none
             share = f"{one.steps / max(1, stage.sampled_step_count):.0%}"
-            rows.append([stage.index, one.kind, hooks, share, one.payloads / steps, *sizes, *times])
-    caption = "Means over ranks and over the steps with such an exchange; times are for one payload."
+            about = [stage.index, one.kind, hooks, share, one.payloads / steps]
+            rows.append([*about, *sizes, _format_rate(one), *times])
+    caption = (
+        "Means over ranks and over the steps with such an exchange; times are for one payload. The rate is "
+        "what a rank sent while anything was on the wire that all ranks had ready, latency included."
+    )
     yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
+    heads = ["stage", "bucket", "size", "sent by a rank", "on the wire, ms", "on the wire", "parameters"]
+    count = sum(len(stage.buckets) for stage in digest.stages)
+    named = max(_MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS // max(1, count))
+    buckets = []
+    for stage in digest.stages:
+        for one in stage.buckets:
+            sizes = [format_bytes(amount / one.payloads) for amount in (one.bytes, one.wire_bytes)]
+            more = [f"and {len(one.params) - named:,} more"] * (len(one.params) > named)
+            params = ", ".join([*one.params[:named], *more])
+            wire = [one.wire_us / one.payloads / 1000, _format_rate(one)]
+            buckets.append([stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, params])
+    if buckets:
+        title = "Each bucket: its parameters, and how fast it was sent"
+        yield Table(heads, buckets, "Means over ranks and steps.", title)
+
+
+def _format_rate(traffic: Traffic) -> str | None:
+    return None if traffic.bits_per_s is None else format_bit_rate(traffic.bits_per_s)
+
+
+def _machine_section(digest: RunDigest) -> Iterator[Block]:
+    """Memory of ranks, and the load of their hosts, over steps."""
+    hosts = (digest.run.first_event("started") or {}).get("hosts") or []
+    units = {"rss_bytes": 1e6, "device_bytes": 1e6, "load": 1.0}
+    for key, label, unit in _MACHINE_CHARTS:
+        lines: dict[str, Line] = {}
+        for rank, curve in digest.machine.get(key, {}).items():
+            host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
+            values = [value and value / units[key] for value in curve.means]
+            lines.setdefault(host, Line(Curve(curve.steps, values, values, values), len(lines)))
+        if lines:
+            yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])
 
 
 def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
@@ -425,16 +567,19 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
 def _stages_section(digest: RunDigest) -> Iterator[Block]:
     start_events = {event["stage"]: event for event in digest.run.events_of_kind("stage_started")}
     digests = {stage.index: stage for stage in digest.stages}
+    of_summary = dict(enumerate((digest.run.summary or {}).get("stages", ())))
     rows = []
-    for index, stage in enumerate((digest.run.summary or {}).get("stages", ())):
-        event, found = start_events.get(index, {}), digests.get(index)
+    for index in sorted({*digests, *of_summary}):
+        event, found, stage = start_events.get(index, {}), digests.get(index), of_summary.get(index, {})
         sync = event.get("sync")
         sync = sync if sync is None else flow_yaml(sync)
-        about = [stage.get(key) for key in ("kind", "steps", "seconds")]
-        about += [found.step_ms, f"{found.times.exposed_share:.0%}"] if found else [None, None]
-        rows.append([index, *about, sync, ", ".join(event.get("hooks", ())) or None])
-    heads = ["stage", "kind", "steps", "seconds", "ms per step", "exposed", "sync", "hooks"]
-    yield _table(heads, rows, "", "The run has no summary yet.")
+        about = [stage.get("kind", event.get("kind")), stage.get("steps"), stage.get("seconds")]
+        lengths = found.step_percentiles_ms if found else {}
+        about += [found and found.step_ms, *map(lengths.get, PERCENTILES)]
+        exposed = f"{found.times.exposed_share:.0%}" if found else None
+        rows.append([index, *about, exposed, sync, ", ".join(event.get("hooks", ())) or None])
+    heads = ["stage", "kind", "steps", "seconds", "ms per step", *PERCENTILES, "exposed", "sync", "hooks"]
+    yield _table(heads, rows, "", "The run has no stages yet.")
 
 
 def _buffers_section(digest: RunDigest) -> Iterator[Block]:
@@ -443,7 +588,7 @@ def _buffers_section(digest: RunDigest) -> Iterator[Block]:
     yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
 
-def _faults_section(digest: RunDigest) -> Iterator[Block]:
+def _errors_section(digest: RunDigest) -> Iterator[Block]:
     found = [
         event
         for event in digest.run.events
@@ -462,9 +607,9 @@ def _faults_section(digest: RunDigest) -> Iterator[Block]:
             event.get("step"),
             _details(event),
         ]
-        for event in found[-_MAX_FAULTS:]
+        for event in found[-_MAX_ERRORS:]
     ]
-    left_out = f"The last {_MAX_FAULTS} of {len(found)}." if len(found) > _MAX_FAULTS else ""
+    left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
     yield Table(["when", "what", "step", ""], rows, left_out)
 
 

@@ -1,12 +1,16 @@
-"""What stands out in a stage of a run, in three sentences: where the time went, who was late, what to try."""
+"""What stands out in a stage of a run, in a few sentences: where the time went, who was late, whether hooks
+paid, what to try.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
+from ddprun.report.blocks import format_value
+from ddprun.report.digest import RunDigest, StageDigest, StepTimes, Traffic, straggler_episodes
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
-from ddprun.units import format_count
+from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
 _MAX_STAGES_WITH_SENTENCES = 4
 _MIN_STAGE_SHARE = 0.1  # a stage that took less of the time of all steps has no sentences
@@ -25,13 +29,15 @@ _PART_PHRASES = {
     "sync_us": "between steps",
     "other_us": "elsewhere",
 }
+_LATENCIES = 8  # of a collective in latencies, at most: small ones take half as many between two hosts
+_MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
 _STRAGGLER_ADVICE = {
-    "data": "Try more `loader.workers`, or look at that rank's disk.",
-    "forward": "Look at what else runs on that rank's cores or GPU, and at inputs that cost more.",
-    "backward": "Look at the layers of that bucket, and at what else runs on that rank's cores or GPU.",
-    "optimizer": "Look at what else runs on that rank's cores or GPU.",
-    "sync": "Look at what that rank does between steps.",
-    "communication": "Look at that rank's link, and at hooks that work on its training thread.",
+    "data": "more `loader.workers`, or a look at the late rank's disk",
+    "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that cost more",
+    "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
+    "optimizer": "a look at what else runs on the late rank's cores or GPU",
+    "sync": "a look at what the late rank does between steps",
+    "communication": "a look at the late rank's link, and at hooks that work on its training thread",
 }
 
 
@@ -54,7 +60,8 @@ def sentences(digest: RunDigest) -> dict[str, list[str]]:
         found[stage.name if len(digest.stages) > 1 else ""] = [
             time_breakdown(stage.times),
             _straggler_sentence(digest, stage, late_ranks),
-            _advice_sentence(digest, stage, late_ranks),
+            *_hook_sentences(digest, stage),
+            *_advice(digest, stage, late_ranks),
         ]
     return found
 
@@ -119,60 +126,178 @@ def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Seque
     )
 
 
-def _advice_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
-    shares = stage.times.shares
-    wait = shares["wait"]
-    if wait > _ADVICE_THRESHOLD and late_ranks:
-        worst = late_ranks[0]
-        if _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * wait:
-            return _STRAGGLER_ADVICE.get(worst.cause, _STRAGGLER_ADVICE["optimizer"])
-    if shares["data"] > _ADVICE_THRESHOLD:
-        return "Try more `loader.workers`: the training thread waits for its data."
-    if shares["hook"] > _ADVICE_THRESHOLD:
-        without = [one for one in _comparable_stages(digest, stage) if not one.hooks]
-        if without and (fastest := min(without, key=lambda one: one.step_ms)).step_ms < stage.step_ms:
-            there = f"a step took {fastest.step_ms:.1f} ms in stage {fastest.index}, which has none"
-            return f"Try without the hooks: {there}."
-        return (
-            "Try without the hooks, or with cheaper ones: they may cost more time than they save on the "
-            "wire; `ddprun compare` measures it."
-        )
-    if shares["wire"] > _ADVICE_THRESHOLD:
-        return _wire_time_advice(digest, stage)
-    if wait > _ADVICE_THRESHOLD:
-        text = f"Try {_sync_less_often_phrase(digest, stage)}: another rank is the last one each time"
-        return f"{text}, and every synchronisation waits for it."
-    if shares["sync"] > _ADVICE_THRESHOLD:
-        return (
-            "Try to do less between steps: audits, fidelity, buffer exchanges and mutation are in `sync_us`."
-        )
-    if shares["compute"] > 0.8:
-        return (
-            "Communication is hidden or small; to go faster, try `precision: bf16`, a larger "
-            "`loader.batch_size`, or more ranks."
-        )
-    return "Nothing stands out: no single change is likely to gain much."
+@dataclass(frozen=True, slots=True)
+class HookBalance:
+    """What the hooks of a stage cost and save in a step of a rank."""
+
+    hooks: tuple[str, ...]
+    saved_bits: float  # that plain all-reduce would have sent in addition
+    sent_share: float  # of what plain all-reduce would have sent
+    hook_us: float  # encoding and decoding
+    link_bits_per_s: tuple[float, float]
+    """Bounds of what the link carries, the highest of all stages. At least: what went through, latency
+    included. At most: the same without the longest latency that the clocks' comparison allows."""
+
+    @property
+    def break_even_bits_per_s(self) -> float:
+        """The link over which the hooks cost as much as they save; over a faster one they cost more."""
+        return 1e6 * self.saved_bits / self.hook_us
+
+    def saved(self, bits_per_s: float) -> str:
+        """The time that the hooks save over such a link."""
+        return format_duration(self.saved_bits / bits_per_s)
+
+    @property
+    def paid(self) -> bool | None:
+        """Whether the hooks saved more time than they took; None: the records do not tell."""
+        least, most = self.link_bits_per_s
+        if least >= self.break_even_bits_per_s:
+            return False
+        return True if most <= self.break_even_bits_per_s else None
 
 
-def _wire_time_advice(digest: RunDigest, stage: StageDigest) -> str:
-    if {one.hooks for one in stage.traffic if one.kind in ("gradient", "delta")} != {()}:
-        return f"Try {_sync_less_often_phrase(digest, stage)}."
-    if with_hooks := [one for one in _comparable_stages(digest, stage) if one.hooks]:
-        fastest = min(with_hooks, key=lambda one: one.step_ms)
-        there = f"with those of stage {fastest.index} a step took {fastest.step_ms:.1f} ms"
-        if fastest.step_ms < stage.step_ms:
-            return f"Try hooks in this stage, too: {there}."
-        return f"Try {_sync_less_often_phrase(digest, stage)}; hooks did not help: {there}."
-    also = ", `[hierarchical]`" if any(one.between_hosts_bytes for one in stage.traffic) else ""
-    return (
-        f"Try to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`{also}), or try "
-        f"{_sync_less_often_phrase(digest, stage)}."
+def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
+    """The balance of a stage's hooks; None where its records cannot tell.
+
+    They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
+    the same ranks in the whole run.
+    """
+    started, ranks = digest.run.events_of_kind("started"), digest.rank_count
+    through = [one for one in stage.traffic if one.kind in ("gradient", "delta") and one.hooks]
+    if len(through) != 1 or ranks < 2 or {one.get("world_size") for one in started} != {ranks}:
+        return None
+    (one,) = through
+    plain_bytes, hook_us = 2 * (ranks - 1) / ranks * one.bytes, one.encode_us + one.decode_us
+    if not (one.among_all_ranks and 0 < one.wire_bytes < plain_bytes and hook_us > 0 and one.wire_us):
+        return None
+    per_step = max(1, stage.sampled_step_count) * ranks
+    clocks = digest.run.events_of_kind("clock_offsets")
+    latency_us = _LATENCIES * max(
+        (us for event in clocks for us in event.get("error_us", ())), default=math.inf
+    )
+    several_hosts = len(set(started[0].get("hosts") or ())) > 1
+    bounds = [
+        _link_bounds(sent, latency_us if several_hosts else math.inf)
+        for each in digest.stages
+        for sent in each.traffic
+        if sent.among_all_ranks and sent.wire_us
+    ]
+    return HookBalance(
+        hooks=one.hooks,
+        saved_bits=8 * (plain_bytes - one.wire_bytes) / per_step,
+        sent_share=one.wire_bytes / plain_bytes,
+        hook_us=hook_us / per_step,
+        link_bits_per_s=(max(least for least, _ in bounds), max(most for _, most in bounds)),
     )
 
 
-def _comparable_stages(digest: RunDigest, stage: StageDigest) -> list[StageDigest]:
-    """The stages of the same kind and sync policy: what differs between them may come from the hooks."""
-    return [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
+def _link_bounds(sent: Traffic, latency_us: float) -> tuple[float, float]:
+    """What the link carries at least and at most, in bits a second; `latency_us`: of a payload, at most."""
+    transfer_us = sent.wire_us - latency_us * sent.payloads
+    bits = 8e6 * sent.wire_bytes
+    return bits / sent.wire_us, bits / transfer_us if transfer_us > 0 else math.inf
+
+
+def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
+    """Whether the hooks paid here, and up to which link they do."""
+    if (balance := hook_balance(digest, stage)) is None:
+        return
+    least, most = map(format_bit_rate, balance.link_bits_per_s)
+    hooks, saved = ", ".join(f"`{name}`" for name in balance.hooks), format_bytes(balance.saved_bits / 8)
+    text = (
+        f"Hooks ({hooks}) sent {1 - balance.sent_share:.0%} less than plain all-reduce, {saved} a step and "
+        f"rank, and took {format_duration(balance.hook_us / 1e6)} to encode and decode: they save time over "
+        f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}."
+    )
+    without = _fastest(digest, stage, with_hooks=False)
+    if without is not None and abs(without.step_ms / stage.step_ms - 1) > _NEGLIGIBLE_SHARE:
+        verb = "Here they paid" if stage.step_ms < without.step_ms else "Here they did not pay"
+        text += f" {verb}: a step took {stage.step_ms:.1f} ms, and {without.step_ms:.1f} ms without hooks in "
+        text += f"stage {without.index}."
+    elif stage.times.shares["hook"] + stage.times.shares["wire"] < _NEGLIGIBLE_SHARE:
+        text += " Here both were hidden behind computation: the hooks made no difference."
+    elif balance.paid:
+        saved = balance.saved(balance.link_bits_per_s[1])
+        text += f" Here they paid: the link carries at most {most}, so they saved at least {saved}."
+    else:
+        saved = balance.saved(balance.link_bits_per_s[0])
+        unknown = "Whether they paid here, the records do not tell"
+        text += f" {unknown if balance.paid is None else 'Here they did not pay'}: {least} went through, "
+        text += f"latency included, so they saved at most {saved}."
+    yield text
+
+
+def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
+    """What to try: first what loses nothing, with what it gains at most; then what changes training."""
+    shares = stage.times.shares
+    exact, changing = list[tuple[float, str]](), list[str]()
+    if shares["wait"] > _ADVICE_THRESHOLD:
+        worst = late_ranks[0] if late_ranks else None
+        if worst and _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
+            advice = _STRAGGLER_ADVICE.get(worst.cause, _STRAGGLER_ADVICE["optimizer"])
+            exact.append((shares["wait"], advice))
+        else:
+            changing.append(_sync_less_often_phrase(digest, stage))  # another rank is the last one each time
+    if shares["data"] > _ADVICE_THRESHOLD:
+        exact.append((shares["data"], "more `loader.workers`, since the training thread waits for its data"))
+    if shares["sync"] > _ADVICE_THRESHOLD:
+        what = "less between steps: audits, fidelity, buffer exchanges and mutation are in `sync_us`"
+        exact.append((shares["sync"], what))
+    balance = hook_balance(digest, stage)
+    if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
+        without = _fastest(digest, stage, with_hooks=False)
+        if without is None:
+            exact.append((shares["hook"], "no hooks, or cheaper ones, which `ddprun compare` measures"))
+        elif without.step_ms < stage.step_ms:
+            exact.append((1 - without.step_ms / stage.step_ms, f"no hooks, as in stage {without.index}"))
+    if shares["wire"] > _ADVICE_THRESHOLD:
+        exact += ((shares["wire"], what) for what in _lossless_ways(digest, stage))
+        changing += _lossy_ways(digest, stage)
+    if exact:
+        listed = "; ".join(f"{what} (at most {share:.0%} of a step)" for share, what in sorted(exact)[::-1])
+        yield f"To try first, since nothing is lost: {listed}."
+    if changing:
+        yield f"What changes training: {'; '.join(dict.fromkeys(changing))}."
+    if not exact and not changing:
+        yield (
+            "Communication is hidden or small. `compile: true` may make steps faster, and changes no more "
+            "than rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training."
+            if shares["compute"] > 0.8
+            else "Nothing stands out: no single change is likely to gain much."
+        )
+
+
+def _lossless_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
+    """What to do about time on the wire without losing anything of what is sent."""
+    started = digest.run.first_event("started") or {}
+    hosts, gradients = started.get("hosts") or [], [one for one in stage.buckets if one.kind == "gradient"]
+    if not {"shared_memory", "hierarchical"} & set(stage.hooks):
+        if len(set(hosts)) == 1 and started.get("device") == "cpu" and digest.rank_count > 1:
+            yield "`shared_memory` as the last hook, since all ranks are on one host"
+        elif 1 < len(set(hosts)) < len(hosts):
+            yield "the hook `hierarchical`, since hosts have several ranks"
+    if len(gradients) == 1 and (size := gradients[0].bytes / gradients[0].payloads) > _MIN_SPLIT_BYTES:
+        cap = format_value(float(f"{size / 4 / 2**20:.1g}"))
+        yield f"`ddp: {{bucket_cap_mb: {cap}}}`, since all gradients are in one bucket and nothing overlaps"
+
+
+def _lossy_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
+    """How to send less, or less often."""
+    if not stage.hooks:
+        if (fastest := _fastest(digest, stage, with_hooks=True)) is None:
+            yield "to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
+        elif fastest.step_ms < stage.step_ms:
+            yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
+    yield _sync_less_often_phrase(digest, stage)
+
+
+def _fastest(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> StageDigest | None:
+    """The fastest other stage with hooks, or without; of the same kind and sync policy, so that what differs
+    may come from the hooks.
+    """
+    alike = [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
+    found = [one for one in alike if one is not stage and bool(one.hooks) == with_hooks]
+    return min(found, key=lambda one: one.step_ms, default=None)
 
 
 def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:

@@ -57,6 +57,10 @@ class Clock:
     def synchronize(self) -> None:
         """Wait until the device has done all that was given to it."""
 
+    def device_bytes(self) -> int | None:
+        """Memory that torch's allocator holds on the device; None on a CPU."""
+        return None
+
     def copy_to_host(self, number: Tensor) -> Any:
         """A copy of a number, shape (), that can be read as soon as the step's last mark can."""
         return float(number.item())  # at once: steps were shorter than when the tensors were kept for a while
@@ -116,6 +120,9 @@ class StreamClock(Clock):
 
     def synchronize(self) -> None:
         self._gpu.synchronize()
+
+    def device_bytes(self) -> int | None:
+        return torch.cuda.memory_reserved(self._gpu.device)
 
     def copy_to_host(self, number: Tensor) -> Tensor:
         return copy_scalar_to_host(number)  # `.item()` would wait for all that is queued behind the number

@@ -22,6 +22,7 @@ from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_reco
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _T = TypeVar("_T")
 _MAX_SUMMARY_BYTES = 256 << 20
+_MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
 _MAX_PROFILED_STEPS = 100_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
@@ -43,6 +44,12 @@ _StepNumber = Annotated[int, Field(strict=True, gt=0, lt=2**63)]
 _OPTIONAL: Any = Field(default=None)  # may be left out, but must not be null
 
 
+class _Machine(BaseModel):
+    rss_bytes: _Number
+    load: _Number
+    device_bytes: _Number | None
+
+
 class _Step(BaseModel):
     step: _StepNumber
     stage: _Count
@@ -56,6 +63,7 @@ class _Step(BaseModel):
     group_grad_norms: list[_Number | None] | None = None
     laps: list[tuple[str, _Number]] = _OPTIONAL
     waits: list[tuple[_Number, _Number]] = _OPTIONAL
+    machine: _Machine = _OPTIONAL
 
 
 class _Leg(BaseModel):
@@ -91,6 +99,7 @@ class _Bucket(BaseModel):
     all_ready_us: _Number | None = None
     params_ready_us: list[_Number | None] = _OPTIONAL
     completed_by: str | None = None
+    numel: _Count = _OPTIONAL
     fidelity: _Fidelity = _OPTIONAL
 
 
@@ -138,6 +147,7 @@ class _Event(BaseModel):
 class _ClockOffsets(_Event):
     monotonic_us: _Number
     offset_us: list[_Number]
+    error_us: list[_Number] = _OPTIONAL
 
 
 class _Started(_Event):
@@ -279,6 +289,15 @@ class Run:
             )
         except (OSError, ValueError):
             return None
+
+    @cached_property
+    def pipeline_text(self) -> str:
+        """`pipeline.yaml` as far as it may reach; "" if it cannot be read."""
+        try:
+            with open_file(self.folder, "pipeline.yaml") as file:
+                return file.read(_MAX_PIPELINE_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
 
     @cached_property
     def evaluations(self) -> dict[int, dict[str, float]]:

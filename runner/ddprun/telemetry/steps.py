@@ -84,6 +84,7 @@ class StepMarks:
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
     group_grad_norms: list[Any] | None = None  # the same of each parameter group
+    machine: Mapping[str, Any] | None = None  # memory and load after it; None: not measured
 
 
 @dataclass(slots=True)
@@ -469,6 +470,8 @@ def step_records(
             "laps": [lap for lap in laps if lap[1] > 0],
             "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
         }
+        if step.machine is not None:
+            record["machine"] = step.machine
         yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
 
 

@@ -1,6 +1,25 @@
 "use strict";
-(function () {
-  const charts = JSON.parse(document.getElementById("charts").textContent);
+(async function () {
+  // What `_pack` in html.py has packed: base 85, with "," in place of "<".
+  function unpacked(id) {
+    const digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+    const values = new Uint8Array(128);
+    for (let n = 0; n < 85; n++) values[digits.charCodeAt(n)] = n;
+    const text = document.getElementById(id).textContent;
+    const bytes = new DataView(new ArrayBuffer(4 * Math.ceil(text.length / 5)));
+    for (let at = 0; at < text.length; at += 5) {
+      let number = 0;
+      for (let n = at; n < at + 5; n++) number = 85 * number + (n < text.length ? values[text.charCodeAt(n)] : 84);
+      bytes.setUint32((at / 5) * 4, number);
+    }
+    const packed = new Blob([bytes.buffer.slice(0, Math.floor((text.length * 4) / 5))]);
+    return new Response(packed.stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  }
+
+  const charts = JSON.parse(await unpacked("charts"));
+  const plotly = document.createElement("script");
+  plotly.textContent = await unpacked("plotly");
+  document.body.append(plotly);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
   function colour(name) {
@@ -46,6 +65,9 @@
       swatch.dataset.shape = (trace.fillpattern || marker.pattern || {}).shape || "";
       swatch.style.backgroundColor = trace.fillcolor || marker.color;
       if (marker.line) swatch.style.border = "2px solid " + marker.line.color;
+    } else if (marker.symbol === "diamond-open") {
+      swatch.innerHTML = '<svg width="14" height="12" aria-hidden="true"><path d="M7 1 L12 6 L7 11 L2 6 Z" fill="none" ' +
+        'stroke-width="2" stroke="' + marker.color + '"/></svg>';
     } else if (trace.mode === "markers") {
       swatch.className = "swatch mark";
       swatch.style.borderLeft = "3px solid " + marker.color;
@@ -104,6 +126,17 @@
     });
   }
 
+  for (const box of document.querySelectorAll("input[data-for]")) {
+    box.addEventListener("change", function () {
+      for (const one of Object.values(charts[box.dataset.for].choices)) {
+        const axis = one.layout.yaxis;
+        axis.type = box.checked ? "log" : "linear";
+        axis.linear = axis.linear || axis.range;
+        axis.range = box.checked ? undefined : axis.linear;
+      }
+      draw(box.dataset.for);
+    });
+  }
   for (const select of document.querySelectorAll("select[data-for]")) {
     select.addEventListener("change", function () {
       document.getElementById(select.dataset.for).dataset.choice = select.value;
