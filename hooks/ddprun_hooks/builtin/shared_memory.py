@@ -1,4 +1,4 @@
-"""All-reduce through POSIX shared memory."""
+"""All-reduce through shared memory."""
 
 from torch import Tensor
 

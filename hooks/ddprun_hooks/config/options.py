@@ -224,9 +224,9 @@ class HierarchicalOptions(HookOptions):
 
 @_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")
 class SharedMemoryOptions(HookOptions):
-    """Sum through POSIX shared memory: the ranks of one host, tensors on the CPU."""
+    """Sum through shared memory: the ranks of one host, tensors on the CPU."""
 
 
 @_built_in("noop", "alone", "noop:Noop")
 class NoopOptions(HookOptions):
-    """Send nothing: the upper bound on what any hook could gain. Ranks train apart."""
+    """Send nothing: the upper bound on what any hook could gain. Ranks diverge."""
