@@ -135,7 +135,7 @@ PARTS = [
         "prediction",
         "--models cnn --links unlimited",
         5400,
-        "predict.md",
+        "explain.md",
         pieces=True,
     ),
     Part(
@@ -144,7 +144,7 @@ PARTS = [
         "prediction --ranks",
         "--models cnn",
         1200,
-        "predict.md",
+        "explain.md",
         pieces=True,
     ),
     Part("overlap", "what overlap_steps hides", "overlap --rounds 3", "--rounds 1", 1800, "sync.md"),

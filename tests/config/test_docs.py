@@ -95,7 +95,7 @@ def test_the_examples_are_good(tmp_path: Path) -> None:
 
 def test_every_tracker_is_on_its_page_with_its_options() -> None:
     """The table of trackers is complete, and names every option of each."""
-    text = (Path(__file__).parents[2] / "docs" / "track.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
     wanted = {
         f"`{name}: {{{', '.join(TRACKERS.load(name).Options.model_fields)}}}`" for name in TRACKERS.built_in()
     }

@@ -62,7 +62,7 @@ def test_data_parallel_training_needs_what_was_published(share: float, published
 @pytest.mark.parametrize(("share", "published"), [(0.5, 1.4), (0.8, 6.2), (0.9, 13.3)])
 def test_diloco_needs_all_of_what_it_sends(share: float, published: float) -> None:
     """Here workers wait while they exchange, so that they need up to 43 % more than was published
-    (docs/predict.md says why); and exactly what bytes and time say.
+    (docs/explain.md says why); and exactly what bytes and time say.
     """
     exact = 8 * PARAMETERS * BYTES / (PERIOD * STEP_US * 1e3) / (1 / share - 1)
     assert needed(share, PERIOD) == pytest.approx(exact, rel=0.01)
