@@ -51,7 +51,7 @@ if sys.argv.pop(1) == "without":
             close=lambda: None,
             hang_found=False,
         )
-    worker.open_watchdog = no_watchdog
+    worker.make_rank_watchdog = no_watchdog
 from ddprun.cli import main
 sys.exit(main())
 """

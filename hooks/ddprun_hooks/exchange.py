@@ -25,13 +25,13 @@ from ddprun_hooks.comm.groups import (
     check_placement,
     check_shared_memory_device,
 )
-from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, noting_failure, observed_wait
+from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, marking_failed_on_error, observed_wait
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import CommQueue, CpuQueue, StreamQueue
+from ddprun_hooks.queue import CommQueue, CpuCommQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
 
-_BROADCAST_BUCKET_BYTES = 25 << 20
+BROADCAST_BUCKET_BYTES = 25 << 20
 _LAUNCH_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NO_RANKS: GroupRequirements = MappingProxyType({})
 _ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
@@ -113,7 +113,7 @@ class Exchange:
 
         def queue(name: str, requirements: GroupRequirements, existing: Sequence[Any] = ()) -> CommQueue:
             world = factory.make_group(name, placement, requirements, existing)
-            return CpuQueue(world) if gpu is None else StreamQueue(world, gpu)
+            return CpuCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
         exact = RankGroup(
             "exact",
@@ -141,7 +141,7 @@ class Exchange:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
         named_tensors = {str(index): tensor for index, tensor in enumerate(tensors)}
-        buckets, stack = ParameterBuckets(named_tensors, _BROADCAST_BUCKET_BYTES), broadcast_stack(source)
+        buckets, stack = ParameterBuckets(named_tensors, BROADCAST_BUCKET_BYTES), broadcast_stack(source)
         for index, layout in enumerate(buckets.layouts):
             payload = Payload(buckets.flatten(index), layout.params, "parameters", layout.index)
             buckets.copy_to_tensors(index, self.plain_queue.send(payload, stack, []).wait())
@@ -160,7 +160,7 @@ class Exchange:
     def _run_exact(self, collective: Collective, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
-        with noting_failure(pending):
+        with marking_failed_on_error(pending):
             work = self.exact_group.launch(collective, 0)
             if isinstance(work, dist.Work):
                 pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone

@@ -8,11 +8,11 @@ sees the same collectives in the same order on every rank, however the ranks' th
 however many collectives a rank has with other groups in between. Issuing the next collective "when the last
 one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 
-A queue in host memory (`CpuQueue`) is driven by whatever thread has an event: the backward pass that brings
-a bucket, or the thread of the collective that has finished. A gradient bucket that needs one collective is
-sent without an event: the backward pass that brings it issues the collective itself, so buckets issue theirs
-in the order in which they are brought. On a GPU (`StreamQueue`) streams keep the order, so a coroutine runs
-to its end at once.
+A queue in host memory (`CpuCommQueue`) is driven by whatever thread has an event: the backward pass that
+brings a bucket, or the thread of the collective that has finished. A gradient bucket that needs one
+collective is sent without an event: the backward pass that brings it issues the collective itself, so buckets
+issue theirs in the order in which they are brought. On a GPU (`StreamQueue`) streams keep the order, so a
+coroutine runs to its end at once.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
-from ddprun_hooks.comm.observer import PendingCollective, noting_failure
+from ddprun_hooks.comm.observer import PendingCollective, marking_failed_on_error
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
@@ -44,7 +44,7 @@ _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
-class CpuQueue:
+class CpuCommQueue:
     """Drives payloads in host memory among the ranks of `world`; collectives overlap with the caller and with
     each other.
     """
@@ -269,7 +269,7 @@ def _wait_for_callbacks() -> None:
 
 @dataclass(slots=True, eq=False)
 class _BucketInFlight:
-    """One payload under way in a `CpuQueue`."""
+    """One payload under way in a `CpuCommQueue`."""
 
     payload: Payload
     stack: Stack
@@ -308,7 +308,7 @@ class StreamQueue:
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
-        """As `CpuQueue.send`; the future is set at once and carries the stream's events."""
+        """As `CpuCommQueue.send`; the future is set at once and carries the stream's events."""
         gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
         ready = gpu.record_timestamp()
         trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
@@ -365,7 +365,7 @@ class StreamQueue:
                 trace.spans.append(Span(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
             pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
-            with noting_failure(pending):
+            with marking_failed_on_error(pending):
                 collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
             if detailed:
                 trace.collectives[-1].done = start = gpu.record_timestamp(stream)
@@ -375,7 +375,7 @@ class StreamQueue:
             result = collective.output
 
 
-CommQueue = CpuQueue | StreamQueue
+CommQueue = CpuCommQueue | StreamQueue
 
 
 def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:

@@ -30,7 +30,7 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
-from ddprun_hooks.queue import CpuQueue
+from ddprun_hooks.queue import CpuCommQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
@@ -78,7 +78,7 @@ class Rank:
         self.rank, self.world_size = group.rank, group.size
         self.stack = stack
         self.traces: list[BucketTrace[int]] = []  # what has been sent
-        self._queue = CpuQueue(group)
+        self._queue = CpuCommQueue(group)
 
     def send(
         self,

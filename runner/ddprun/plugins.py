@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from ddprun_hooks.config.import_path import import_entry_point, installed_entry_points
-from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP
+from ddprun_hooks.config.options import ENTRY_POINT_GROUP
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError
 from ddprun_hooks.errors import ImportPathError
 
@@ -58,8 +58,15 @@ class PluginRegistry:
     package: str = ""
     """The package whose modules are the built-in plug-ins; empty if they are registered elsewhere."""
 
-    reserved_names: frozenset[str] = frozenset()
-    """Names that installed packages cannot use."""
+    reserved_by: str = ""
+    """Dotted name of what has the names that installed packages cannot use: a mapping, or a pydantic model,
+    whose fields they are; empty if there are none."""
+
+    @property
+    def reserved_names(self) -> frozenset[str]:
+        """Names that installed packages cannot use."""
+        found = _import(self.reserved_by) if self.reserved_by else ()
+        return frozenset(getattr(found, "model_fields", found))
 
     def built_in(self) -> tuple[str, ...]:
         """Names of the built-in ones."""
@@ -92,8 +99,7 @@ class PluginRegistry:
                 (UntrustedError).
             TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
         """
-        module, _, attribute = self.base_class_name.rpartition(".")
-        base = getattr(importlib.import_module(module), attribute)
+        base = _import(self.base_class_name)
         if name in self.built_in():
             return _defined_in(f"{self.package}.{name}", base)
         words = f"a {self.kind} is a class derived from {self.base_class_name}"
@@ -139,12 +145,17 @@ def _defined_in(module: str, base: type) -> type[Any]:
     return own
 
 
+def _import(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _is_derived(found: Any, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
 # Base classes and packages are given by name, so that making a registry imports neither.
-HOOKS = PluginRegistry("hook", ENTRY_POINT_GROUP, reserved_names=frozenset(BUILT_IN))
+HOOKS = PluginRegistry("hook", ENTRY_POINT_GROUP, reserved_by="ddprun_hooks.config.options.BUILT_IN")
 SYNC_POLICIES = PluginRegistry(
     "sync policy", "ddprun.sync", "ddprun.sync.plan.SyncPolicy", "ddprun.sync.policies"
 )
@@ -154,12 +165,5 @@ CLUSTERS = PluginRegistry(
     "ddprun.clusters",
     "ddprun.cluster.Cluster",
     "ddprun.cluster.backends",
-    frozenset(
-        {
-            *("name", "seed", "model", "init", "freeze", "data", "loader", "batch", "weight_by", "loss"),
-            *("optimizer", "groups", "schedule", "warmup_steps", "clip_norm", "clip_value", "ema", "on_nan"),
-            *("precision", "deterministic", "compile", "ddp", "accumulate", "sync", "hooks", "buffers"),
-            *("stages", "launch", "checkpoint", "timings", "audit", "track"),
-        }
-    ),  # the other keys of a pipeline: a backend's name is one, too
+    reserved_by="ddprun.config.schema.Pipeline",  # a backend's name is a key of it, too
 )

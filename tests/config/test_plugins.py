@@ -10,7 +10,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.config import PipelineError, load
 from ddprun.config.json_schema import json_schema
-from ddprun.config.schema import Pipeline, _with_clusters, pipeline_class
+from ddprun.config.schema import Pipeline, _with_clusters, pipeline_with_cluster_keys
 from ddprun.plugins import CLUSTERS, TRACKERS
 from ddprun_hooks.config import import_path as installing
 
@@ -141,7 +141,7 @@ def test_a_name_that_is_a_key_already_is_no_cluster(capsys: pytest.CaptureFixtur
     """A package cannot take a pipeline's own keys away, and no command offers such a cluster."""
     assert CLUSTERS.reserved_names == Pipeline.model_fields.keys()
     assert CLUSTERS.installed() == ("broken", "site")
-    assert pipeline_class(["site"]).model_fields["model"].is_required()
+    assert pipeline_with_cluster_keys(["site"]).model_fields["model"].is_required()
     assert json_schema()["properties"]["model"]["$ref"] == "#/$defs/model"
     Path("p.yaml").write_text(BASE)
     assert main(["submit", "p.yaml", "--to", "model", "--dry-run"]) == 2

@@ -11,18 +11,20 @@ from ddprun.config import load
 from ddprun.explain.explain import Explanation, explain
 from ddprun.predict.costs import (
     PARTS_WITHOUT_EXCHANGE,
-    BucketCosts,
+    BucketHookTimes,
     Costs,
     CostsUnknownError,
     LinearCost,
     StageCosts,
     costs_of_run,
 )
+from ddprun.predict.fit import fit_model
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
 from ddprun.predict.hook_verdicts import leave_one_out
+from ddprun.predict.lateness import Lateness
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import short_run_stages
-from ddprun.predict.model import CostModel, Lateness, StepPrediction
+from ddprun.predict.model import CostModel, StepPrediction
 from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.steps import PARTS
@@ -68,7 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Cos
 @pytest.fixture(scope="module")
 def model(measured: tuple[Explanation, Costs]) -> CostModel:
     """Fitted to that run."""
-    return CostModel(*measured, Links())
+    return fit_model(*measured, Links())
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,12 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
         if key in costs and stage.patterns and stage.patterns[0].exchanges:
             one.step_us, one.cpu_us, hook_times_us = costs[key]
             one.buckets = [
-                BucketCosts(bucket.bytes, hook_times_us)
+                BucketHookTimes(bucket.bytes, hook_times_us)
                 for exchange in stage.patterns[0].exchanges
                 for bucket in exchange.buckets or ()
             ]
         found.append(one)
-    return CostModel(explained, Costs("cpu", 2.0, found), Links())
+    return fit_model(explained, Costs("cpu", 2.0, found), Links())
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,8 @@ def test_all_of_a_step_is_accounted_for(model: CostModel, cases: Explanation, na
     if name in ("independent", "noop"):
         assert one.efficiency == pytest.approx(1)
         assert one.host_sends_bytes == 0
-        assert one.limit == ("cores" if model._machine.core_share() < 1 else "computation")
+        contended = model.machine(cases.world, Links()).core_share() < 1
+        assert one.limit == ("cores" if contended else "computation")
 
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "average"])
@@ -337,11 +340,11 @@ def test_work_is_what_processes_computed(simple: Explanation, cores: float, step
     """Two ranks took 10 ms on one core for 5 ms of work: with a core for each they take 5 ms."""
     quiet, _, accumulated = simple.stages
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
-    fitted = CostModel(simple, dataclasses.replace(costs, cores=cores), Links())
+    fitted = fit_model(simple, dataclasses.replace(costs, cores=cores), Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
     assert fitted.predict(accumulated, simple.world, Links()).step_us == pytest.approx(3 * step_us)
     of_three = Costs("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
-    fitted = CostModel(simple, of_three, Links())
+    fitted = fit_model(simple, of_three, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
 
 
@@ -351,7 +354,7 @@ def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
     costs = Costs(
         "cpu", 8.0, [made_up(10_000, 40_000, 10_000), made_up(10_000, 40_000, 10_000), StageCosts()]
     )
-    fitted = CostModel(simple, costs, Links())
+    fitted = fit_model(simple, costs, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(10_000)
     assert fitted.predict(plain, simple.world, Links()).step_us == pytest.approx(10_000, rel=0.01)
 
@@ -361,7 +364,7 @@ def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explanation, 
     """On one core two ranks take twice what each computes, whatever it is."""
     measured = made_up(10_000, 5_000 + more_us, 9_000)
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
-    fitted = CostModel(simple, costs, Links())
+    fitted = fit_model(simple, costs, Links())
     one = fitted.predict(simple.stages[1], simple.world, Links())
     assert one.step_us == pytest.approx(2 * (5_000 + more_us))
     assert one.exposed_us <= 2 * more_us + 0.01

@@ -11,8 +11,10 @@ import torch
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.steps import (
     PARTS,
+    Intervals,
     MarkBuffer,
     ResolvedSteps,
+    TraceTimes,
     Traffic,
     covered_us,
     in_flight_us,
@@ -123,7 +125,7 @@ def test_overlapping_buckets_count_once() -> None:
     rows = np.array(
         [(0, 0, 100, 150), (1, 0, 120, 140), (0, 1, 150, 160), (0, 2, 200, 210), (2, 0, 205, 230)]
     )
-    assert in_flight_us(rows.T, 3).tolist() == [70, 25, 0]
+    assert in_flight_us(TraceTimes(*rows.T), 3).tolist() == [70, 25, 0]
 
 
 def made_up_step(number: int, start: int, chance: random.Random) -> tuple[MadeStep, list[float]]:
@@ -230,7 +232,7 @@ def test_a_union_is_what_its_intervals_cover(seed: int) -> None:
         len(covered[line] & set(range(start, end)))
         for line, start, end in zip(lines[0].tolist(), *windows.tolist(), strict=True)
     ]
-    assert covered_us(intervals, np.vstack((lines, windows))).tolist() == expected
+    assert covered_us(Intervals(*intervals), Intervals(lines[0], *windows)).tolist() == expected
 
 
 def steps() -> list[MadeStep]:
@@ -263,7 +265,7 @@ def steps() -> list[MadeStep]:
 
 def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
     """All numbers of each step."""
-    table, waits = resolved.trace_table, resolved.waits
+    table, waits = np.array(resolved.trace_times), np.array(resolved.waits)
     return [
         (
             step.number,

@@ -10,7 +10,7 @@ from ddprun.tune.choose import (
     Floors,
     Trial,
     next_candidates,
-    parse_floors,
+    parse_quality_floors,
     pick_winner,
     predicted_winner,
     rejection_reason,
@@ -200,7 +200,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
     ],
 )
 def test_floors_are_read(texts: list[str], floors: Floors) -> None:
-    assert parse_floors(texts) == floors
+    assert parse_quality_floors(texts) == floors
 
 
 @pytest.mark.parametrize(
@@ -218,4 +218,4 @@ def test_floors_are_read(texts: list[str], floors: Floors) -> None:
 )
 def test_other_floors_are_refused(texts: list[str]) -> None:
     with pytest.raises(ValueError, match="floor"):
-        parse_floors(texts)
+        parse_quality_floors(texts)

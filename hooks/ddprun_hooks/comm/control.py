@@ -14,7 +14,7 @@ from ddprun_hooks.comm.observer import (
     NULL_OBSERVER,
     Observer,
     PendingCollective,
-    noting_failure,
+    marking_failed_on_error,
     observed_wait,
 )
 from ddprun_hooks.comm.trace import now_us
@@ -31,7 +31,7 @@ class PendingMessage:
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""
-        with noting_failure(self._pending):
+        with marking_failed_on_error(self._pending):
             self._work.wait()
         self._pending.mark_done()
         return torch.stack(self._gathered)
@@ -63,7 +63,7 @@ class ControlChannel:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gather_sequence.issue("all_gather", what=what)
-        with noting_failure(pending):
+        with marking_failed_on_error(pending):
             work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
         return PendingMessage(work, gathered, pending)

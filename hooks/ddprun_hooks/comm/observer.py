@@ -76,13 +76,13 @@ def observed_wait(
 ) -> Iterator[None]:
     """Inside, this rank waits for `peers`, or for all that have not come this far."""
     pending = sequence.issue(op, what=what, peers=peers)
-    with noting_failure(pending):
+    with marking_failed_on_error(pending):
         yield
     pending.mark_done()
 
 
 @contextmanager
-def noting_failure(pending: PendingCollective) -> Iterator[None]:
+def marking_failed_on_error(pending: PendingCollective) -> Iterator[None]:
     """A collective has failed if the block, which starts it or waits for it, raises."""
     try:
         yield

@@ -55,11 +55,11 @@ def complete_pipeline_file(incomplete: str) -> list[CompletionItem]:
 def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
     from ddprun.config.errors import section_of
-    from ddprun.config.schema import pipeline_class
+    from ddprun.config.schema import pipeline_with_cluster_keys
     from ddprun.plugins import CLUSTERS
 
     keys = []
-    for name, field in pipeline_class(CLUSTERS.names()).model_fields.items():
+    for name, field in pipeline_with_cluster_keys(CLUSTERS.names()).model_fields.items():
         section = section_of(field)
         keys += [name] if section is None else [f"{name}.{key}" for key in section.model_fields]
     return [CompletionItem(f"{key}=") for key in sorted(keys) if key.startswith(incomplete)]

@@ -108,11 +108,11 @@ def tune(
     output = output if output is not None else pipeline.with_name(f"{pipeline.stem}.tuned.yaml")
     _check_output(output, loaded)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
-    from ddprun.tune.choose import parse_floors
+    from ddprun.tune.choose import parse_quality_floors
     from ddprun.tune.search import SearchRequest
 
     try:
-        parsed_floors = parse_floors(floors)
+        parsed_floors = parse_quality_floors(floors)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--floor") from None
     hosts = nnodes or loaded.pipeline.launch.host_range[1]

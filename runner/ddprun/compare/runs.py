@@ -134,9 +134,7 @@ def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str
     """The override that gives a stage so many steps."""
     if loaded.root.data().get("stages") is None:
         return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
-    options = loaded.written_options(stage)
-    options.pop("epochs", None)
-    value = {stage.name: {**options, "steps": steps}}
+    value = loaded.stage_with_steps(stage, steps)
     return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
 
 

@@ -9,7 +9,7 @@ from ddprun.config.choices import RunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import LoadedPipeline
 from ddprun.config.resolved import flow_yaml, to_plain_data
-from ddprun.config.schema import Pipeline, pipeline_class
+from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.stages import OVERRIDABLE_KEYS, StepStage
 from ddprun.config.tree import format_path
 
@@ -52,7 +52,7 @@ def check_changes(
         PipelineError: changes that are not allowed, with both values.
     """
     try:
-        old = pipeline_class(checkpoint_pipeline).model_validate(checkpoint_pipeline)
+        old = pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
         text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} errors"
         raise loaded.error("", text) from None
@@ -75,7 +75,7 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
     """
     sides = []
     for pipeline in (
-        pipeline_class(checkpoint_pipeline).model_validate(checkpoint_pipeline),
+        pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline),
         loaded.pipeline,
     ):
         taken = pipeline.stages[stage]

@@ -20,7 +20,7 @@ from ddprun.config.checks import find_conflicts
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.reader import read_file
-from ddprun.config.schema import Pipeline, pipeline_class
+from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.secrets import (
     Secrets,
     fill_references,
@@ -104,6 +104,17 @@ class LoadedPipeline:
         stages = self.root.data().get("stages")
         item = stages[stage.index] if stages is not None else None
         return dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
+
+    def stage_with_steps(
+        self, stage: Stage, steps: int, *, only_training: bool = False, **options: Any
+    ) -> dict[str, Any]:
+        """A stage as a file has it, with so many steps and these other options; `only_training`: nothing is
+        evaluated in it.
+        """
+        kept = self.written_options(stage)
+        for key in ("epochs", *(("evaluate", "keep_best", "stop") if only_training else ())):
+            kept.pop(key, None)
+        return {stage.name: {**kept, "steps": steps, **options}}
 
     def fill_placeholders(self, key_path: str, value: Any) -> Any:
         """A choice, string or other plain data at a key path, with its placeholders replaced.
@@ -231,7 +242,7 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
     data = {"name": _name_of(path), **root.data()}
     faults: list[Fault] = []
     pipeline: Pipeline | None = None
-    model = pipeline_class(data)
+    model = pipeline_with_cluster_keys(data)
     try:
         pipeline = model.model_validate(data)
     except ValidationError as error:

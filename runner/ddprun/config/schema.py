@@ -207,7 +207,7 @@ class Pipeline(Options):
         return self.data.train if isinstance(self.data, DataPair) else self.data
 
 
-def pipeline_class(keys: Iterable[str] = ()) -> type[Pipeline]:
+def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
     """`Pipeline` with a key for each cluster backend, by its name: for the installed ones only if one of the
     file's `keys` may be one of theirs.
 

@@ -1,6 +1,7 @@
 """The stages of a pipeline: what each may name for itself, and the settings that then hold in it."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -255,6 +256,13 @@ class StepStage(Stage):
             has_backward=trains,
             **settings,
         )
+
+    def evaluations_inside(self, steps: int | None) -> range:
+        """Steps after which the held-out data is measured, of so many (None: not known) that the stage has;
+        not the last one, after which the stage's end comes first.
+        """
+        every = 0 if self.evaluate is None else self.evaluate.every
+        return range(every, sys.maxsize if steps is None else steps, every) if every else range(0)
 
     def key_path(self, key: str) -> str:
         """Where a setting of this stage stands in the file: in the stage, or above."""

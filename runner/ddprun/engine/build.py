@@ -300,7 +300,7 @@ class HeldOutData:
     sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
-def build_held_out(loaded: LoadedPipeline, dataset: Any) -> HeldOutData:
+def wrap_held_out(loaded: LoadedPipeline, dataset: Any) -> HeldOutData:
     """The held-out data of `data`, around a `dataset` that has been built."""
     data = loaded.pipeline.data
     if isinstance(data, DataPair):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
-from ddprun.engine.samples import BatchError, Collate, collate, digest_of
+from ddprun.engine.samples import BatchError, Collate, Share, collate, digest_of
 from ddprun.engine.seeding import preserve_rng_state, seed_everything, seed_host
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
@@ -99,13 +99,15 @@ class Feed:
         self.iterable = is_iterable(self.dataset)
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
+        self._share = Share(self.rank, self.world_size, loader.sharded)
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self.differing_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
-        self._first_samples: tuple[list[Any], list[int]] | None = None  # this rank's, and their numbers
+        # This rank's, and their numbers.
+        self._first_samples: tuple[Sequence[Any], Sequence[int]] | None = None
         self._stream = _PeekableStream(self.dataset)
         self._control: ControlChannel | None = None
         # Samples of each rank's dataset.
@@ -200,12 +202,11 @@ class Feed:
 
     def _peek_first_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        rank, world_size = (0, 1) if self.sharded else (self.rank, self.world_size)
-        digest, ahead = self._stream.peek(self.batch_size * world_size)
-        mine = ahead[rank::world_size]
+        digest, ahead = self._stream.peek(self.batch_size * self._share.read_per_sample)
+        mine = self._share.of(ahead)
         if not mine:
             raise self.make_error(f"the dataset yields too few samples for {self.world_size} ranks", None)
-        self._first_samples = mine, list(range(rank, rank + world_size * len(mine), world_size))
+        self._first_samples = mine, self._share.of(range(len(ahead)))
         return digest
 
     def start_epoch(self) -> None:
@@ -270,7 +271,7 @@ class Feed:
             yield StepBatches(self._load_micro_batches(batches, group, end), len(group), total)
 
     def _load_micro_batches(
-        self, batches: Iterator[Any], shares: list[list[int]], end: int
+        self, batches: Iterator[Any], shares: Sequence[Sequence[int]], end: int
     ) -> Iterator[MicroBatch]:
         for share in shares:
             content = self._batch_or_raise(next(batches))
@@ -304,10 +305,13 @@ class Feed:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _rank_indices(self, order: list[int], start: int) -> list[int]:
-        if self.sharded:
-            return order[start // self.world_size : start // self.world_size + self.batch_size]
-        return order[start : start + self.batch_size * self.world_size][self.rank :: self.world_size]
+    def _rank_indices(self, order: list[int], start: int) -> Sequence[int]:
+        first = self._samples_read(start)
+        return self._share.of(order[first : first + self.batch_size * self._share.read_per_sample])
+
+    def _samples_read(self, consumed: int) -> int:
+        """How many samples this rank has read, of so many of all ranks."""
+        return consumed // self.world_size if self.sharded else consumed
 
     def _global_micro_batch_size(self, start: int) -> int:
         """Samples of all ranks in the micro-batch that begins there."""
@@ -316,7 +320,7 @@ class Feed:
         own = start // self.world_size
         return sum(min(self.batch_size, max(0, length - own)) for length in self._lengths)
 
-    def _padding_indices(self, order: list[int], start: int) -> list[int]:
+    def _padding_indices(self, order: list[int], start: int) -> Sequence[int]:
         """Indices for a rank that has no sample left in a micro-batch: the first of its epoch, as many as the
         largest share holds (1 unless data is sharded).
         """
@@ -340,7 +344,7 @@ class Feed:
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load(self.rank, self.world_size, self._consumed_samples))
+        batches = self._warn_if_samples_lost(self._load())
         while read := list(islice(batches, accumulate)):
             group = [MicroBatch(self._batch_or_raise(content), samples) for content, samples, _ in read]
             total = sum(of_all_ranks for *_, of_all_ranks in read)
@@ -350,7 +354,7 @@ class Feed:
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
     def _sharded_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load(0, 1, self._consumed_samples // self.world_size))
+        batches = self._warn_if_samples_lost(self._load())
         while True:
             read = islice(batches, accumulate)
             mine = [(self._batch_or_raise(content), samples) for content, samples, _ in read]
@@ -373,15 +377,16 @@ class Feed:
             self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
             yield StepBatches(group, micro_batch_count, sum(totals))
 
-    def _load(self, rank: int, world_size: int, skip: int) -> Iterator[Any]:
-        """A rank's share of the epoch from a sample on, as `_RankShareDataset` gives it."""
+    def _load(self) -> Iterator[Any]:
+        """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""
+        skip = self._samples_read(self._consumed_samples)
         if self._workers:
             samples, already_read = self._stream.for_loader_workers(), 0
         else:
             samples, already_read = self._stream.resume(self.epoch, skip)
         drop_last = self.drop_last and not self.sharded
         share = _RankShareDataset(
-            samples, self.batch_size, rank, world_size, skip, already_read, drop_last, self.collate
+            samples, self.batch_size, self._share, skip, already_read, drop_last, self.collate
         )
         return iter(DataLoader(share, generator=self._loading_generator(), **self._loader_options))
 
@@ -536,8 +541,7 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
 
     samples: Iterable[Any]
     batch_size: int
-    rank: int  # it takes every `world_size`-th sample from this one on
-    world_size: int
+    share: Share
     skip: int  # leave out so many samples of the epoch
     already_read: int  # so many of these are not in `samples` any more
     drop_last: bool
@@ -545,26 +549,26 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         worker = get_worker_info()
-        mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        process, processes = (worker.id, worker.num_workers) if worker else (0, 1)
         # Batches are divided among the loading processes here. A dataset that divides its samples among them,
         # too, as torch's documentation shows, would lose most of them: it is to see one process.
         if worker is not None:
             loading_process._worker_info = None
         samples = islice(self.samples, self.skip - self.already_read, None)
-        at, world = self.skip, self.batch_size * self.world_size
+        at, per_sample = self.skip, self.share.read_per_sample
+        world = self.batch_size * per_sample
         for micro in count():
             items = list(islice(samples, world))
-            if not items or (len(items) < self.world_size and micro == self.skip == 0):
+            if not items or (len(items) < per_sample and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
             if len(items) < world and self.drop_last:
                 return
-            # The loader takes batches from its processes in turn: every workers-th is this one's.
-            if micro % workers == mine:
-                share = items[self.rank :: self.world_size]
-                numbers = range(at + self.rank, at + len(items), self.world_size)
-                if not share:  # a rank without a sample computes along on another one's
+            # The loader takes batches from its processes in turn.
+            if micro % processes == process:
+                mine, numbers = self.share.of(items), self.share.of(range(at, at + len(items)))
+                if not mine:  # a rank without a sample computes along on another one's
                     numbers = range(at, at + 1)
-                yield collate(share or items[:1], numbers, self.collate), len(share), len(items)
+                yield collate(mine or items[:1], numbers, self.collate), len(mine), len(items)
             at += len(items)
 
 

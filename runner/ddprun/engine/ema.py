@@ -23,12 +23,11 @@ class WeightAverage:
         self._model = model
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.updates = 0
-        self.ranks_differ = False  # the ranks' averages differ
         self.tensors = initial_averages(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.tensors}
 
-    def update(self, *, ranks_differ: bool) -> None:
-        """The optimizer has taken a step; `ranks_differ`: the ranks' weights may differ."""
+    def update(self) -> None:
+        """The optimizer has taken a step."""
         averages = list(self.tensors.values())
         weights: Any = [
             param.detach().to(own.dtype) for param, own in zip(self._params.values(), averages, strict=True)
@@ -39,7 +38,6 @@ class WeightAverage:
             else:
                 torch._foreach_copy_(averages, weights)
         self.updates += 1
-        self.ranks_differ = self.ranks_differ or ranks_differ
 
     def copy_to_model(self) -> None:
         """Overwrite the model's weights."""
@@ -49,7 +47,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it; its tensors, not copies."""
-        return {"tensors": dict(self.tensors), "updates": self.updates, "apart": self.ranks_differ}
+        return {"tensors": dict(self.tensors), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore all but the tensors, which the caller copies; None: begin with the model's weights as they
@@ -58,7 +56,7 @@ class WeightAverage:
         if state is None:
             self.tensors = initial_averages(self._model)
             return
-        self.updates, self.ranks_differ = state["updates"], state["apart"]
+        self.updates = state["updates"]
 
 
 def initial_averages(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:

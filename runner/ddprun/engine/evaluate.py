@@ -25,6 +25,7 @@ from ddprun.engine.data import (
 from ddprun.engine.objective import ForwardResult, Objective
 from ddprun.engine.samples import (
     BatchError,
+    Share,
     collate,
     differing_samples_message,
     digest_of,
@@ -267,18 +268,17 @@ def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     """Of map-style data: all ranks know all lengths from the start."""
     runtime, dataset = session.runtime, held_out.dataset
-    loader, rank, ranks = runtime.loaded.pipeline.loader, runtime.ranks.rank, runtime.ranks.size
+    loader = runtime.loaded.pipeline.loader
     lengths = all_gather_number(runtime.exchange.control, len(dataset), "samples to evaluate on")
     if not _may_be_sharded(session, held_out):
         require_equal_lengths(lengths, _error_factory(session, held_out))
     _require_samples(session, held_out, lengths)
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
-    if len(set(lengths)) > 1 or _is_sharded(session, held_out, lambda: [dataset[one] for one in compared]):
-        samples_per_rank = lengths
-    else:
-        samples_per_rank = [len(range(one, lengths[0], ranks)) for one in range(ranks)]
-        mine = mine[rank::ranks]
+    sharded = len(set(lengths)) > 1
+    sharded = sharded or _is_sharded(session, held_out, lambda: [dataset[one] for one in compared])
+    share = Share(runtime.ranks.rank, runtime.ranks.size, sharded)
+    mine, samples_per_rank = share.of(mine), lengths if sharded else share.counts(lengths[0])
     padding = mine or range(len(dataset))
     padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
     batches = DataLoader(
@@ -294,22 +294,20 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
 def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:
     """Of iterable data: a batch of every rank at a time."""
     runtime = session.runtime
-    control, rank, ranks = runtime.exchange.control, runtime.ranks.rank, runtime.ranks.size
+    control, ranks = runtime.exchange.control, runtime.ranks.size
     size = runtime.loaded.pipeline.loader.batch_size
     samples = iter(held_out.dataset)
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
     _require_samples(session, held_out, all_gather_number(control, len(first), "samples to evaluate on"))
-    sharded = _is_sharded(session, held_out, lambda: first)
+    share = Share(runtime.ranks.rank, ranks, _is_sharded(session, held_out, lambda: first))
     numbered = enumerate(chain(first, samples))
-    padding: list[tuple[int, Any]] = []
+    padding: Sequence[tuple[int, Any]] = []
     while True:
-        read = list(islice(numbered, size if sharded else size * ranks))
-        if sharded:
-            own, samples_per_rank = read, all_gather_number(control, len(read), "samples to evaluate on")
-        else:
-            own = read[rank::ranks]
-            samples_per_rank = [len(range(one, len(read), ranks)) for one in range(ranks)]
+        read = list(islice(numbered, size * share.read_per_sample))
+        own, samples_per_rank = share.of(read), share.counts(len(read))
+        if share.sharded:
+            samples_per_rank = all_gather_number(control, len(read), "samples to evaluate on")
         if not any(samples_per_rank):
             return
         padding = padding or own or read

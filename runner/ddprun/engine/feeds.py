@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddprun.config import Choice, DataPair, LoadedPipeline
+from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
 from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error
 from ddprun.engine.data import Feed, is_iterable
 
@@ -20,6 +20,13 @@ class Feeds:
     def for_stage(self, stage: int) -> Feed:
         """What a stage reads."""
         return self.by_stage.get(stage, self.main)
+
+    def steps_of(self, stage: int, settings: StepStageSettings) -> int | None:
+        """How many steps a stage has; None where nobody can know."""
+        if settings.epochs is None:
+            return settings.steps
+        per_epoch = self.for_stage(stage).steps_per_epoch(settings.accumulate)
+        return None if per_epoch is None else settings.epochs * per_epoch
 
     def by_name(self) -> dict[str, Feed]:
         """Each once, by its name in messages."""

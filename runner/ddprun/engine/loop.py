@@ -35,11 +35,10 @@ from torch import Tensor, nn
 
 from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
-from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import StageRun, begin_stage, end_stage
+from ddprun.engine.stage_run import StageRun, begin_stage, carry_out, end_stage
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.telemetry.recorder import AgreedSteps
@@ -92,8 +91,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `finish`
-        run.synchronizer.finish(reconcile=False)  # nothing may be in flight when the process groups go
-    runtime.recorder.write_between_steps(stage.index, state.step)
+        run.synchronizer.run(run.sequence.stop())  # nothing may be in flight when the process groups go
     state.synchronizer = None
     state.cursor.count_time(in_stage=True)
     entry = {
@@ -288,12 +286,12 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
 
 def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
-    runtime, state = run.session.runtime, run.session.state
-    if state.schedule is not None:
-        state.schedule.step()
-    if runtime.ema is not None:
-        equal = run.settings.gradient_averaging == "all" and state.replicas.parameters == "common"
-        runtime.ema.update(ranks_differ=not equal)
+    ema, schedule = run.session.runtime.ema, run.session.state.schedule
+    if schedule is not None:
+        schedule.step()
+    if ema is not None:
+        ema.update()
+    run.sequence.note_update()
 
 
 def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
@@ -374,18 +372,11 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
     """Exchange what the sync policy, the buffers and the audit want after this step; returns whether all
     ranks exchanged anything in it.
     """
-    session, step = run.session, run.session.state.current_step
-    run.update_consistency(run.synchronizer.after_step(stage_step))
-    by_policy = run.settings.plan.synchronizes(stage_step)
-    session.runtime.buffers.after_step(stage_step, synchronized=by_policy)
-    if run.audits(stage_step) or run.compares_first_step:
-        where = f"after step {step} of {run.stage.path}"
-        audit_parameters(session, where, step, recorded=run.audits(stage_step))
-        session.compared_stage = run.stage.index
-    if by_policy and stage_step != run.steps:  # after the last step no other would use it
-        run.mutate_weights(step)
-    session.runtime.recorder.lap("sync_us")
-    return run.exchanges(stage_step)
+    step = run.session.state.current_step
+    for action in run.sequence.after_step(stage_step):
+        carry_out(run, action, step)
+    run.session.runtime.recorder.lap("sync_us")
+    return run.sequence.exchanges(stage_step)
 
 
 def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
@@ -441,7 +432,7 @@ def between_steps(
         session.reporter.report_recompiles(runtime.compiler, step)
     if any(one.compare_clocks for one in agreed_steps):
         session.measure_clocks()
-    if run.exchanges_nothing and run.must_stop_alone():
+    if run.sequence.exchanges_nothing and run.must_stop_alone():
         return "stop alone"
     return "continue"
 

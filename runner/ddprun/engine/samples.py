@@ -1,13 +1,40 @@
-"""Samples: how they become a batch, and how ranks find out whether they read the same."""
+"""Samples: which are whose, how they become a batch, and whether ranks read the same."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples are a rank's: of those that all ranks read, every `ranks`-th from its own number on; of
+    data that shards itself, all that it reads.
+    """
+
+    rank: int
+    ranks: int
+    sharded: bool = False
+
+    @property
+    def read_per_sample(self) -> int:
+        """How many samples a rank reads for each of its own."""
+        return 1 if self.sharded else self.ranks
+
+    def of(self, read: Sequence[_T]) -> Sequence[_T]:
+        """This rank's samples of those read, the first of which is rank 0's if ranks read the same."""
+        return read if self.sharded else read[self.rank :: self.ranks]
+
+    def counts(self, read: int) -> list[int]:
+        """How many of so many samples that all ranks read are each rank's."""
+        return [len(range(rank, read, self.ranks)) for rank in range(self.ranks)]
 
 
 class BatchError(Exception):

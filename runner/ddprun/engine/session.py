@@ -28,7 +28,7 @@ from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
-from ddprun.engine.stacks import Stacks
+from ddprun.engine.stacks import HookStacksByStage
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
@@ -67,7 +67,7 @@ class Runtime:
     recorder: StepRecorder
     model: nn.Module  # what is trained: the bare model, or with its loss (`ModelWithLoss`)
     replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
-    stacks: Stacks  # the hooks of each stage
+    stacks: HookStacksByStage  # the hooks of each stage
     buffers: BufferSync
     frozen: FrozenParameters
     optimizer: Optimizer
@@ -210,7 +210,6 @@ class Session:
     state: RunState
     reporter: Reporter
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
-    compared_stage: int | None = None  # the last stage after a step of which parameters have been compared
 
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""

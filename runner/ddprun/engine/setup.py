@@ -27,9 +27,9 @@ from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import differing_samples_message, self_sharding_name
 from ddprun.engine.session import RunState, Runtime, Session
-from ddprun.engine.stacks import Stacks, open_stacks
+from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
-from ddprun.engine.weights import load_weights
+from ddprun.engine.weights import averages_itself, load_weights
 from ddprun.host import dev_shm, rank_files
 from ddprun.host.device import DeviceAndBackend
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -39,6 +39,7 @@ from ddprun.standard_streams import print_stderr
 from ddprun.sync.buffers import BufferSync, merge_buffer_use
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
+from ddprun.sync.plan import ReplicaConsistency
 from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
 from ddprun.telemetry.clock import GradientTimes, clock_for
 from ddprun.telemetry.profile import Profiler
@@ -130,7 +131,7 @@ def open_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    held_out = build.build_held_out(loaded, data.evaluate)
+    held_out = build.wrap_held_out(loaded, data.evaluate)
     fingerprints = Fingerprints(loaded, feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
@@ -183,7 +184,8 @@ def open_session(
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
         compiler=compiler,
     )
-    session = Session(runtime, RunState(), reporter)
+    replicas = ReplicaConsistency(optimizer_is_read=averages_itself(optimizer))
+    session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
     session.measure_clocks()
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
@@ -264,7 +266,7 @@ def _open_exchange(
     control: ControlChannel,
     ranks: Ranks,
     place: DeviceAndBackend,
-    stacks: Stacks,
+    stacks: HookStacksByStage,
 ) -> Exchange:
     """Make the process groups that the stages need."""
     stages = [

@@ -34,7 +34,7 @@ def build_stack(
 
 
 @dataclass(slots=True)
-class Stacks:
+class HookStacksByStage:
     """The hook stacks of each stage, by the stage's index. Stages with the same hooks share a stack, so its
     state carries over.
     """
@@ -86,9 +86,9 @@ class Stacks:
         return assigned
 
 
-def open_stacks(loaded: LoadedPipeline) -> Stacks:
+def open_stacks(loaded: LoadedPipeline) -> HookStacksByStage:
     """Make the hooks of every stage that takes steps; a PipelineError names one that cannot be made."""
-    opened = Stacks()
+    opened = HookStacksByStage()
     names: dict[tuple[str, bool], str] = {}
     for stage in loaded.pipeline.stages_with_steps():
         hooks = stage.effective_settings(loaded.pipeline).hooks

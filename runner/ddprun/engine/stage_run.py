@@ -25,13 +25,23 @@ from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, with_batch_weights
 from ddprun.engine.resume import fail_on_all_ranks
+from ddprun.engine.sequence import (
+    Action,
+    Audit,
+    CompareFrozen,
+    Equalize,
+    Mutate,
+    SendBuffers,
+    StageSequence,
+    equalize,
+)
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_stage
-from ddprun.engine.weights import averages_itself
 from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
-from ddprun.sync.plan import Effect
+from ddprun.sync.plan import Transfers
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.payload import PayloadKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +51,10 @@ class StageRun:
     session: Session
     stage: StepStage
     settings: StepStageSettings
+    sequence: StageSequence
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
-    has_noop_hook: bool  # its hooks give each rank its own values back
 
     @property
     def steps_done(self) -> int:
@@ -93,49 +103,20 @@ class StageRun:
         every = self.session.runtime.loaded.pipeline.timings.fidelity_every
         return bool(every) and step % every == 0 and self.settings.gradient_averaging == "all"
 
-    def audits(self, stage_step: int) -> bool:
-        """Whether the file's `audit` compares all ranks' parameters after this step of the stage."""
-        every = self.session.runtime.loaded.pipeline.audit.every
-        return every > 0 and stage_step % every == 0
-
-    def exchanges(self, stage_step: int) -> bool:
-        """Whether all ranks exchange anything in this step of the stage: by the sync policy, buffers, an
-        audit.
-        """
-        plan, buffers = self.settings.plan, self.session.runtime.buffers.plan
-        return plan.synchronizes(stage_step) or buffers.synchronizes(stage_step) or self.audits(stage_step)
-
-    @property
-    def compares_first_step(self) -> bool:
-        """Whether parameters are compared now, because it is after the first step in this attempt that leaves
-        ranks the same.
-        """
-        if self.session.compared_stage == self.stage.index or self.exchanges_nothing:
-            return False
-        return self.settings.plan.changes_weights and self.session.state.replicas.parameters != "apart"
-
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the held-out data is measured now, between two steps; that of the stage's end comes
         after it.
         """
-        state, wanted, done = self.session.state, self.stage.evaluate, self.steps_done
-        if wanted is None or not done or done == self.steps or done % wanted.every:
-            return False
-        return state.evaluations.step != state.step
+        state = self.session.state
+        due = self.steps_done in self.stage.evaluations_inside(self.steps)
+        return due and state.evaluations.step != state.step
 
     @property
     def stopped_early(self) -> bool:
         """Whether evaluations have not become better for so long that the stage ends."""
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
-
-    @property
-    def exchanges_nothing(self) -> bool:
-        """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
-        pipeline, buffers = self.session.runtime.loaded.pipeline, self.session.runtime.buffers.plan
-        exchanges = pipeline.audit.every > 0 or buffers.has_own_schedule
-        return self.settings.plan.never_exchanges and not exchanges
 
     def must_stop_alone(self) -> bool:
         """Whether this rank is to stop: by itself, or because the store says that another one does."""
@@ -144,16 +125,6 @@ class StageRun:
         return runtime.signals.stop_requested_by_any(
             runtime.ranks, lambda: suspect and runtime.finite_check.first_nonfinite_position() > 0
         )
-
-    def update_consistency(self, effect: Effect) -> None:
-        """Note what a step, or the stage's end, has done to which ranks hold the same."""
-        self.session.state.replicas.apply_effect(effect, self.settings.plan, noop=self.has_noop_hook)
-
-    def mutate_weights(self, step: int) -> None:
-        """Change each rank's weights as `mutate` says, after `step` steps of the run."""
-        if self.mutate is not None:
-            self.mutate(self.session.runtime.model)
-            self.session.state.replicas.mark_mutated(step)
 
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
@@ -207,11 +178,18 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
     replica = runtime.replica if plan.gradients else None
-    synchronizer = state.synchronizer = Synchronizer(
-        plan, runtime.frozen, runtime.optimizer, runtime.exchanger, stack, host_stack, state.outer_momentum
-    )
-    state.replicas.hosts = plan.hosts
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
+    buffers, replicas = runtime.buffers.plan, state.replicas
+    sequence = StageSequence(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
+    synchronizer = state.synchronizer = Synchronizer(
+        sequence.progress,
+        runtime.frozen,
+        runtime.optimizer,
+        runtime.exchanger,
+        stack,
+        host_stack,
+        state.outer_momentum,
+    )
     runtime.recorder.control_delay_steps = plan.control_delay_steps
     exchanged = () if replica is None else replica.dispatcher.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
@@ -231,19 +209,17 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         hooks=list(stack.names),
         buffers=settings.buffers.to_plain_data(),
     )
-    run = StageRun(session, stage, settings, synchronizer, mutate, steps, "noop" in stack.names)
+    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps)
+    synchronizer.begin()
     if saved is not None:
-        synchronizer.begin()
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
             restore_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
-    if state.replicas.needs_state_averaging(plan):
-        average_optimizer_state(runtime.optimizer, runtime.exchanger)
-        runtime.recorder.write_between_steps(stage.index, state.step)
-        state.replicas.optimizer = "common"
-        session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
-    synchronizer.begin()
-    run.mutate_weights(state.step)
+    for action in sequence.begin():
+        carry_out(run, action, state.step)
+        if isinstance(action, Equalize):
+            runtime.recorder.write_between_steps(stage.index, state.step)
+            session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
     return run
 
 
@@ -252,10 +228,7 @@ def steps_of_run(session: Session) -> int | None:
     pipeline, total = session.runtime.loaded.pipeline, 0
     for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
-        steps, epochs = settings.steps, settings.epochs
-        if epochs is not None:
-            per_epoch = session.runtime.feeds.for_stage(stage.index).steps_per_epoch(settings.accumulate)
-            steps = None if per_epoch is None else epochs * per_epoch
+        steps = session.runtime.feeds.steps_of(stage.index, settings)
         if steps is None:
             return None
         total += steps if settings.updates_weights else 0
@@ -264,28 +237,35 @@ def steps_of_run(session: Session) -> int | None:
 
 def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
-    session, stage, state = run.session, run.stage, run.session.state
-    replicas = state.replicas
-    reconcile = session.runtime.loaded.pipeline.averages_after(stage)
-    effect = run.synchronizer.finish(reconcile=reconcile and replicas.parameters != "common")
-    if effect != "nothing":
-        run.update_consistency(effect)
-    if run.mutate is not None and replicas.mutated_at == state.step:
-        replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
-    if reconcile and replicas.parameters != "common":
-        make_parameters_equal(session)
-        session.reporter.events.info("reconciled", stage=stage.index, step=state.step, how="average")
-        session.reporter.note(
-            f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
-        )
-        effect = "common"
-    elif reconcile and effect == "nothing":
-        session.runtime.frozen.post_checksum()
-        session.runtime.frozen.make_equal()
-    if reconcile:
-        _make_averages_equal(session)
-        where, recorded = f"at the end of {stage.path}", effect == "common"
-        audit_parameters(session, where, state.step, at_end=True, recorded=recorded)
+    session, stage, step = run.session, run.stage, run.session.state.step
+    for action in run.sequence.end(run.steps_done):
+        carry_out(run, action, step)
+        if isinstance(action, Equalize) and action.what == "parameters":
+            session.reporter.events.info("reconciled", stage=stage.index, step=step, how="average")
+            session.reporter.note(
+                f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
+            )
+
+
+def carry_out(run: StageRun, action: Action, step: int) -> None:
+    """Do on this rank what the stage's sequence says, after `step` steps of the run."""
+    session, runtime = run.session, run.session.runtime
+    match action:
+        case Transfers():
+            run.synchronizer.run(action)
+        case SendBuffers(names):
+            runtime.buffers.send(names)
+        case Equalize():
+            _equalize(session, action)
+        case CompareFrozen():
+            runtime.frozen.post_checksum()
+            runtime.frozen.make_equal()
+        case Audit(recorded, at_end):
+            where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
+            audit_parameters(session, where, step, at_end=at_end, recorded=recorded)
+        case Mutate():
+            assert run.mutate is not None, "the stage mutates"
+            run.mutate(runtime.model)
 
 
 def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
@@ -296,12 +276,12 @@ def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
 # Making ranks equal.
 
 
-def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
+def run_equalizing_stage(session: Session, stage: AverageStage | BroadcastStage) -> dict[str, Any]:
     """Run an average or a broadcast stage; gives its entry in the summary."""
-    runtime, step, reporter = session.runtime, session.state.step, session.reporter
+    step, reporter = session.state.step, session.reporter
     source = stage.source if isinstance(stage, BroadcastStage) else None
-    make_parameters_equal(session, source)
-    runtime.recorder.write_between_steps(stage.index, step)
+    for action in equalize(session.state.replicas, source):
+        _equalize(session, action)
     reporter.events.info(stage.name, stage=stage.index, step=step)
     what = "the mean of all ranks' parameters" if source is None else f"the parameters of rank {source}"
     reporter.note(f"{stage.name}: every rank holds {what}")
@@ -309,37 +289,38 @@ def equalize(session: Session, stage: AverageStage | BroadcastStage) -> dict[str
     return {"step": step}
 
 
-def make_parameters_equal(session: Session, source: int | None = None) -> None:
-    """Every rank's parameters become those of rank `source`, or their mean, exactly: there is no common base,
-    and no hook is used.
-    """
-    frozen, optimizer = session.runtime.frozen, session.runtime.optimizer
-    _average_or_broadcast(session, frozen.trainable, source)
-    if source is not None and averages_itself(optimizer):  # its state is part of the weights that are read
-        initialize_optimizer_state(optimizer)
-        _average_or_broadcast(session, floating_state(optimizer), source)
-    frozen.post_checksum()
-    frozen.make_equal(source)
-    session.state.replicas.parameters = "common"
-    _make_averages_equal(session, source)
+def _equalize(session: Session, action: Equalize) -> None:
+    """Exactly: there is no common base, and no hook is used."""
+    runtime, source = session.runtime, action.source
+    match action.what:
+        case "parameters":
+            _average_or_broadcast(session, runtime.frozen.trainable, source)
+            runtime.frozen.post_checksum()
+            runtime.frozen.make_equal(source)
+        case "optimizer" if source is None:
+            average_optimizer_state(runtime.optimizer, runtime.exchanger)
+        case "optimizer":
+            initialize_optimizer_state(runtime.optimizer)
+            _average_or_broadcast(session, floating_state(runtime.optimizer), source, kind="optimizer")
+        case "averages":
+            assert runtime.ema is not None, "only their averages differ"
+            _average_or_broadcast(session, runtime.ema.tensors, source)
 
 
-def _make_averages_equal(session: Session, source: int | None = None) -> None:
-    """The same for the weights' averages (`ema`), if there are any and ranks have different ones."""
-    ema = session.runtime.ema
-    if ema is not None and ema.ranks_differ:
-        _average_or_broadcast(session, ema.tensors, source)
-        ema.ranks_differ = False
-
-
-def _average_or_broadcast(session: Session, named: Mapping[str, Tensor], source: int | None = None) -> None:
+def _average_or_broadcast(
+    session: Session,
+    named: Mapping[str, Tensor],
+    source: int | None = None,
+    *,
+    kind: PayloadKind = "parameters",
+) -> None:
     """Overwrite tensors by their mean over ranks, or by those of rank `source`."""
     exchanger = session.runtime.exchanger
     buckets = ParameterBuckets(named, exchanger.cap_bytes)
     if source is None:
-        exchanger.average(buckets, "parameters")
+        exchanger.average(buckets, kind)
     else:
-        exchanger.broadcast(buckets, "parameters", source)
+        exchanger.broadcast(buckets, kind, source)
 
 
 @contextmanager
@@ -352,9 +333,7 @@ def averaged_weights(session: Session) -> Iterator[None]:
     optimizer: Any = session.runtime.optimizer
     if replicas.parameters == "common":
         audit_parameters(session, f"in {session.reporter.location}", session.state.step, recorded=False)
-    ranks_differ = replicas.parameters != "common" or (ema is not None and ema.ranks_differ)
-    if switching := averages_itself(optimizer):
-        ranks_differ = ranks_differ or replicas.optimizer != "common"
+    ranks_differ, switching = replicas.weights_differ, replicas.optimizer_is_read
     if ema is None and not ranks_differ and not switching:
         yield
         return
@@ -403,7 +382,6 @@ def make_buffers_equal(session: Session, stage: EvaluateStage | SaveStage) -> No
     """What the stage reads or writes is to be the same on all ranks, unless the file says `never`."""
     runtime, state, reporter = session.runtime, session.state, session.reporter
     names = runtime.buffers.before_evaluate_or_save()
-    runtime.recorder.write_between_steps(stage.index, state.step)
     if not names:
         return
     if runtime.buffers.plan.setting.when == "never":

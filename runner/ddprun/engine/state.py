@@ -51,6 +51,7 @@ def collect_state(session: Session) -> dict[str, Any]:
     tests/engine/test_session.py and tests/checkpoint hold that nothing is left out.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
+    ema = runtime.ema
     nonfinite = runtime.finite_check.first_nonfinite
     # First, because it waits for what is in flight: until then hooks may still change their residuals.
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
@@ -64,7 +65,7 @@ def collect_state(session: Session) -> dict[str, Any]:
         # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
         "optimizer": runtime.optimizer.state_dict(),
-        "ema": None if runtime.ema is None else runtime.ema.state_dict(),
+        "ema": None if ema is None else {**ema.state_dict(), "apart": state.replicas.averages_differ},
         "precision": runtime.precision.state_dict(),
         "feed": runtime.feed.state_dict(),
         "stage_feeds": runtime.feeds.state_dict(),
@@ -89,13 +90,13 @@ def collect_state(session: Session) -> dict[str, Any]:
 
 def shared_keys(session: Session) -> frozenset[str]:
     """What is the same on all ranks at this moment."""
-    replicas, ema = session.state.replicas, session.runtime.ema
+    replicas = session.state.replicas
     if replicas.parameters != "common":
         return frozenset()
     found = ["parameters"]
     if replicas.optimizer == "common":
         found.append("optimizer")
-    if ema is not None and not ema.ranks_differ:
+    if session.runtime.ema is not None and not replicas.averages_differ:
         found.append("ema")
     return frozenset(found)
 
@@ -154,6 +155,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         if runtime.ema is not None:
             if saved is not None:
                 _copy(runtime.ema.tensors, "average", saved["tensors"])
+                run_state.replicas.averages_differ = saved["apart"]
             runtime.ema.load_state_dict(saved)
 
     state = {**state, "parameters": {**state["frozen"], **state["parameters"]}}

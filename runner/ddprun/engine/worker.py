@@ -48,7 +48,7 @@ from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import open_session
-from ddprun.engine.stage_run import equalize
+from ddprun.engine.stage_run import run_equalizing_stage
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import (
@@ -75,8 +75,8 @@ _EXIT_CODES: dict[Status, int] = {
 _STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
     TrainStage: run_stage,
     ForwardStage: run_stage,
-    AverageStage: equalize,
-    BroadcastStage: equalize,
+    AverageStage: run_equalizing_stage,
+    BroadcastStage: run_equalizing_stage,
     EvaluateStage: evaluate,
     SaveStage: save,
 }
@@ -119,7 +119,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     prepare_nccl(loaded.pipeline.launch.timeout_s)
     failure_context = FailureContext()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
-    watchdog = open_watchdog(environment, timeout_s, failure_context, lambda: ranks)
+    watchdog = make_rank_watchdog(environment, timeout_s, failure_context, lambda: ranks)
     ranks = Ranks(
         environment,
         timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S),
@@ -213,7 +213,7 @@ def prepare_nccl(timeout_s: float) -> None:
         os.environ.setdefault(name, value)
 
 
-def open_watchdog(
+def make_rank_watchdog(
     environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
 ) -> RankWatchdog:
     """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
@@ -285,6 +285,7 @@ def _run_stages(session: Session) -> Status:
         watchdog.set_step(0)
         watchdog.set_phase(stage.name.encode())
         entry = {"kind": stage.name, "index": stage.index, **_STAGE_RUNNERS[type(stage)](session, stage)}
+        runtime.recorder.write_between_steps(stage.index, session.state.step)
         if runtime.compiler is not None:
             session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it

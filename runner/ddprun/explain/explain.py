@@ -3,37 +3,42 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
+from ddprun.engine.sequence import (
+    Action,
+    Equalize,
+    Moment,
+    SendBuffers,
+    SendGradients,
+    StageSequence,
+    equalize,
+)
+from ddprun.engine.weights import averages_itself
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
 from ddprun.host.code_folders import own_code_folders
 from ddprun.host.device import default_rank_count
-from ddprun.sync.buffers import BufferPlan, BufferUse, split_averaged_and_broadcast
+from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
 from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
 from ddprun.sync.frozen import trainable_parameters
-from ddprun.sync.plan import PlanProgress, ReplicaConsistency, SyncPlan, Transfer
+from ddprun.sync.plan import ReplicaConsistency, SyncPlan, Transfer, Transfers
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
+from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 
 VERSION = 1
 
-_INITIAL_BROADCAST_BUCKET_BYTES = 25 << 20
 _PARAMETER_AVERAGE_ROUTE = Route("parameters", "plain", "sum")
-
-Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
-"""`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
-`once`: by a stage without steps.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,8 @@ class StageExplanation:
     steps: int | None = None  # None: not known, or the stage has none
     cycle: int = 0  # after so many steps it begins again; at most as many as the stage has
     patterns: tuple[StepPattern, ...] = ()  # the rarest first
-    control_message_steps: tuple[int, ...] = ()  # first steps with one; they repeat with the cycle
+    control_message_steps: tuple[int, ...] = ()  # first steps with one; they repeat with `control_cycle`
+    control_cycle: int = 0  # which is longer than `cycle` where an audit has steps of its own
     evaluations: tuple[StageEvaluations, ...] = ()  # of an unknown number of steps, one of each kind
     begin: tuple[PlannedExchange, ...] = ()  # before the first step
     end: tuple[PlannedExchange, ...] | None  # after the last step; all of a stage without; None: not known
@@ -171,6 +177,7 @@ class StageExplanation:
                     for one in self.evaluations
                 ],
                 "control_words": list(self.control_message_steps),
+                "control_cycle": self.control_cycle,
                 "mean_step": cycle and cycle.sizes(self.cycle),
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
             }
@@ -316,13 +323,13 @@ def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBy
         return None
     held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
-    layouts = ParameterBuckets(held, _INITIAL_BROADCAST_BUCKET_BYTES).layouts
+    layouts = ParameterBuckets(held, BROADCAST_BUCKET_BYTES).layouts
     buckets = [simulator.simulate_bucket(None, route, layout) for layout in layouts]
     return total([one.sent for one in buckets], simulator.ranks_represented)
 
 
 class _Planner:
-    """Goes through the stages as a run does, by their sync plans and buffer plans."""
+    """Goes through the stages by the sequence of what they do, which a run carries out."""
 
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
         self._pipeline, self._probe, self._simulator = loaded.pipeline, probe, simulator
@@ -338,9 +345,11 @@ class _Planner:
         self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
         if loaded.pipeline.ema is not None and self._model is not None:
             self._ema_tensors = initial_averages(self._model, "meta")
-        self._ema_differs = False  # between ranks
-        self._replicas = ReplicaConsistency()
+        optimizer = probe.optimizer
+        reads = optimizer is not None and averages_itself(optimizer)
+        self._replicas = ReplicaConsistency(optimizer_is_read=reads)
         self._stage: StepStage | None = None  # whose hooks carry what is sent
+        self._plan = SyncPlan()  # of that stage
         self._stage_exchanges: dict[tuple[Any, ...], PlannedExchange] = {}
 
     def explain_stage(self, stage: Stage) -> StageExplanation:
@@ -351,11 +360,11 @@ class _Planner:
                 self._stage = stage
                 return self._explain_step_stage(stage)
             case AverageStage():
-                sends = self._equalize_parameters("once")
+                sends = self._all_sends("once", equalize(self._replicas))
             case BroadcastStage():
-                sends = self._equalize_parameters("once", stage.source)
+                sends = self._all_sends("once", equalize(self._replicas, stage.source))
             case _:
-                sends = self._buffer_sends_before_reading("once")
+                sends = self._sends_before_reading("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
         end = self._group_into_exchanges(sends)
         return StageExplanation(
@@ -364,39 +373,30 @@ class _Planner:
 
     def _explain_step_stage(self, stage: StepStage) -> StageExplanation:
         settings = stage.effective_settings(self._pipeline)
-        plan, self._buffer_settings = settings.plan, settings.buffers
-        names = tuple(name for name in self._named_buffers if name not in self._buffer_use.counters)
-        buffers = BufferPlan(settings.buffers, self._buffer_use, names, plan.gradients == "all")
-        steps, cycle = self._step_count(stage, settings), plan.cycle(settings.buffers.every)
-        progress, replicas = PlanProgress(plan), self._replicas
-        begin: tuple[PlannedExchange, ...] = ()
-        if replicas.needs_state_averaging(plan):
-            begin = self._group_into_exchanges(self._transfer_sends("begin", Transfer("optimizer", 1), plan))
-            replicas.optimizer = "common"
-        if settings.mutate is not None:
-            replicas.mark_mutated(0)
-        self._buffers_used = True
+        plan = self._plan = settings.plan
+        self._buffer_settings = settings.buffers
+        buffers = self._buffer_use.plan(
+            settings.buffers, self._named_buffers, gradients_everywhere=plan.gradients == "all"
+        )
+        feeds, cycle = self._probe.feeds, plan.cycle(settings.buffers.every)
+        steps = settings.steps if feeds is None else feeds.steps_of(stage.index, settings)
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
+        last_step = None if steps is None else planned_steps
+        sequence = StageSequence(self._pipeline, stage, settings, buffers, self._replicas, last_step)
+        begin = self._group_into_exchanges(self._all_sends("begin", sequence.begin()))
+        self._buffers_used = True
         steps_by_sends: dict[tuple[PlannedSend, ...], list[int]] = {}  # steps of one cycle
         evaluation_sends: list[tuple[PlannedSend, ...]] = []  # of an evaluation after each step
         for step in range(1, planned_steps + 1):
-            if settings.updates_weights and (plan.gradients != "all" or replicas.parameters != "common"):
-                self._ema_differs = self._pipeline.ema is not None
-            sends = self._buffer_sends("before_forward", buffers.before_forward()) * settings.accumulate
-            sends += self._gradient_sends(plan)
-            _, starting, effect = progress.after_step(step)
-            for index in starting:
-                sends += self._transfer_sends("after_step", plan.transfers[index], plan)
-            replicas.apply_effect(effect, plan, noop=settings.uses_noop)
-            synchronized = plan.synchronizes(step)
-            sends += self._buffer_sends("after_step", buffers.after_step(step, synchronized=synchronized))
-            if settings.mutate is not None and synchronized and step != planned_steps:
-                replicas.mark_mutated(step)
+            sends = tuple(
+                send for moment, action in sequence.step(step) for send in self._sends(moment, action)
+            )
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
-            evaluation_sends.append(self._evaluation_sends())
-        last = self._sends_at_end(stage, plan, progress, noop=settings.uses_noop)
+            if stage.evaluate is not None:
+                evaluation_sends.append(self._sends_before_reading("evaluate"))
+        last = self._all_sends("end", sequence.end(planned_steps))
         evaluations = self._stage_evaluations(stage, steps, evaluation_sends[:cycle])
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():
@@ -410,12 +410,13 @@ class _Planner:
             steps=steps,
             cycle=min(cycle, planned_steps),
             patterns=tuple(sorted(patterns, key=lambda pattern: len(pattern.steps))),
-            control_message_steps=tuple(_control_message_steps(plan, buffers, steps, cycle)),
+            control_message_steps=tuple(_control_message_steps(sequence, steps)),
+            control_cycle=sequence.exchange_cycle,
             evaluations=evaluations,
             begin=begin,
             end=end,
             exchanges=tuple(self._stage_exchanges.values()),
-            left_apart=replicas.parameters != "common",
+            left_apart=self._replicas.parameters != "common",
             ranks_represented=self._simulator.ranks_represented,
         )
 
@@ -450,22 +451,52 @@ class _Planner:
         number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
         return PlannedExchange(number, moment, route, ranks, times, buckets, unknown, sent)
 
-    def _equalize_parameters(self, moment: Moment, source: int | None = None) -> tuple[PlannedSend, ...]:
-        """Parameters as they are, averaged or those of rank `source`, and the averages of the weights."""
-        self._replicas.parameters = "common"
-        route = _PARAMETER_AVERAGE_ROUTE
-        if source is not None:
-            route = replace(route, through="broadcast", source=source)
-        return self._bucketed_sends(moment, route, self._trained) + self._equalize_ema(moment, route)
+    def _all_sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
+        return tuple(send for action in actions for send in self._sends(moment, action))
 
-    def _equalize_ema(self, moment: Moment, route: Route) -> tuple[PlannedSend, ...]:
-        if not self._ema_differs:
-            return ()
-        self._ema_differs = False
-        return self._bucketed_sends(moment, replace(route, ema=True), self._ema_tensors)
+    def _sends(self, moment: Moment, action: Action) -> tuple[PlannedSend, ...]:
+        """What an action of the current stage sends; what is compared is not counted."""
+        match action:
+            case SendBuffers(names):
+                return self._buffer_sends(moment, names)
+            case SendGradients():
+                return self._gradient_sends(moment)
+            case Transfers(started=started):
+                chosen = (self._plan.transfers[index] for index in started)
+                return tuple(send for one in chosen for send in self._transfer_sends(moment, one))
+            case Equalize(what, source):
+                route = _PARAMETER_AVERAGE_ROUTE
+                if source is not None:
+                    route = replace(route, through="broadcast", source=source)
+                match what:
+                    case "parameters":
+                        return self._bucketed_sends(moment, route, self._trained)
+                    case "averages":
+                        return self._bucketed_sends(moment, replace(route, ema=True), self._ema_tensors)
+                    case "optimizer":
+                        route = replace(route, kind="optimizer")
+                        return self._bucketed_sends(moment, route, self._optimizer_state())
+        return ()
+
+    def _optimizer_state(self) -> dict[str, Tensor] | None:
+        """What of the optimizer's state is averaged, after a step; None: not known."""
+        optimizer = self._probe.optimizer
+        if optimizer is None:
+            return None
+        optimizer.state.update(self._probe.optimizer_state or {})
+        initialize_optimizer_state(optimizer)
+        return floating_state(optimizer)
+
+    def _sends_before_reading(self, moment: Moment) -> tuple[PlannedSend, ...]:
+        """What an evaluation or a save stage sends first, now: buffers, and the weights if ranks differ in
+        what is read. Inside a stage ranks are made equal only while an evaluation runs.
+        """
+        sends = self._buffer_sends_before_reading(moment)
+        if self._replicas.weights_differ:
+            sends += self._bucketed_sends(moment, _PARAMETER_AVERAGE_ROUTE, self._trained)
+        return sends
 
     def _buffer_sends_before_reading(self, moment: Moment) -> tuple[PlannedSend, ...]:
-        """Buffers that an evaluation or a save stage reads."""
         if self._buffer_settings.when == "never":
             return ()
         if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
@@ -475,13 +506,6 @@ class _Planner:
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
         changed = [name for name in self._buffer_use.changing if can_be_averaged(self._named_buffers[name])]
         return self._buffer_sends(moment, changed)
-
-    def _evaluation_sends(self) -> tuple[PlannedSend, ...]:
-        """What an evaluation inside a stage would send now. Ranks are made equal only while it runs."""
-        sends = self._buffer_sends_before_reading("evaluate")
-        if self._replicas.parameters != "common" or self._ema_differs:
-            sends += self._bucketed_sends("evaluate", _PARAMETER_AVERAGE_ROUTE, self._trained)
-        return sends
 
     def _stage_evaluations(
         self, stage: StepStage, steps: int | None, after: Sequence[tuple[PlannedSend, ...]]
@@ -494,12 +518,12 @@ class _Planner:
         if stage.evaluate is None:
             return ()
         every, times = stage.evaluate.every, Counter[tuple[PlannedSend, ...]]()
-        inside = None if steps is None else (steps - 1) // every
+        inside = None if steps is None else len(stage.evaluations_inside(steps))
         repeat = math.lcm(every, len(after)) // every
         for number in range(1, repeat + 1 if inside is None else min(repeat, inside) + 1):
             sends = after[(number * every - 1) % len(after)]
             times[sends] += 0 if inside is None else (inside - number) // repeat + 1
-        times[self._evaluation_sends()] += 1 if inside is not None else 0
+        times[self._sends_before_reading("evaluate")] += 1 if inside is not None else 0
         found = []
         for sends, often in times.items():
             exchanges = self._group_into_exchanges(sends)
@@ -507,53 +531,22 @@ class _Planner:
             found.append(StageEvaluations(often or 1, exchanges, sent))
         return tuple(found)
 
-    def _sends_at_end(
-        self, stage: StepStage, plan: SyncPlan, progress: PlanProgress, *, noop: bool
-    ) -> tuple[PlannedSend, ...]:
-        replicas = self._replicas
-        reconcile = self._pipeline.averages_after(stage)
-        _, starting, effect = progress.finish(reconcile=reconcile and replicas.parameters != "common")
-        sends: tuple[PlannedSend, ...] = ()
-        for index in starting:
-            sends += self._transfer_sends("end", plan.transfers[index], plan)
-        if effect != "nothing":
-            replicas.apply_effect(effect, plan, noop=noop)
-        if reconcile and replicas.parameters != "common":
-            sends += self._equalize_parameters("end")
-        elif reconcile:
-            sends += self._equalize_ema("end", _PARAMETER_AVERAGE_ROUTE)
-        return sends
-
-    def _step_count(self, stage: StepStage, settings: StepStageSettings) -> int | None:
-        if settings.steps is not None or self._probe.feeds is None:
-            return settings.steps
-        per_epoch = self._probe.feeds.for_stage(stage.index).steps_per_epoch(settings.accumulate)
-        assert settings.epochs is not None, "a stage has steps or epochs"
-        return None if per_epoch is None else settings.epochs * per_epoch
-
-    def _gradient_sends(self, plan: SyncPlan) -> tuple[PlannedSend, ...]:
-        if plan.gradients is None:
-            return ()
+    def _gradient_sends(self, moment: Moment) -> tuple[PlannedSend, ...]:
         route = Route("gradient", "world", "hooks")
-        if plan.gradients == "host":
-            route = Route("gradient", "world", "host_hooks", True, plan.hosts)
+        if self._plan.gradients == "host":
+            route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
         known = self._probe.gradient_buckets
         caps = self._pipeline.ddp.bucket_caps_bytes
-        return _sends("backward", route, None if known is None else known.layouts_for(caps))
+        return _sends(moment, route, None if known is None else known.layouts_for(caps))
 
-    def _transfer_sends(self, moment: Moment, one: Transfer, plan: SyncPlan) -> tuple[PlannedSend, ...]:
+    def _transfer_sends(self, moment: Moment, one: Transfer) -> tuple[PlannedSend, ...]:
         """The buckets of a transfer that starts."""
         inside_host = one.among == "host"
-        hosts = plan.hosts if inside_host else None
+        hosts = self._plan.hosts if inside_host else None
         match one.what:
             case "optimizer":
                 route = Route("optimizer", "plain", "sum", inside_host, hosts, part=one.partition)
-                optimizer = self._probe.optimizer
-                if optimizer is None:
-                    return self._bucketed_sends(moment, route, None)
-                optimizer.state.update(self._probe.optimizer_state or {})
-                initialize_optimizer_state(optimizer)
-                return self._bucketed_sends(moment, route, floating_state(optimizer))
+                return self._bucketed_sends(moment, route, self._optimizer_state())
             case "parameters" if one.source is not None:
                 route = Route("parameters", "plain", "broadcast", source=one.source)
             case "parameters":
@@ -562,7 +555,7 @@ class _Planner:
                 route = Route("delta", "deltas", "host_hooks" if inside_host else "hooks", inside_host, hosts)
         if self._trained is None:
             return _sends(moment, route, None)
-        buckets = buckets_by_fragment(plan, self._trained, self._cap_bytes)[one.fragment]
+        buckets = buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment]
         return _sends(moment, route, buckets.layouts)
 
     def _buffer_sends(self, moment: Moment, names: Sequence[str]) -> tuple[PlannedSend, ...]:
@@ -586,12 +579,10 @@ def _sends(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | Non
     return () if layouts == () else (PlannedSend(moment, route, layouts),)
 
 
-def _control_message_steps(
-    plan: SyncPlan, buffers: BufferPlan, steps: int | None, cycle: int
-) -> Iterator[int]:
+def _control_message_steps(sequence: StageSequence, steps: int | None) -> Iterator[int]:
     """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
-    known: set[int] = set()
+    known, cycle = set[int](), sequence.exchange_cycle
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):
-        if (plan.synchronizes(step) or buffers.synchronizes(step)) and step % cycle not in known:
+        if sequence.exchanges(step) and step % cycle not in known:
             known.add(step % cycle)
             yield step

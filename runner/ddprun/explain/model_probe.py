@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import Choice, LoadedPipeline
+from ddprun.config import BroadcastStage, Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
+from ddprun.engine.weights import averages_itself
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
@@ -29,7 +30,7 @@ from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
-from ddprun_hooks.queue import CpuQueue
+from ddprun_hooks.queue import CpuCommQueue
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -120,7 +121,7 @@ class ModelProbe:
         return (
             self.optimizer is None
             or self.optimizer_state is not None
-            or not _may_send_optimizer_state(loaded)
+            or not _may_send_optimizer_state(loaded, self.optimizer)
         )
 
 
@@ -170,7 +171,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
     state = (
         _optimizer_state_after_step(optimizer)
-        if optimizer is not None and _may_send_optimizer_state(loaded)
+        if optimizer is not None and _may_send_optimizer_state(loaded, optimizer)
         else None
     )
     return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
@@ -227,11 +228,15 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
     )
 
 
-def _may_send_optimizer_state(loaded: LoadedPipeline) -> bool:
-    """Whether a stage may send the optimizer's state: by its policy, or as earlier stages leave it apart."""
+def _may_send_optimizer_state(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
+    """Whether a stage may send the optimizer's state: by its policy, as earlier stages leave it apart, or
+    with the weights of one rank.
+    """
     settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.stages_with_steps()]
     chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
-    return chosen or (len(settings) > 1 and _any_gradients(loaded))
+    broadcast = any(isinstance(stage, BroadcastStage) for stage in loaded.pipeline.stages)
+    with_weights = broadcast and averages_itself(optimizer)
+    return chosen or with_weights or (len(settings) > 1 and _any_gradients(loaded))
 
 
 def _buckets(
@@ -301,7 +306,7 @@ def _bucket_layouts_from_ddp(
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
-        queue = CpuQueue(RankGroup("world", 0, ("here",)))
+        queue = CpuCommQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
         settle_bucket_layout(replica, objective, precision, feed, barrier=lambda: None)
         layout = replica.dispatcher.layout

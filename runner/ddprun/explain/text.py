@@ -281,10 +281,10 @@ def _control_text(stage: StageExplanation) -> str:
     steps = stage.control_message_steps
     if not steps:
         return "None: ranks exchange no messages before the stage's end."
-    if max(steps) <= stage.cycle:
-        when = _steps_phrase(steps, stage)
+    if max(steps) <= stage.control_cycle:
+        when = steps_text(steps, stage.control_cycle, stage.steps)
     else:  # the first exchanges that overlap with training are applied in the second cycle
-        repeated = sorted(step + cycle * stage.cycle for step in steps for cycle in range(3))
+        repeated = sorted(step + cycle * stage.control_cycle for step in steps for cycle in range(3))
         listed = [step for step in repeated if stage.steps is None or step <= stage.steps]
         when = f"steps {', '.join(map(str, listed[:4]))}{' …' if len(listed) > 4 else ''}"
     return (
@@ -391,7 +391,8 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
         of = f" of rank {source}, to" if exchange.route.through == "broadcast" else ", averaged over"
         return f"the moving average of the weights (ema){of} {ranks}"
     if exchange.route.through == "broadcast":
-        return f"the {kind} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
+        whose = "optimizer's state" if kind == "optimizer" else kind
+        return f"the {whose} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
     what = {
         "gradient": "the gradients,",
         "delta": "what parameters have changed by,",

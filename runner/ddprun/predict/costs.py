@@ -54,7 +54,7 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketCosts:
+class BucketHookTimes:
     """Costs of one bucket: means over steps and ranks, in microseconds."""
 
     nbytes: int
@@ -69,7 +69,7 @@ class StageCosts:
     step_us: float = 0.0
     cpu_us: float = 0.0  # processor time of a rank's process
     parts: Mapping[str, float] = field(default_factory=dict)  # of the training thread
-    buckets: Sequence[BucketCosts] = ()  # of gradients
+    buckets: Sequence[BucketHookTimes] = ()  # of gradients
     gradient_ready_shares: Mapping[str, float] = field(default_factory=dict)
     """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
 
@@ -196,7 +196,7 @@ class _StageRecords:
             most = max(len(hook_times) for _, hook_times in rows)
             sizes, hook_times = zip(*(row for row in rows if len(row[1]) == most), strict=True)
             means_us = tuple(map(statistics.fmean, zip(*hook_times, strict=True)))
-            buckets.append(BucketCosts(round(statistics.fmean(sizes)), means_us))
+            buckets.append(BucketHookTimes(round(statistics.fmean(sizes)), means_us))
         return StageCosts(
             steps=self.steps,
             step_us=means.pop("step_us"),

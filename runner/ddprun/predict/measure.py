@@ -13,6 +13,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.predict import ShortRunError
 from ddprun.predict.costs import CostsUnknownError, costs_of_run
+from ddprun.predict.fit import fit_model
 from ddprun.predict.hook_verdicts import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -24,7 +25,6 @@ STAGE_REPETITIONS = 2  # since a machine is not always equally fast
 QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")
 """Overrides of a short run: it does nothing beside training."""
 
-_DROPPED_OPTIONS = ("steps", "epochs", "sync", "hooks", "mutate", "update", "evaluate", "keep_best", "stop")
 _LOG_LINES = 12
 
 
@@ -48,12 +48,13 @@ def short_run_stages(
     trained = [stage for stage in loaded.pipeline.stages if stage.name == "train"]
     if not trained:
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
-    written = loaded.written_options(trained[0])
-    kept = {key: value for key, value in written.items() if key not in _DROPPED_OPTIONS}
-    kept |= {"steps": steps, "schedule": None}
     settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
-    return flow_yaml([{"train": {**kept, **one}} for _ in range(STAGE_REPETITIONS) for one in settings])
+    stages = [
+        loaded.stage_with_steps(trained[0], steps, only_training=True, schedule=None, mutate=None, **one)
+        for one in settings
+    ]
+    return flow_yaml(stages * STAGE_REPETITIONS)
 
 
 def run_measurement(
@@ -121,4 +122,4 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
-    return CostModel(explained, costs if cores is None else replace(costs, cores=cores), links)
+    return fit_model(explained, costs if cores is None else replace(costs, cores=cores), links)

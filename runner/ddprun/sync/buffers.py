@@ -1,6 +1,6 @@
 """Buffers (BatchNorm's running statistics and the like): what changes, what is read, when it is sent."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeGuard
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddprun.sync.audit import checksums
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
-from ddprun.sync.plan import BufferSettings
+from ddprun.sync.plan import BufferPlan, BufferSettings
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import ControlChannel
 
@@ -43,6 +43,13 @@ class BufferUse:
         named = dict(model.named_buffers())
         counters = tuple(name for name, buffer in named.items() if is_counter(buffer))
         return cls(tuple(name for name in named if name not in counters), (), counters)
+
+    def plan(
+        self, setting: BufferSettings, names: Iterable[str], *, gradients_everywhere: bool
+    ) -> BufferPlan:
+        """When a stage sends which of the model's buffers, which have these names."""
+        sent = tuple(name for name in names if name not in self.counters)
+        return BufferPlan(setting, sent, self.changing, self.read_in_training, gradients_everywhere)
 
     def describe(self) -> str:
         """In plain words."""
@@ -114,43 +121,6 @@ def merge_buffer_use(found: BufferUse, model: nn.Module, control: ControlChannel
     return BufferUse.from_changes(named, changing, read=bool(read))
 
 
-@dataclass(frozen=True, slots=True)
-class BufferPlan:
-    """Which buffers are sent in the steps of a stage, and when."""
-
-    setting: BufferSettings
-    use: BufferUse
-    names: tuple[str, ...]  # all but counters, in the model's order
-    gradients_everywhere: bool
-    """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
-
-    def before_forward(self) -> tuple[str, ...]:
-        """Before each forward pass: those that it reads, so that all ranks read the same."""
-        when = self.setting.when
-        if when == "auto" and self.use.read_in_training and self.gradients_everywhere:
-            return self.use.changing
-        return self.names if when == "every_forward" else ()
-
-    def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
-        """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
-        if self.setting.when == "every" and self.synchronizes(step):
-            return self.names
-        follows_policy = self.setting.when == "auto" and not self.gradients_everywhere
-        if follows_policy and self.use.read_in_training and synchronized:
-            return self.use.changing
-        return ()
-
-    @property
-    def has_own_schedule(self) -> bool:
-        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
-        return self.setting.when in ("every_forward", "every") and bool(self.names)
-
-    def synchronizes(self, step: int) -> bool:
-        """Whether ranks exchange buffers in this step, whatever the sync policy does."""
-        every = 1 if self.setting.when == "every_forward" else self.setting.every
-        return self.has_own_schedule and every is not None and step % every == 0
-
-
 def split_averaged_and_broadcast(
     named: Mapping[str, Tensor], setting: BufferSettings
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -183,16 +153,11 @@ class BufferSync:
 
     def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
         """Go by other settings from now on."""
-        names = tuple(name for name in self._named if name not in self.use.counters)
-        self.plan = BufferPlan(setting, self.use, names, gradients_everywhere)
+        self.plan = self.use.plan(setting, self._named, gradients_everywhere=gradients_everywhere)
 
     def before_forward(self) -> bool:
         """Send, if forward passes want the same buffers on all ranks; whether it was done."""
-        return self._send(self.plan.before_forward())
-
-    def after_step(self, step: int, *, synchronized: bool) -> bool:
-        """Send, if it is time; `step` counts from 1 in the stage. Whether it was done."""
-        return self._send(self.plan.after_step(step, synchronized=synchronized))
+        return self.send(self.plan.before_forward())
 
     def before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
@@ -215,7 +180,7 @@ class BufferSync:
             if (changes if can_be_averaged(buffer) else differs)[index]
         ]
         if self.plan.setting.when != "never":
-            self._send(wanted)
+            self.send(wanted)
             self._common_values = self._clones()
         return tuple(wanted)
 
@@ -244,7 +209,8 @@ class BufferSync:
     def _clones(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self._named.items()}
 
-    def _send(self, names: Sequence[str]) -> bool:
+    def send(self, names: Sequence[str]) -> bool:
+        """Make these equal; whether there are any."""
         if not names:
             return False
         held = self._named

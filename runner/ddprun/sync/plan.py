@@ -5,7 +5,7 @@ Nothing here imports torch: `ddprun check` reads plans, too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -176,11 +176,61 @@ class BufferSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """Which buffers are sent in the steps of a stage, and when."""
+
+    setting: BufferSettings
+    names: tuple[str, ...]  # all but counters, in the model's order
+    changing: tuple[str, ...]  # those that a training forward pass changes
+    read_in_training: bool
+    """A training forward pass comes out differently when the changing ones have changed."""
+
+    gradients_everywhere: bool
+    """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
+
+    def before_forward(self) -> tuple[str, ...]:
+        """Before each forward pass: those that it reads, so that all ranks read the same."""
+        when = self.setting.when
+        if when == "auto" and self.read_in_training and self.gradients_everywhere:
+            return self.changing
+        return self.names if when == "every_forward" else ()
+
+    def after_step(self, step: int, *, synchronized: bool) -> tuple[str, ...]:
+        """After a step, counted from 1 in the stage; `synchronized`: the policy has exchanged something."""
+        if self.setting.when == "every" and self.synchronizes(step):
+            return self.names
+        follows_policy = self.setting.when == "auto" and not self.gradients_everywhere
+        if follows_policy and self.read_in_training and synchronized:
+            return self.changing
+        return ()
+
+    @property
+    def has_own_schedule(self) -> bool:
+        """Ranks exchange buffers at steps of their own, whatever the sync policy does."""
+        return self.setting.when in ("every_forward", "every") and bool(self.names)
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether ranks exchange buffers in this step, whatever the sync policy does."""
+        every = 1 if self.setting.when == "every_forward" else self.setting.every
+        return self.has_own_schedule and every is not None and step % every == 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageFacts:
     """What a plan may depend on besides the policy's options."""
 
     backward: bool  # the stage has backward passes, so there are gradients
     changes_weights: bool  # something in the stage does: a backward pass, `update` or `mutate`
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Transfers of a plan, by their index in it."""
+
+    applied: Sequence[int]  # that were in flight
+    started: Sequence[int]  # those without a delay are applied at once
+    unchanged: Container[int] = ()  # since whose start no step was taken
+    at_end: bool = False  # training is over, so nothing overlaps with it, and all changes travel at once
 
 
 class PlanProgress:
@@ -191,14 +241,11 @@ class PlanProgress:
         self.steps_since_start = [0] * len(plan.transfers)  # of each transfer: steps since it started last
         self.in_flight: set[int] = set()  # indices of transfers that have started and are not applied
 
-    def after_step(self, step: int) -> tuple[list[int], list[int], Effect]:
-        """Advance by a step of the optimizer. Returns indices of the transfers that are applied, indices of
-        those that start (and are applied at once unless they have a delay), and the effect on the ranks'
-        parameters.
-        """
+    def after_step(self, step: int) -> tuple[Transfers, Effect]:
+        """Advance by a step of the optimizer; gives also the effect on the ranks' parameters."""
         transfers = self.plan.transfers
         if not transfers:
-            return [], [], self._effect([])
+            return _NO_TRANSFERS, self._effect([])
         self.steps_since_start = [steps + 1 for steps in self.steps_since_start]
         finishing = [index for index, one in enumerate(transfers) if one.delay and one.is_applied_after(step)]
         starting = [index for index, one in enumerate(transfers) if one.starts_after(step)]
@@ -207,7 +254,7 @@ class PlanProgress:
             self.steps_since_start[index] = 0
             if transfers[index].delay:
                 self.in_flight.add(index)
-        return finishing, starting, self._effect(starting)
+        return Transfers(finishing, starting), self._effect(starting)
 
     def _effect(self, starting: Sequence[int]) -> Effect:
         plan = self.plan
@@ -222,11 +269,12 @@ class PlanProgress:
             return "host"
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
-    def finish(self, *, reconcile: bool) -> tuple[list[int], list[int], Effect]:
+    def finish(self, *, reconcile: bool) -> tuple[Transfers, Effect]:
         """The stage is over: what is in flight is applied; the last round is a short one, if ranks are to
         become equal. Returns as `after_step`.
         """
         since, transfers = self.steps_since_start, self.plan.transfers
+        unchanged = {index for index, steps in enumerate(since) if not steps}
         finishing = sorted(self.in_flight)
         self.in_flight.clear()
         starting = []
@@ -234,7 +282,11 @@ class PlanProgress:
             starting = [index for index, one in enumerate(transfers) if one.among == "all" and since[index]]
         for index in starting:
             since[index] = 0
-        return finishing, starting, "common" if reconcile and (finishing or starting) else "nothing"
+        effect: Effect = "common" if reconcile and (finishing or starting) else "nothing"
+        return Transfers(finishing, starting, unchanged, at_end=True), effect
+
+
+_NO_TRANSFERS = Transfers((), ())
 
 
 @dataclass(slots=True)
@@ -249,6 +301,16 @@ class ReplicaConsistency:
     mutated_at: int = -1  # after how many steps of the run weights were mutated last
     hosts: int | None = None
     """Into how many hosts the running stage splits the ranks; None: as they were launched."""
+
+    averages_differ: bool = False  # the ranks' averages of the weights (`ema`)
+    optimizer_is_read: bool = False
+    """The optimizer has `train()` and `eval()`: its state is part of the weights that are read."""
+
+    @property
+    def weights_differ(self) -> bool:
+        """Ranks differ in the weights that are measured and saved."""
+        differ = self.parameters != "common" or self.averages_differ
+        return differ or (self.optimizer_is_read and self.optimizer != "common")
 
     def apply_effect(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
         """A step, or a stage, had this effect on the ranks' parameters; `noop`: its hooks give each rank its

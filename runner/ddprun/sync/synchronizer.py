@@ -4,7 +4,7 @@ A change of parameters is counted from the weights that ranks last had in common
 ranks, so that lossy hooks lose little and their residuals are in units of the mean's contribution.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
 from ddprun.sync.frozen import FrozenParameters
-from ddprun.sync.plan import Effect, OuterOptimizer, PlanProgress, SyncPlan, Transfer
+from ddprun.sync.plan import OuterOptimizer, PlanProgress, SyncPlan, Transfer, Transfers
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import (
     GroupRequirement,
@@ -33,7 +33,7 @@ _PLAIN_AVERAGING = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mea
 class Synchronizer:
     """Exchanges after each step what the plan says. Raises ValueError for more fragments than parameters."""
 
-    plan: SyncPlan
+    progress: PlanProgress
     frozen: FrozenParameters  # and the trained ones, which travel
     optimizer: Optimizer
     exchanger: ParameterExchanger
@@ -42,7 +42,7 @@ class Synchronizer:
     outer_momentum: dict[str, Tensor]  # of outer optimizers, from stage to stage: by parameter name, (numel,)
 
     def __post_init__(self) -> None:
-        self._progress = PlanProgress(self.plan)
+        self.plan = self.progress.plan
         self._buckets = buckets_by_fragment(self.plan, self.frozen.trainable, self.exchanger.cap_bytes)
         equalizing = (index for index, one in enumerate(self.plan.transfers) if one.equalizes)
         self._frozen_check_index = next(equalizing, None)  # the transfer with which frozen ones are compared
@@ -64,24 +64,6 @@ class Synchronizer:
         for delta in self._deltas.values():
             delta.set_base()
 
-    def after_step(self, step: int) -> Effect:
-        """The optimizer has taken its step, which counts from 1 in the stage."""
-        finishing, starting, effect = self._progress.after_step(step)
-        if finishing or starting:
-            self._run_transfers(finishing, starting)
-        return effect
-
-    def finish(self, *, reconcile: bool) -> Effect:
-        """The stage is over: apply what is in flight, and make the ranks equal, unless what comes next wants
-        them as they are.
-        """
-        unchanged = {index for index, steps in enumerate(self._progress.steps_since_start) if not steps}
-        finishing, starting, effect = self._progress.finish(reconcile=reconcile)
-        self._run_transfers(finishing, starting, unchanged=unchanged, at_end=True)
-        for delta in self._deltas.values():
-            delta.store_momentum(self.outer_momentum)
-        return effect
-
     def describe(self) -> str:
         """What must be the same on all ranks."""
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
@@ -89,7 +71,7 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """What decides later steps, mid-stage; of this rank. Waits for what is in flight."""
         state: dict[str, Any] = {"frozen_differ": self.frozen.ranks_differ()}
-        for index, steps in enumerate(self._progress.steps_since_start):
+        for index, steps in enumerate(self.progress.steps_since_start):
             delta = self._deltas.get(index)
             state[str(index)] = {"since": steps} | (delta.state_dict() if delta else {})
         return state
@@ -99,11 +81,11 @@ class Synchronizer:
         self.frozen.load_ranks_differ(state["frozen_differ"])
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]
-            self._progress.steps_since_start[index] = own["since"]
+            self.progress.steps_since_start[index] = own["since"]
             if delta := self._deltas.get(index):
                 delta.load_state_dict(own)
                 if delta.in_flight:
-                    self._progress.in_flight.add(index)
+                    self.progress.in_flight.add(index)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a new round, from the states of all ranks of another world size whose weights have
@@ -118,23 +100,12 @@ class Synchronizer:
             state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
         return state
 
-    def _run_transfers(
-        self,
-        finishing: Sequence[int],
-        starting: Sequence[int],
-        *,
-        unchanged: Container[int] = (),
-        at_end: bool = False,
-    ) -> None:
-        """Apply the transfers that finish, and start others; all by their index in the plan.
-
-        `unchanged`: those since whose start this rank's weights have not changed. `at_end`: training is over,
-        so nothing overlaps with it, and all changes travel at once.
-        """
-        transfers = self.plan.transfers
-        for index in finishing:
-            self._deltas[index].wait_and_apply(weights_changed=index not in unchanged)
-        changes = [index for index in starting if index in self._deltas]
+    def run(self, chosen: Transfers) -> None:
+        """Apply the transfers that are in flight, and start others."""
+        transfers, at_end = self.plan.transfers, chosen.at_end
+        for index in chosen.applied:
+            self._deltas[index].wait_and_apply(weights_changed=index not in chosen.unchanged)
+        changes = [index for index in chosen.started if index in self._deltas]
         for index in changes:
             overlap = transfers[index].delay > 0 and not at_end
             self._deltas[index].send(overlap=overlap)
@@ -143,16 +114,19 @@ class Synchronizer:
         if at_end:
             for index in changes:
                 self._deltas[index].wait_and_apply()
-        for index in starting:
+        for index in chosen.started:
             if index not in self._deltas:
                 self._exchange_without_hooks(transfers[index])
-        self._equalize_frozen(finishing, starting, at_end=at_end)
-        if any(transfers[index].equalizes for index in starting):
+        self._equalize_frozen(chosen)
+        if any(transfers[index].equalizes for index in chosen.started):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
                     delta.set_base()  # changes inside a host are counted from what all ranks have now
+        if at_end:
+            for delta in self._deltas.values():
+                delta.store_momentum(self.outer_momentum)
 
-    def _equalize_frozen(self, finishing: Sequence[int], starting: Sequence[int], *, at_end: bool) -> None:
+    def _equalize_frozen(self, chosen: Transfers) -> None:
         """Compare the frozen parameters when the exchange of all ranks' trained ones starts, and make them
         equal when it is applied.
         """
@@ -160,11 +134,11 @@ class Synchronizer:
         if index is None:
             return
         source = self.plan.transfers[index].source
-        if index in finishing:
+        if index in chosen.applied:
             self.frozen.make_equal(source)
-        if index in starting:
+        if index in chosen.started:
             self.frozen.post_checksum()
-            if at_end or not self.plan.transfers[index].delay:
+            if chosen.at_end or not self.plan.transfers[index].delay:
                 self.frozen.make_equal(source)
 
     def _exchange_without_hooks(self, transfer: Transfer) -> None:

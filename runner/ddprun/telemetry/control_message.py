@@ -182,7 +182,7 @@ def all_ready_us(
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
-    sections, bucket, _, _ = resolved.trace_table
+    sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
     at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
     known = (about >= 0) & (outside | (bucket < buckets))
@@ -195,7 +195,7 @@ def _put_ready_times(
     resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, buckets: int, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
-    sections, bucket, ready, _ = resolved.trace_table
+    sections, bucket, ready, _ = resolved.trace_times
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
     reported, at = np.array(reported_buckets(buckets)), ready - offset_us
     mine = (about >= 0) & ~outside & np.isin(bucket, reported)

@@ -51,10 +51,10 @@ from ddprun.telemetry.steps import (
     ResolvedSteps,
     StepMarks,
     Totals,
+    TraceTimes,
     Traffic,
     bucket_record,
     in_flight_us,
-    make_trace_table,
     resolve_steps,
     split_exposed_time,
     step_records,
@@ -363,7 +363,7 @@ class StepRecorder:
         traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
         read_findings(traces)
         self._accumulator.note_findings(traces)
-        self._count_traffic(traces, int(in_flight_us(make_trace_table([0] * len(traces), traces), 1)[0]))
+        self._count_traffic(traces, int(in_flight_us(TraceTimes.of([0] * len(traces), traces), 1)[0]))
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
         self._write("buckets", list(map(dumps, records)))
 
@@ -490,7 +490,7 @@ class StepRecorder:
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
-        in_flight = in_flight_us(resolved.trace_table, len(resolved.steps))
+        in_flight = in_flight_us(resolved.trace_times, len(resolved.steps))
         self._count_traffic(resolved.traces, int(np.maximum(in_flight, exposed).sum()))
         totals = self.totals
         totals.steps += len(resolved.steps)

@@ -46,9 +46,34 @@ FloatArray = NDArray[np.float64]
 
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
-_HOOK, _WIRE = _COLUMN["exposed_hook_us"], _COLUMN["exposed_wire_us"]
+_HOOK, _WAIT, _WIRE = (_COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire"))
 _LAPS = {part: part.removesuffix("_us") for part in (*PARTS, "")}
 _OWN_COLUMNS = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
+
+
+class Intervals(NamedTuple):
+    """Times in microseconds, each on one of several time lines: a section's, or a step's; shape (n,) each."""
+
+    line: IntArray  # counted from 0
+    start: IntArray
+    end: IntArray  # one that ends before it starts covers nothing
+
+
+class TraceTimes(NamedTuple):
+    """When buckets were exchanged, in microseconds; shape (traces,) each."""
+
+    section: IntArray
+    bucket: IntArray
+    ready: IntArray
+    done: IntArray
+
+    @classmethod
+    def of(cls, sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> "TraceTimes":
+        """From traces, and the section of each."""
+        numbers = list[int]()
+        for section, trace in zip(sections, traces, strict=True):
+            numbers += (section, trace.bucket, trace.ready, trace.done or trace.ready)
+        return cls(*_table(numbers, 4))
 
 
 @dataclass(slots=True)
@@ -150,11 +175,9 @@ class ResolvedSteps:
     """Shape (steps, parts); exposed communication is in backward and sync until `split_exposed_time`."""
 
     traces: list[BucketTrace[int]]  # that were waited for, in the order of sections
-    trace_table: IntArray  # section, bucket, ready and done of each trace; shape (4, traces)
-    hook_work: IntArray  # section, start and end of hooks' work on other threads; shape (3, n)
-    waits: IntArray
-    """Section, start and end of each time in which the training thread only waited; shape (3, n)."""
-
+    trace_times: TraceTimes
+    hook_work: Intervals  # of hooks on other threads, by section
+    waits: Intervals  # in which the training thread only waited, by section
     waited_us: IntArray  # sums of `waits`, shape (sections,)
     in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
     loss_sums: list[float]  # of this rank, over what counts in the step
@@ -171,7 +194,7 @@ class ResolvedSteps:
         """By row, the traces in which hooks have found something."""
         found: dict[int, list[BucketTrace[int]]] = {}
         if any(trace.findings for trace in self.traces):
-            for section, trace in zip(self.trace_table[0].tolist(), self.traces, strict=True):
+            for section, trace in zip(self.trace_times.section.tolist(), self.traces, strict=True):
                 if trace.findings:
                     found.setdefault(section // 2, []).append(trace)
         return found
@@ -232,7 +255,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         for span in trace.spans:
             if not span.on_training_thread:
                 work += (section, span.start, span.done)
-    waits_table, hooks_table = _table(waits, 3), _table(in_hooks, 2)
+    waiting, (hooks_section, hooks_us) = Intervals(*_table(waits, 3)), _table(in_hooks, 2)
 
     read_findings(traces)
     gradient_times = [
@@ -253,11 +276,11 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         step_us=[times[end - 1] - times[first] for first, end in pairwise(bounds)],
         parts_us=parts_us[:, : len(PARTS)],
         traces=traces,
-        trace_table=make_trace_table(sections, traces),
-        hook_work=_table(work, 3),
-        waits=waits_table,
-        waited_us=_sums(waits_table[0], waits_table[2] - waits_table[1], 2 * count),
-        in_hooks_us=_sums(hooks_table[0], hooks_table[1], 2 * count),
+        trace_times=TraceTimes.of(sections, traces),
+        hook_work=Intervals(*_table(work, 3)),
+        waits=waiting,
+        waited_us=_sums(waiting.line, waiting.end - waiting.start, 2 * count),
+        in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
         loss_sums=loss_sums,
         loss_weights=loss_weights,
         samples=samples,
@@ -278,58 +301,50 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
     step, shape (steps,).
     """
     count = len(resolved.in_hooks_us)
-    exposed = np.zeros((3, count), dtype=np.int64)  # hook, wait, wire
-    exposed[0], exposed[1] = resolved.in_hooks_us, resolved.waited_us
-    if resolved.waits.size:
-        waits, work, table = resolved.waits, resolved.hook_work, resolved.trace_table
+    hook, wait, wire = resolved.in_hooks_us.copy(), resolved.waited_us.copy(), np.zeros(count, dtype=np.int64)
+    waits, work, traces = resolved.waits, resolved.hook_work, resolved.trace_times
+    if waits.line.size:
         all_ready = np.rint(all_ready_us).astype(np.int64)
-        moving = np.empty((3, work.shape[1] + table.shape[1] + count), dtype=np.int64)
-        moving[:, : work.shape[1]] = work
-        on_wire, after = moving[:, work.shape[1] : -count], moving[:, -count:]
-        on_wire[0], on_wire[1], on_wire[2] = table[0], all_ready, table[3]
+        last_ready = np.zeros(count, dtype=np.int64)
+        np.maximum.at(last_ready, traces.section, all_ready)
+        on_wire = Intervals(traces.section, all_ready, traces.done)
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
-        after[0], after[1], after[2] = np.arange(count), 0, waits[2].max()
-        np.maximum.at(after[1], table[0], all_ready)
-        in_hooks = np.zeros(count, dtype=np.int64)
-        if work.size:
-            in_hooks = _sums(waits[0], covered_us(work, waits), count)
-        while_moving = _sums(waits[0], covered_us(moving, waits), count)
-        exposed[0] += in_hooks
-        exposed[1] -= while_moving
-        exposed[2] = while_moving - in_hooks
-    parts_us = resolved.parts_us
-    parts_us[:, [_BACKWARD, _SYNC]] -= exposed.sum(0).reshape(-1, 2)
-    parts_us[:, _HOOK : _WIRE + 1] = (exposed[:, ::2] + exposed[:, 1::2]).T
-    total: IntArray = parts_us[:, _HOOK : _WIRE + 1].sum(1)
+        after = Intervals(np.arange(count), last_ready, np.full(count, waits.end.max()))
+        moving = Intervals(*map(np.concatenate, zip(work, on_wire, after, strict=True)))
+        in_hooks = _sums(waits.line, covered_us(work, waits), count)
+        while_moving = _sums(waits.line, covered_us(moving, waits), count)
+        hook += in_hooks
+        wait -= while_moving
+        wire = while_moving - in_hooks
+    exposed, parts_us = hook + wait + wire, resolved.parts_us
+    parts_us[:, [_BACKWARD, _SYNC]] -= exposed.reshape(-1, 2)
+    for column, us in ((_HOOK, hook), (_WAIT, wait), (_WIRE, wire)):
+        parts_us[:, column] = us.reshape(-1, 2).sum(1)
+    total: IntArray = exposed.reshape(-1, 2).sum(1)
     return total
 
 
-def in_flight_us(trace_table: IntArray, count: int) -> IntArray:
+def in_flight_us(traces: TraceTimes, count: int) -> IntArray:
     """Time in which some bucket was in flight, from ready to done, in microseconds: shape (steps,)."""
-    if not trace_table.size:
+    if not traces.section.size:
         return np.zeros(count, dtype=np.int64)
-    windows = np.empty((3, count), dtype=np.int64)
-    windows[0], windows[1], windows[2] = np.arange(count), trace_table[2].min(), trace_table[3].max()
-    intervals = trace_table[[0, 2, 3]]
-    intervals[0] //= 2
-    return covered_us(intervals, windows)
+    first, last = np.full(count, traces.ready.min()), np.full(count, traces.done.max())
+    intervals = Intervals(traces.section // 2, traces.ready, traces.done)
+    return covered_us(intervals, Intervals(np.arange(count), first, last))
 
 
-def covered_us(intervals: IntArray, windows: IntArray) -> IntArray:
-    """How much of each window the union of intervals covers, on several time lines at once: shape (windows,).
-
-    Both are time line (counted from 0), start and end, microseconds: shapes (3, intervals) and (3, windows).
-    There is at least one window; an interval that ends before it starts covers nothing.
+def covered_us(intervals: Intervals, windows: Intervals) -> IntArray:
+    """How much of each window the union of intervals covers, on several time lines at once, in microseconds:
+    shape (windows,). There is at least one window.
     """
-    low, high = int(windows[1].min()), int(windows[2].max())
+    low, high = int(windows.start.min()), int(windows.end.max())
 
-    def laid_out(table: IntArray) -> IntArray:
-        """Starts and ends with all time lines laid end to end, so that one sort serves all: shape (2, n)."""
-        moments = np.minimum(np.maximum(table[1:], low), high)
-        positions: IntArray = table[0] * (high - low + 1) + (moments - low)
-        return positions
+    def laid_out(line: IntArray, moment: IntArray) -> IntArray:
+        """Moments with all time lines laid end to end, so that one sort serves all."""
+        position: IntArray = line * (high - low + 1) + (np.minimum(np.maximum(moment, low), high) - low)
+        return position
 
-    start, end = laid_out(intervals)
+    start, end = laid_out(intervals.line, intervals.start), laid_out(intervals.line, intervals.end)
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
@@ -338,21 +353,14 @@ def covered_us(intervals: IntArray, windows: IntArray) -> IntArray:
     covered = np.zeros(len(start) + 1, dtype=np.int64)
     np.add.accumulate(np.maximum(more, 0), out=covered[1:])
 
-    positions = laid_out(windows)
-    begun = start.searchsorted(positions, "right")
-    # Of all intervals that began before a position, only the one that ends last can reach beyond it.
-    before = covered[begun] - np.maximum(latest_end[begun] - positions, 0)
-    within: IntArray = before[1] - before[0]
-    return within
+    def covered_until(position: IntArray) -> IntArray:
+        begun = start.searchsorted(position, "right")
+        # Of all that began before a position, only the one that ends last can reach beyond it.
+        until: IntArray = covered[begun] - np.maximum(latest_end[begun] - position, 0)
+        return until
 
-
-def make_trace_table(sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> IntArray:
-    """Section, bucket, ready and done of each trace; shape (4, traces)."""
-    table = np.empty((4, len(traces)), dtype=np.int64)
-    table[0], table[1] = sections, [trace.bucket for trace in traces]
-    table[2] = [trace.ready for trace in traces]
-    table[3] = [trace.done or trace.ready for trace in traces]
-    return table
+    until_start = covered_until(laid_out(windows.line, windows.start))
+    return covered_until(laid_out(windows.line, windows.end)) - until_start
 
 
 def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float], list[int]]:
@@ -428,11 +436,11 @@ def step_records(
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
     all_ready = np.rint(all_ready_us).astype(np.int64).tolist()
-    waits = resolved.waits[1:].T.tolist()
+    waits = np.stack(resolved.waits[1:], 1).tolist()
     # Where each step's entries begin in tables that are sorted by section, and where the last one's end.
     sections = np.arange(0, 2 * len(steps) + 2, 2)
-    trace_bounds: list[int] = resolved.trace_table[0].searchsorted(sections).tolist()
-    wait_bounds: list[int] = resolved.waits[0].searchsorted(sections).tolist()
+    trace_bounds: list[int] = resolved.trace_times.section.searchsorted(sections).tolist()
+    wait_bounds: list[int] = resolved.waits.line.searchsorted(sections).tolist()
     for row, step in enumerate(steps):
         # Traces are let go as soon as they are recorded, while the processor has them in its caches.
         first_trace, end_trace = trace_bounds[row], trace_bounds[row + 1]

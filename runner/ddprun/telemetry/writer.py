@@ -106,23 +106,23 @@ class Writer:
             else:
                 name, lines, count = item
                 if self.failure is None:
-                    with self.noting_failure():
+                    with self.keeping_first_error():
                         if name not in self._files:
                             self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
                         self._files[name].write(lines)
                 with self._lock:
                     self._waiting -= count
         for file in self._files.values():
-            with self.noting_failure():
+            with self.keeping_first_error():
                 file.close()
 
     def _flush_files(self) -> None:
         for file in self._files.values():
-            with self.noting_failure():
+            with self.keeping_first_error():
                 file.flush()
 
     @contextmanager
-    def noting_failure(self) -> Iterator[None]:
+    def keeping_first_error(self) -> Iterator[None]:
         """Keep the first error of a disk in `failure`."""
         try:
             yield
@@ -227,7 +227,7 @@ class RecordFiles:
                     self._control.send_bytes(self._new_bytes(kind), 0, "records")
                 elif self._control.rank == 0 and (data := self._control.receive_bytes(rank, "records")):
                     with (
-                        self.writer.noting_failure(),  # a disk that fails costs records, not the run
+                        self.writer.keeping_first_error(),  # a disk that fails costs records, not the run
                         open_file(self._target, record_file(kind, rank), "ab", make_folders=True) as file,
                     ):
                         file.write(data)

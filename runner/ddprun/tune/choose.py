@@ -30,7 +30,7 @@ class Floors:
     """By which share the training loss, over equal samples, may be above that of the file as it is."""
 
 
-def parse_floors(texts: Sequence[str]) -> Floors:
+def parse_quality_floors(texts: Sequence[str]) -> Floors:
     """Floors as a command line says them: `cosine=0.99`, `loss=+1%`.
 
     Raises:

@@ -17,7 +17,6 @@ from ddprun.tune.choose import TARGET_LOSS_SHARE, PredictedCandidate, Trial
 _DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
 _MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
 _MIN_TURN_STEPS = 2
-_OPTIONS_BESIDE_TRAINING = ("steps", "epochs", "evaluate", "keep_best", "stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +126,14 @@ def turn_and_run_steps(
 
 def short_run_overrides(candidate: Candidate, tuned: TunedStage, steps: int) -> tuple[str, ...]:
     """Overrides that leave only the stage that is tuned, with so many steps."""
-    written = candidate.loaded.written_options(tuned.stage)
-    kept = {key: value for key, value in written.items() if key not in _OPTIONS_BESIDE_TRAINING}
-    more: tuple[str, ...] = ()
+    loaded, options, more = candidate.loaded, dict[str, int](), tuple[str, ...]()
     if candidate.settings.warmup_steps >= steps:  # it would never reach its learning rate
-        if "warmup_steps" in kept:
-            kept["warmup_steps"] = steps // 2
+        if "warmup_steps" in loaded.written_options(tuned.stage):
+            options["warmup_steps"] = steps // 2
         else:
             more = (f"warmup_steps={steps // 2}",)
-    return f"stages={flow_yaml([{'train': {**kept, 'steps': steps}}])}", *more
+    stage = loaded.stage_with_steps(tuned.stage, steps, only_training=True, **options)
+    return f"stages={flow_yaml([stage])}", *more
 
 
 def _speedup_to_loss(

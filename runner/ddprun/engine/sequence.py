@@ -1,0 +1,210 @@
+"""What a stage does to the ranks, in order, said once: a run carries it out (`stage_run.carry_out`), and
+`ddprun explain` counts what it sends. Imports no torch.
+
+What only a run knows comes in from there: how many steps were taken, and which of them updated the weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ddprun.config import Pipeline, StepStage, StepStageSettings
+from ddprun.sync.plan import BufferPlan, Effect, PlanProgress, ReplicaConsistency, Transfers
+
+Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
+"""`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
+`once`: by a stage without steps.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradients:
+    """Backward averages gradients, as the plan says among which ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendBuffers:
+    """Make these buffers equal."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Equalize:
+    """All ranks' become their mean, or those of rank `source`, past all hooks."""
+
+    what: Literal["parameters", "optimizer", "averages"]  # the averages are the weights' (`ema`)
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompareFrozen:
+    """Compare the frozen parameters, and make those equal that differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Compare all parameters with what `ReplicaConsistency` says."""
+
+    recorded: bool  # it counts as one of those that the file asks for
+    at_end: bool = False  # the stage has just made ranks equal
+
+
+@dataclass(frozen=True, slots=True)
+class Mutate:
+    """Each rank changes its own weights."""
+
+
+Action = SendGradients | SendBuffers | Transfers | Equalize | CompareFrozen | Audit | Mutate
+
+
+@dataclass(eq=False)
+class StageSequence:
+    """What a train or forward stage does to the ranks, moment by moment.
+
+    An action is carried out when it comes, before the next is asked for: `replicas` is then as it leaves
+    them. Steps count from 1 in the stage.
+    """
+
+    pipeline: Pipeline
+    stage: StepStage
+    settings: StepStageSettings
+    buffers: BufferPlan
+    replicas: ReplicaConsistency  # from stage to stage
+    steps: int | None  # how many the stage has; None where nobody can know
+    first_step: int = 0  # steps of the run before the stage
+    progress: PlanProgress = field(init=False)
+    compared: bool = field(init=False, default=False)  # parameters, after a step of this attempt
+
+    def __post_init__(self) -> None:
+        self.progress = PlanProgress(self.settings.plan)
+        self.replicas.hosts = self.settings.plan.hosts
+
+    # What is asked in any step.
+
+    def audits(self, step: int) -> bool:
+        """Whether the file's `audit` compares all ranks' parameters after this step."""
+        every = self.pipeline.audit.every
+        return every > 0 and step % every == 0
+
+    def exchanges(self, step: int) -> bool:
+        """Whether all ranks exchange anything in this step, by the sync policy, buffers or an audit: such a
+        step has a control message.
+        """
+        by_policy = self.settings.plan.synchronizes(step)
+        return by_policy or self.buffers.synchronizes(step) or self.audits(step)
+
+    @property
+    def exchanges_nothing(self) -> bool:
+        """Ranks exchange nothing at all before the stage's end, so that each can stop by itself."""
+        exchanges = self.pipeline.audit.every > 0 or self.buffers.has_own_schedule
+        return self.settings.plan.never_exchanges and not exchanges
+
+    @property
+    def exchange_cycle(self) -> int:
+        """After how many steps those in which ranks exchange something come again."""
+        return self.settings.plan.cycle(self.settings.buffers.every, self.pipeline.audit.every)
+
+    # What is done, moment by moment.
+
+    def begin(self) -> Iterator[Action]:
+        """Before the first step."""
+        if self.replicas.needs_state_averaging(self.settings.plan):
+            yield Equalize("optimizer")
+            self.replicas.optimizer = "common"
+        yield from self._mutate(0)
+
+    def step(self, step: int) -> Iterator[tuple[Moment, Action]]:
+        """All of a step that updates the weights, if the stage does. A run does the first part of it in
+        `loop.train_step`.
+        """
+        for _ in range(self.settings.accumulate):
+            if names := self.buffers.before_forward():
+                yield "before_forward", SendBuffers(names)
+        if self.settings.plan.gradients is not None:
+            yield "backward", SendGradients()
+        if self.settings.updates_weights:
+            self.note_update()
+        for action in self.after_step(step):
+            yield "after_step", action
+
+    def note_update(self) -> None:
+        """The weights were updated, so that their average (`ema`) moves."""
+        equal = self.settings.plan.gradients == "all" and self.replicas.parameters == "common"
+        if self.pipeline.ema is not None and not equal:
+            self.replicas.averages_differ = True
+
+    def after_step(self, step: int) -> Iterator[Action]:
+        """After the optimizer's step: sync policy, buffers, audit, `mutate`."""
+        plan = self.settings.plan
+        transfers, effect = self.progress.after_step(step)
+        if transfers.applied or transfers.started:
+            yield transfers
+        self._apply(effect)
+        synchronized = plan.synchronizes(step)
+        if names := self.buffers.after_step(step, synchronized=synchronized):
+            yield SendBuffers(names)
+        audits = self.audits(step)
+        if audits or self._compares_first_step:
+            yield Audit(recorded=audits)
+            self.compared = True
+        if synchronized and step != self.steps:  # after the last step no other would use it
+            yield from self._mutate(step)
+
+    def stop(self) -> Transfers:
+        """The stage ends before its last step: only what is in flight is applied."""
+        return self.progress.finish(reconcile=False)[0]
+
+    def end(self, step: int) -> Iterator[Action]:
+        """After so many steps the stage is complete: make the ranks equal, unless the next stage wants them
+        as they are.
+        """
+        replicas, reconcile = self.replicas, self.pipeline.averages_after(self.stage)
+        transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")
+        yield transfers
+        if effect != "nothing":
+            self._apply(effect)
+        if self.settings.mutate is not None and replicas.mutated_at == self.first_step + step:
+            replicas.parameters = "apart"  # the stage's length was not known, and no step has come after
+        if not reconcile:
+            return
+        if replicas.parameters != "common":
+            yield from equalize(replicas)
+            effect = "common"
+        else:
+            if effect == "nothing":
+                yield CompareFrozen()
+            yield from _equalize_averages(replicas, None)
+        yield Audit(recorded=effect == "common", at_end=True)
+
+    @property
+    def _compares_first_step(self) -> bool:
+        """Whether parameters are compared now, because it is after the first step in this attempt that leaves
+        ranks the same.
+        """
+        if self.compared or self.exchanges_nothing:
+            return False
+        return self.settings.plan.changes_weights and self.replicas.parameters != "apart"
+
+    def _apply(self, effect: Effect) -> None:
+        self.replicas.apply_effect(effect, self.settings.plan, noop=self.settings.uses_noop)
+
+    def _mutate(self, step: int) -> Iterator[Action]:
+        if self.settings.mutate is not None:
+            yield Mutate()
+            self.replicas.mark_mutated(self.first_step + step)
+
+
+def equalize(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[Equalize]:
+    """Make all ranks' parameters their mean or those of rank `source`, and what belongs to them."""
+    yield Equalize("parameters", source)
+    if source is not None and replicas.optimizer_is_read:
+        yield Equalize("optimizer", source)
+    replicas.parameters = "common"
+    yield from _equalize_averages(replicas, source)
+
+
+def _equalize_averages(replicas: ReplicaConsistency, source: int | None) -> Iterator[Equalize]:
+    if replicas.averages_differ:
+        yield Equalize("averages", source)
+        replicas.averages_differ = False

@@ -1,0 +1,95 @@
+"""What a collective asks of a rank and of the links, with Gloo's habits; a GPU's are trees where these are
+shorter.
+"""
+
+from dataclasses import dataclass, field
+
+from ddprun.explain.model_probe import WorldShape
+from ddprun.explain.traffic import Leg
+from ddprun.predict.costs import LinearCost
+from ddprun.predict.links import LinkLevel
+from ddprun.predict.timeline import MAX_SIMULATED_ROUNDS, BucketTransfer, Collective, round_count
+
+_ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
+_BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
+_COPY_US = 2.5e-4  # for each byte through shared memory
+_ONE_WAY_SHARE = 0.4  # of an all-to-all between two hosts, if all ranks of one are later: as measured
+_CONTROL_BYTES = 256.0  # of a rank's control message
+
+
+@dataclass(slots=True)
+class StackCosts:
+    """What a stack of hooks costs on one rank."""
+
+    hook_costs: list[LinearCost] = field(default_factory=list)  # hooks before, between and after collectives
+    collective_factor: float = 1.0  # work of collectives, to what it is before fitting
+    wake_us: float = 0.0  # from a message's arrival until a thread works on it
+
+
+def collective_of(
+    leg: Leg, hosts: int, stack: StackCosts, queue: str = "", *, on_cpu: bool, drifted: bool = False
+) -> Collective:
+    """The collective of a leg; `drifted`: all ranks of a host may be later than those of another."""
+    rounds = round_count(leg.op, leg.ranks, use_trees=not on_cpu)
+    sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
+    bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
+    work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us)
+    level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
+    nbytes = leg_bytes(leg, hosts)
+    messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
+    if not sent or not on_cpu:
+        return Collective(
+            work_us if on_cpu else 0.0,
+            nbytes,
+            messages=messages,
+            latency_counts={level: rounds if sent else 0},
+            wake_us=stack.wake_us,
+            queue=queue,
+        )
+    one_way_bytes = 0.0
+    if leg.op == "all_to_all":
+        # Gloo's all-to-all sends first: between two ranks, the later one says that it is ready behind its
+        # own message, and the other's comes when that is through. Ranks that begin within a latency do
+        # not yet know that they may send, and say it first. So it is between two hosts if all ranks of
+        # one are later. But pairs of ranks end one after the other, and part of what goes back overlaps.
+        one_way_bytes = sent if leg.ranks == 2 else 0.0
+        if drifted and hosts == 2:
+            one_way_bytes = max(one_way_bytes, _ONE_WAY_SHARE * nbytes["across"])
+    return Collective(
+        work_us,
+        nbytes,
+        rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
+        messages=messages,
+        # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
+        # has two on their way, and the receiver is ready for the second when the first has come.
+        latency_counts={level: 2.0 * rounds},
+        double_buffered=leg.op == "all_reduce",
+        one_way_bytes=one_way_bytes,
+        # Where a host has several ranks, a ring enters it at one and leaves it at another. If the first
+        # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
+        # is then late in the next step, too, so this always counts.
+        blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
+        wake_us=stack.wake_us,
+        queue=queue,
+    )
+
+
+def control_message(world: WorldShape) -> BucketTransfer:
+    """The control message of all ranks."""
+    level: LinkLevel = "across" if world.hosts > 1 else "within"
+    rounds = world.ranks - 1
+    collective = Collective(
+        work_us=0.0,
+        bytes_by_level={level: _CONTROL_BYTES * rounds},
+        rounds=min(rounds, MAX_SIMULATED_ROUNDS),
+        latency_counts={level: 2 * rounds},
+        queue="control",
+    )
+    return BucketTransfer("control", (collective,), "control")
+
+
+def leg_bytes(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
+    """What each host sends to others, and what its ranks send to each other, in bytes."""
+    sizes = leg.sent.sizes()
+    across = sizes["between_hosts"]
+    return {"within": (sizes["all_ranks"] - across) / hosts, "across": across / hosts}

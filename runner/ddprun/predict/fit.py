@@ -1,0 +1,146 @@
+"""Fits the cost model to a run with a stage in which nothing is sent, and stages with the stacks of hooks in
+question.
+
+What the ranks' processes computed beyond a step without exchange is the work of hooks and collectives; what
+of a step's time is left then, is what threads need to notice that a message has come.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddprun.explain.explain import Explanation, StageExplanation
+from ddprun.explain.model_probe import WorldShape
+from ddprun.predict.collectives import StackCosts, collective_of
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LinearCost, StageCosts
+from ddprun.predict.instructions import MICRO_STEP_PARTS, StepCosts, settings_of
+from ddprun.predict.lateness import Lateness
+from ddprun.predict.links import Links
+from ddprun.predict.model import CostModel, hooks_key, sends
+from ddprun.predict.timeline import Machine
+
+_MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
+_HALVINGS = 24
+
+_MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
+
+
+def fit_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
+    """The cost model of a run.
+
+    Args:
+        explained: the run's pipeline, for the ranks that it ran on.
+        costs: what the run's records say.
+        links: those that the run had.
+    """
+    world, on_cpu = explained.world, costs.device == "cpu"
+    pairs = [
+        (stage, found)
+        for stage, found in zip(explained.stages, costs.stages, strict=True)
+        if stage.settings is not None and found.steps
+    ]
+    silent = [pair for pair in pairs if not sends(pair[0])] or pairs
+    with_ddp = [pair for pair in silent if settings_of(pair[0]).gradient_averaging is not None]
+    without_ddp = [pair for pair in silent if settings_of(pair[0]).gradient_averaging is None]
+    share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
+    own_work_us = {
+        True: _own_work(with_ddp or without_ddp, share, on_cpu=on_cpu),
+        False: _own_work(without_ddp or with_ddp, share, on_cpu=on_cpu),
+    }
+    times = [(found.cpu_us, _own_us(found)) for _, found in with_ddp or without_ddp]
+    # That a rank keeps busy in a step without exchange.
+    threads = max([1.0, *(cpu_us / own_us for cpu_us, own_us in times if own_us > 0)])
+    ready_shares = {
+        name: ready for _, found in with_ddp or pairs for name, ready in found.gradient_ready_shares.items()
+    }
+    # Where ranks wait for cores, how long they take says little about how much they have to do.
+    us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
+    lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
+    by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
+    for stage, found in pairs:
+        if sends(stage) and stage.cycle == 1 and settings_of(stage).gradient_averaging == "all":
+            by_key.setdefault(hooks_key(stage), []).append((stage, found))
+    slowdown = 1.0
+    if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
+        longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
+        slowdown = max(1.0, sum(longer) / len(longer) / alone)
+    step_costs = StepCosts(on_cpu, own_work_us, ready_shares, lateness)
+    model = CostModel(step_costs, costs.cores if on_cpu else math.inf, slowdown)
+    stacks = {
+        key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
+        for key, alike in by_key.items()
+    }
+    default = stacks.get("[]") or next(iter(stacks.values()), StackCosts())
+    default = replace(default, hook_costs=default.hook_costs if "[]" in stacks else [])
+    return replace(model, costs=replace(step_costs, default_stack=default), stacks=stacks)
+
+
+def _own_us(found: StageCosts) -> float:
+    return sum(found.parts[part] for part in PARTS_WITHOUT_EXCHANGE)
+
+
+def _own_work(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
+    """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
+    work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
+    for stage, found in pairs:
+        share, own_us, times = core_share, _own_us(found), _times(stage)
+        if on_cpu and found.cpu_us and own_us > 0 and not sends(stage):
+            share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
+        for part in PARTS_WITHOUT_EXCHANGE:
+            work[part] += share * found.parts[part] * found.steps / times[part] / steps
+    return work
+
+
+def _times(stage: StageExplanation) -> dict[str, int]:
+    """How often each part comes in a step."""
+    accumulate = settings_of(stage).accumulate
+    return {part: accumulate if part in MICRO_STEP_PARTS else 1 for part in PARTS_WITHOUT_EXCHANGE}
+
+
+def _fit_stack(
+    model: CostModel,
+    world: WorldShape,
+    links: Links,
+    stage: StageExplanation,
+    found: Sequence[StageCosts],
+    threads: float,
+) -> StackCosts:
+    """What hooks and collectives of a stage's stack cost, from all stages of the run with it."""
+    costs, steps = model.costs, sum(one.steps for one in found)
+    share = model.machine(world, links).core_share()
+    stack = StackCosts()
+    points: list[list[tuple[float, float]]] = []
+    for bucket in (bucket for one in found for bucket in one.buckets):
+        points += [[] for _ in range(len(bucket.hook_times_us) - len(points))]
+        for points_of_hook, us in zip(points, bucket.hook_times_us, strict=False):
+            points_of_hook.append((bucket.nbytes, us * share))
+    stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
+    buckets = [
+        bucket
+        for pattern in stage.patterns
+        for exchange in pattern.exchanges
+        if exchange.route.uses_hooks
+        for bucket in exchange.buckets or ()
+    ]
+    if costs.on_cpu and all(one.cpu_us for one in found):
+        own = sum(us * _times(stage)[part] for part, us in costs.own_work_us[True].items()) * threads
+        left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
+        hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
+        if hooks > _MAX_HOOK_SHARE * left:
+            stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
+            hooks = _MAX_HOOK_SHARE * left
+        collectives = sum(
+            collective_of(leg, world.hosts, stack, on_cpu=True).work_us
+            for bucket in buckets
+            for leg in bucket.legs or ()
+        )
+        stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
+    measured = sum(one.step_us * one.steps for one in found) / steps
+    low, high = 0.0, measured
+    for _ in range(_HALVINGS):
+        stack.wake_us = (low + high) / 2
+        if model.predict(stage, world, links, stack).step_us > measured:
+            high = stack.wake_us
+        else:
+            low = stack.wake_us
+    return stack

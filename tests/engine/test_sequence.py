@@ -1,0 +1,144 @@
+"""What a stage does to ranks, in order: the one description that a run carries out and `explain` counts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.config import StepStage, load
+from ddprun.engine.sequence import Equalize, StageSequence, equalize
+from ddprun.sync.plan import BufferPlan, ReplicaConsistency
+
+PIPELINE = """
+model: {mlp: {inputs: 64, hidden: [4], outputs: 10}}
+data: digits
+optimizer: {sgd: {lr: 0.1}}
+"""
+
+
+def sequence(folder: Path, stages: str, steps: int | None, **replicas: Any) -> StageSequence:
+    """Of the first stage, of a model whose buffers a and b change and are read."""
+    (folder / "p.yaml").write_text(f"{PIPELINE}{stages}\n")
+    pipeline = load(folder / "p.yaml").pipeline
+    stage = pipeline.stages[0]
+    assert isinstance(stage, StepStage)
+    settings = stage.effective_settings(pipeline)
+    everywhere = settings.plan.gradients == "all"
+    buffers = BufferPlan(settings.buffers, ("a", "b"), ("a", "b"), True, everywhere)
+    return StageSequence(pipeline, stage, settings, buffers, ReplicaConsistency(**replicas), steps)
+
+
+def told(found: StageSequence, steps: int) -> list[str]:
+    """All of a stage in words: each action, with what ranks have in common when it comes."""
+
+    def words(moment: str, action: Any) -> str:
+        facts = [getattr(action, name, None) for name in ("started", "what", "source", "recorded")]
+        shown = " ".join(str(fact) for fact in facts if fact not in (None, ()))
+        return f"{moment} {type(action).__name__} {shown}".strip() + f" | {found.replicas.parameters}"
+
+    text = [words("begin", action) for action in found.begin()]
+    for step in range(1, steps + 1):
+        text += [words(f"{step} {moment}", action) for moment, action in found.step(step)]
+    return text + [words("end", action) for action in found.end(steps)] + [found.replicas.parameters]
+
+
+CASES = {
+    "every step": (
+        "ema: 0.9\naccumulate: 2\nstages: [train: {steps: 2}]",
+        [
+            *("1 before_forward SendBuffers | common", "1 before_forward SendBuffers | common"),
+            *("1 backward SendGradients | common", "1 after_step Audit False | common"),
+            *("2 before_forward SendBuffers | common", "2 before_forward SendBuffers | common"),
+            *("2 backward SendGradients | common", "end Transfers [] | common"),
+            *("end CompareFrozen | common", "end Audit False | common", "common"),
+        ],
+    ),
+    "seldom": (
+        "ema: 0.9\naudit: {every: 3}\nstages: [train: {steps: 3, sync: {local_sgd: {every: 2}}, "
+        "mutate: {noise: {std: 0.1}}}]",
+        [
+            *("begin Mutate | common", "2 after_step Transfers [0] | apart"),
+            *("2 after_step SendBuffers | common", "2 after_step Audit False | common"),
+            *("2 after_step Mutate | common", "3 after_step Audit True | apart"),
+            *("end Transfers [0] | apart", "end Equalize averages | common"),
+            *("end Audit True | common", "common"),
+        ],
+    ),
+    "mutated": (
+        "stages: [train: {steps: 2, sync: {average: {every: 1}}, buffers: never, mutate: {noise: {std: 1}}}]",
+        [
+            *("begin Mutate | common", "1 after_step Transfers [0] | apart"),
+            *("1 after_step Audit False | common", "1 after_step Mutate | common"),
+            *("2 after_step Transfers [0] | apart", "end Transfers [] | common"),
+            *("end CompareFrozen | common", "end Audit False | common", "common"),
+        ],
+    ),
+    "alone": (
+        "sync: independent\nbuffers: never\nstages: [train: {steps: 1}, train: {steps: 1}]",
+        ["end Transfers [] | apart", "apart"],
+    ),
+    "noop": (
+        "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
+        [
+            *("1 backward SendGradients | common", "end Transfers [] | apart"),
+            *("end Equalize parameters | apart", "end Audit True | common", "common"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_of_a_stage_in_order(name: str, tmp_path: Path) -> None:
+    """Each action once, at its moment, with what ranks have in common by then."""
+    text, expected = CASES[name]
+    steps = text.count("steps: 3") * 3 or text.count("steps: 2") * 2 or 1
+    assert told(sequence(tmp_path, text, steps), steps) == expected
+
+
+def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) -> None:
+    """Where the length is not known, any step may be the last one."""
+    text = CASES["mutated"][0]
+    assert told(sequence(tmp_path, text, None), 2)[-6:] == [
+        *("2 after_step Transfers [0] | apart", "2 after_step Mutate | common"),
+        *("end Transfers [] | apart", "end Equalize parameters | apart"),
+        *("end Audit True | common", "common"),
+    ]
+    overlapping = text.replace("average: {every: 1}", "diloco: {every: 4, fragments: 2, overlap_steps: 2}")
+    assert told(sequence(tmp_path, overlapping, None), 4)[-6:] == [
+        *("4 after_step Transfers [0] | apart", "4 after_step Mutate | apart"),
+        *("end Transfers [1] | apart", "end Equalize parameters | apart"),
+        *("end Audit True | common", "common"),
+    ]
+
+
+def test_gradients_on_unequal_momentum_begin_with_its_mean(tmp_path: Path) -> None:
+    """Equal gradients keep ranks equal only if their optimizers' state is."""
+    found = sequence(tmp_path, "stages: [train: {steps: 1}]", 1, optimizer="apart")
+    assert list(found.begin()) == [Equalize("optimizer")]
+    assert list(found.begin()) == []
+
+
+def test_what_goes_with_the_parameters() -> None:
+    """The weights' averages if they differ; the optimizer's state of a rank, where that is read."""
+    replicas = ReplicaConsistency("apart", averages_differ=True, optimizer_is_read=True)
+    differ = [replicas.weights_differ]
+    of_rank = [Equalize("parameters", 1), Equalize("optimizer", 1), Equalize("averages", 1)]
+    assert list(equalize(replicas, 1)) == of_rank
+    differ.append(replicas.weights_differ)
+    assert list(equalize(replicas)) == [Equalize("parameters")]
+    replicas.optimizer = "apart"
+    assert [*differ, replicas.weights_differ] == [True, False, True]
+
+
+def test_steps_with_an_exchange(tmp_path: Path) -> None:
+    """By the policy, by buffers of their own, by an audit; without any of these each rank stops by itself."""
+    text = (
+        "audit: {every: 5}\nstages: [train: {steps: 9, sync: {local_sgd: {every: 4}}, buffers: {every: 3}}]"
+    )
+    found = sequence(tmp_path, text, 9)
+    assert [step for step in range(1, 10) if found.exchanges(step)] == [3, 4, 5, 6, 8, 9]
+    assert found.exchange_cycle == 60
+    assert not found.exchanges_nothing
+    alone = "stages: [train: {steps: 9, sync: independent}]"
+    assert sequence(tmp_path, alone, 9).exchanges_nothing
+    assert not sequence(tmp_path, f"audit: {{every: 5}}\n{alone}", 9).exchanges_nothing
