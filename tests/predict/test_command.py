@@ -52,7 +52,7 @@ def test_a_short_run_is_taken_and_read(measured: tuple[Path, str]) -> None:
     text = " ".join(said.split())
     assert text.count("Predicted Over 1 Mbit/s, 1 ms between hosts, a step takes") == 2
     assert "The limit is the link between hosts." in text
-    assert text.count("fp16 It pays: ") == 2
+    assert text.count("fp16 It helps: ") == 2
     assert text.count("Memory A rank holds ") == 2
 
 

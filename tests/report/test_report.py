@@ -650,7 +650,7 @@ def test_odd_measurements_and_clocks_are_not_believed(tmp_path: Path) -> None:
             out.write(json.dumps(event) + "\n")
     found = digest_run(Run(folder))
     assert found.machine.keys() == {"rss_bytes", "load"}
-    assert "Here they paid" in words(page_of(found))
+    assert "Here they saved time" in words(page_of(found))
 
 
 def with_hooks(folder: Path, us_per_byte: float) -> Path:
@@ -684,7 +684,11 @@ def test_whether_hooks_paid_follows_from_their_break_even(
     assert told.startswith(
         "Hooks (`int8`) sent 75% less than plain all-reduce, 4.88 MB a step and rank, and took"
     )
-    verdict = {True: "Here they paid", False: "Here they did not pay", None: "the records do not tell"}[paid]
+    verdict = {
+        True: "Here they saved time",
+        False: "Here they cost more than they saved",
+        None: "the records cannot tell",
+    }[paid]
     assert verdict in told
     if paid is False:
         assert "80 Mbit/s went through, latency included, so they saved at most 488 ms." in told

@@ -46,7 +46,7 @@ def resume(session: Session) -> None:
             problem = f"cannot resume in the run folder {runtime.shown_dir}: {error.strerror}"
             raise RunFolderError(problem) from None
     if checkpoint is None:
-        reporter.note("no whole checkpoint: the run starts from the beginning")
+        reporter.note("no intact checkpoint: the run starts from the beginning")
         return
     with (
         TemporaryDirectory(prefix="ddprun-", dir=attempt_folder()) as scratch,

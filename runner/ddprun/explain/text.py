@@ -247,10 +247,10 @@ def _end_lines(stage: StageExplanation) -> Iterator[str]:
     if stage.left_apart:
         yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
     elif stage.end is None:
-        yield from paragraph("End", "If the last step leaves ranks apart, they synchronise once more.")
+        yield from paragraph("End", "If ranks differ after the last step, they synchronise once more.")
     elif stage.end:
         yield from paragraph(
-            "End", f"The last step leaves ranks apart, so once more: {_exchanges_phrase(stage.end)}."
+            "End", f"Ranks differ after the last step, so once more: {_exchanges_phrase(stage.end)}."
         )
         shown = {exchange.route for exchange in _exchanges_at(stage, "after_step")}
         yield from _bucket_tables(

@@ -102,7 +102,7 @@ class Forecast:
             yield from paragraph(
                 "",
                 "The measured run has no steps with these hooks, so their own work counts as nothing, and "
-                "whether they pay is not said.",
+                "whether they help is not said.",
             )
         for verdict in self.hook_verdicts.get(stage, ()):
             yield from paragraph(verdict.hook, _verdict_text(verdict))
@@ -275,7 +275,7 @@ def _verdict_text(verdict: HookVerdict) -> str:
     both += f"{format_duration(1e-6 * verdict.without_us)} with {left}"
     match verdict.pays:
         case True:
-            text = f"It pays: {both}."
+            text = f"It helps: {both}."
         case False:
             text = f"Leave it off: {both}."
         case None:
@@ -284,7 +284,7 @@ def _verdict_text(verdict: HookVerdict) -> str:
     if limit is None:
         return text
     if limit == 0:
-        return f"{text} It pays over no link of this latency."
+        return f"{text} It helps over no link of this latency."
     if math.isinf(limit):
-        return f"{text} It pays over every link of this latency."
-    return f"{text} It pays below {rate_text(limit)}."
+        return f"{text} It helps over every link of this latency."
+    return f"{text} It helps below {rate_text(limit)}."

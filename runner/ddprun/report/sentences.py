@@ -31,6 +31,7 @@ _PART_PHRASES = {
 }
 _LATENCIES = 8  # of a collective in latencies, at most: small ones take half as many between two hosts
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
+_SAVED, _COST_MORE = "Here they saved time", "Here they cost more than they saved"
 _STRAGGLER_ADVICE = {
     "data": "more `loader.workers`, or a look at the late rank's disk",
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that cost more",
@@ -211,18 +212,18 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     )
     without = _fastest(digest, stage, with_hooks=False)
     if without is not None and abs(without.step_ms / stage.step_ms - 1) > _NEGLIGIBLE_SHARE:
-        verb = "Here they paid" if stage.step_ms < without.step_ms else "Here they did not pay"
-        text += f" {verb}: a step took {stage.step_ms:.1f} ms, and {without.step_ms:.1f} ms without hooks in "
-        text += f"stage {without.index}."
+        saved_time = stage.step_ms < without.step_ms
+        text += f" {_SAVED if saved_time else _COST_MORE}: a step took {stage.step_ms:.1f} ms, and "
+        text += f"{without.step_ms:.1f} ms without hooks in stage {without.index}."
     elif stage.times.shares["hook"] + stage.times.shares["wire"] < _NEGLIGIBLE_SHARE:
         text += " Here both were hidden behind computation: the hooks made no difference."
     elif balance.paid:
         saved = balance.saved(balance.link_bits_per_s[1])
-        text += f" Here they paid: the link carries at most {most}, so they saved at least {saved}."
+        text += f" {_SAVED}: the link carries at most {most}, so they saved at least {saved}."
     else:
         saved = balance.saved(balance.link_bits_per_s[0])
-        unknown = "Whether they paid here, the records do not tell"
-        text += f" {unknown if balance.paid is None else 'Here they did not pay'}: {least} went through, "
+        unknown = "Whether they saved time here, the records cannot tell"
+        text += f" {unknown if balance.paid is None else _COST_MORE}: {least} went through, "
         text += f"latency included, so they saved at most {saved}."
     yield text
 

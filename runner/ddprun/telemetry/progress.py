@@ -197,6 +197,7 @@ def _stragglers(episodes: Sequence[Mapping[str, Any]]) -> str:
 def _audit_rows(audit: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if audit is None:
         return []
-    now = "all equal" if audit["equal"] else f"up to {audit['largest_distance']:.3g} apart"
-    before = f", up to {audit['largest_distance_ever']:.3g} apart before" if audit["equal"] else ""
-    return [("ranks' parameters", now + (before if audit["largest_distance_ever"] else ""))]
+    now = "all equal" if audit["equal"] else f"differ by up to {audit['largest_distance']:.3g}"
+    if audit["equal"] and (before := audit["largest_distance_ever"]):
+        now += f"; before, they differed by up to {before:.3g}"
+    return [("ranks' parameters", now)]
