@@ -27,7 +27,7 @@ class AllReduce(Hook):
         return await comm.all_reduce(payload.tensor)
 
 
-class Broadcast(Hook):
+class BroadcastFromRank(Hook):
     """Give every rank the payload of rank `source` of the group."""
 
     role = "reducer"
@@ -181,4 +181,4 @@ class Stack:
 
 def broadcast_stack(source: int) -> Stack:
     """The payload of rank `source`, as it is. Other ranks' payloads are overwritten."""
-    return Stack([("broadcast", Broadcast(source))])
+    return Stack([("broadcast", BroadcastFromRank(source))])

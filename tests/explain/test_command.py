@@ -221,15 +221,15 @@ def test_buffers_that_training_reads(tmp_path: Path, capsys: Out) -> None:
     assert found["stages"][0]["mean_step"]["all_ranks"] == 3 * 64 * 4 + 2 * 650 * 4
 
 
-def test_control_words_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:
+def test_control_messages_where_exchanges_go_on_beside_training(file: Path, capsys: Out) -> None:
     """A step in which an exchange is applied, the first time after the first cycle."""
     sync = "{diloco: {every: 8, fragments: 2, overlap_steps: 2}}"
     stages = f"stages=[{{train: {{steps: 40, sync: {sync}}}}}]"
     (stage,) = to_json_data(file, capsys, "--set", stages)["stages"]
-    assert (stage["cycle"], stage["control_words"]) == (8, [6, 10])
+    assert (stage["cycle"], stage["control_message_steps"]) == (8, [6, 10])
     assert folded(said(file, capsys, "--set", stages)).count("For steps 6, 10, 14, 18 … each rank") == 1
     (stage,) = to_json_data(file, capsys, "--set", stages.replace("40", "9"))["stages"]
-    assert stage["control_words"] == [6]
+    assert stage["control_message_steps"] == [6]
 
 
 def test_the_object(file: Path, capsys: Out) -> None:
@@ -243,7 +243,7 @@ def test_the_object(file: Path, capsys: Out) -> None:
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]
     assert [pattern["steps"] for pattern in stage["patterns"]] == [[8], [1, 2, 3, 4, 5, 6, 7]]
-    assert (stage["cycle"], stage["control_words"]) == (8, [8])
+    assert (stage["cycle"], stage["control_message_steps"]) == (8, [8])
     each, end = stage["exchanges"]
     assert (each["kind"], each["when"], each["among"], each["ranks"]) == ("delta", "after_step", "all", 4)
     assert [name for bucket in each["buckets"] for name in bucket["params"]] == [

@@ -176,7 +176,7 @@ class StageExplanation:
                     {"times": one.times, "exchanges": _numbers(one.exchanges), "sent": json_value(one.sent)}
                     for one in self.evaluations
                 ],
-                "control_words": list(self.control_message_steps),
+                "control_message_steps": list(self.control_message_steps),
                 "control_cycle": self.control_cycle,
                 "mean_step": cycle and cycle.sizes(self.cycle),
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),

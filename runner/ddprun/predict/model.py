@@ -59,7 +59,7 @@ class StepPrediction:
             "exposed_us": round(self.exposed_us),
             "limit": self.limit,
             "efficiency": round(self.efficiency, 4),
-            "alone_us": round(self.without_exchange_us),
+            "without_exchange_us": round(self.without_exchange_us),
             "parts_us": {name: round(us) for name, us in self.parts_us.items()},
             "waits_us": {name: round(us) for name, us in self.waits_us.items()},
             "links_busy_us": {level: round(us) for level, us in self.links_busy_us.items()},

@@ -54,7 +54,7 @@ _OWN_COLUMNS = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PA
 class Intervals(NamedTuple):
     """Times in microseconds, each on one of several time lines: a section's, or a step's; shape (n,) each."""
 
-    line: IntArray  # counted from 0
+    section: IntArray  # or step, counted from 0: its time line
     start: IntArray
     end: IntArray  # one that ends before it starts covers nothing
 
@@ -279,7 +279,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         trace_times=TraceTimes.of(sections, traces),
         hook_work=Intervals(*_table(work, 3)),
         waits=waiting,
-        waited_us=_sums(waiting.line, waiting.end - waiting.start, 2 * count),
+        waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
         loss_sums=loss_sums,
         loss_weights=loss_weights,
@@ -303,7 +303,7 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
     count = len(resolved.in_hooks_us)
     hook, wait, wire = resolved.in_hooks_us.copy(), resolved.waited_us.copy(), np.zeros(count, dtype=np.int64)
     waits, work, traces = resolved.waits, resolved.hook_work, resolved.trace_times
-    if waits.line.size:
+    if waits.section.size:
         all_ready = np.rint(all_ready_us).astype(np.int64)
         last_ready = np.zeros(count, dtype=np.int64)
         np.maximum.at(last_ready, traces.section, all_ready)
@@ -311,8 +311,8 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
         after = Intervals(np.arange(count), last_ready, np.full(count, waits.end.max()))
         moving = Intervals(*map(np.concatenate, zip(work, on_wire, after, strict=True)))
-        in_hooks = _sums(waits.line, covered_us(work, waits), count)
-        while_moving = _sums(waits.line, covered_us(moving, waits), count)
+        in_hooks = _sums(waits.section, covered_us(work, waits), count)
+        while_moving = _sums(waits.section, covered_us(moving, waits), count)
         hook += in_hooks
         wait -= while_moving
         wire = while_moving - in_hooks
@@ -339,12 +339,12 @@ def covered_us(intervals: Intervals, windows: Intervals) -> IntArray:
     """
     low, high = int(windows.start.min()), int(windows.end.max())
 
-    def laid_out(line: IntArray, moment: IntArray) -> IntArray:
+    def laid_out(section: IntArray, moment: IntArray) -> IntArray:
         """Moments with all time lines laid end to end, so that one sort serves all."""
-        position: IntArray = line * (high - low + 1) + (np.minimum(np.maximum(moment, low), high) - low)
+        position: IntArray = section * (high - low + 1) + (np.minimum(np.maximum(moment, low), high) - low)
         return position
 
-    start, end = laid_out(intervals.line, intervals.start), laid_out(intervals.line, intervals.end)
+    start, end = laid_out(intervals.section, intervals.start), laid_out(intervals.section, intervals.end)
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
@@ -359,8 +359,8 @@ def covered_us(intervals: Intervals, windows: Intervals) -> IntArray:
         until: IntArray = covered[begun] - np.maximum(latest_end[begun] - position, 0)
         return until
 
-    until_start = covered_until(laid_out(windows.line, windows.start))
-    return covered_until(laid_out(windows.line, windows.end)) - until_start
+    until_start = covered_until(laid_out(windows.section, windows.start))
+    return covered_until(laid_out(windows.section, windows.end)) - until_start
 
 
 def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float], list[int]]:
@@ -440,7 +440,7 @@ def step_records(
     # Where each step's entries begin in tables that are sorted by section, and where the last one's end.
     sections = np.arange(0, 2 * len(steps) + 2, 2)
     trace_bounds: list[int] = resolved.trace_times.section.searchsorted(sections).tolist()
-    wait_bounds: list[int] = resolved.waits.line.searchsorted(sections).tolist()
+    wait_bounds: list[int] = resolved.waits.section.searchsorted(sections).tolist()
     for row, step in enumerate(steps):
         # Traces are let go as soon as they are recorded, while the processor has them in its caches.
         first_trace, end_trace = trace_bounds[row], trace_bounds[row + 1]
