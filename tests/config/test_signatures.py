@@ -108,7 +108,7 @@ def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_every_class_is_described(kind: TorchKind, name: str) -> None:
     """The catalog has a sentence for each class."""
-    summary = signatures.summary(kind, name)
+    summary = signatures.docstring_summary(kind, name)
     assert len(summary) > 10
     assert ":" not in summary[:2]
     assert not summary.startswith(("Example", "Args"))

@@ -134,7 +134,7 @@ def changed_parts(folder: Path) -> dict[str, list[str]]:
 
 def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
     """A field that is new has to be in it, and has to have a change here that shows it. All of it comes back;
-    what the running stage keeps, which is gone by then, does so in `restore_stage`.
+    what the running stage keeps, which is gone by then, does so in `restore_mid_stage`.
     """
     prepare(tmp_path, "[]", "{local_sgd: {every: 4}}", "schedule: CosineAnnealingLR")
     (found,) = as_processes(1, changed_parts, tmp_path)

@@ -25,7 +25,7 @@ from ddprun.telemetry.control_message import (
     SYNC_READY_AT,
     US_AT,
     Accumulator,
-    Overflow,
+    HookOverflow,
     OwnMessages,
     empty_messages,
     find_overflow,
@@ -185,7 +185,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         found = [find_overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
     assert reads.count == 0
     assert found == [
-        Overflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
+        HookOverflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
     ]
 
 

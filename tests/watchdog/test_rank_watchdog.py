@@ -21,8 +21,8 @@ from ddprun.watchdog.hang import dump_flight_recorders
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
 from ddprun.watchdog.status_page import (
     STATUSES_ADAPTER,
+    HangStatusServer,
     StatusPage,
-    StatusServer,
     ask_server,
     ask_servers,
     read_page,
@@ -214,7 +214,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     page = StatusPage(5, tmp_path)
     called: list[bool] = []
 
-    with StatusServer(address, lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
+    with HangStatusServer(address, lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
         server.open()
         assert ask_server(server.endpoint[:-1] + "x") is None
         assert not called
@@ -338,7 +338,7 @@ def test_a_server_without_a_free_descriptor_waits_for_one() -> None:
     """It takes no core meanwhile, and answers once there is one."""
     accepted: list[float] = []
 
-    class Counting(StatusServer):
+    class Counting(HangStatusServer):
         def get_request(self) -> tuple[socket.socket, object]:
             accepted.append(time.monotonic())
             return super().get_request()
@@ -366,7 +366,7 @@ def test_a_thousand_idle_connections_keep_nobody_from_an_answer() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        server = stack.enter_context(StatusServer("127.0.0.1", dict, lambda: None))
+        server = stack.enter_context(HangStatusServer("127.0.0.1", dict, lambda: None))
         server.open()
         stack.callback(server.shutdown)
         address = ("127.0.0.1", int(server.server_address[1]))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator, split_by_rank
+from ddprun_hooks.comm.communicator import Communicator, view_per_rank
 from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload
 
@@ -43,7 +43,7 @@ class TopK(ErrorFeedback):
         gathered = await comm.all_gather(take_largest(payload.tensor, residual, count))
 
         total = torch.zeros_like(residual)
-        for part in split_by_rank(gathered, comm.size):
+        for part in view_per_rank(gathered, comm.size):
             indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
             total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
         return payload.tensor.copy_(total)

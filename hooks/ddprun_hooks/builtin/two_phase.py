@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
-from ddprun_hooks.comm.communicator import Communicator, split_by_rank
+from ddprun_hooks.comm.communicator import Communicator, view_per_rank
 from ddprun_hooks.payload import Finding, Payload
 
 
@@ -74,7 +74,7 @@ class TwoPhaseReduction:
         """The message of the sum, in rank order, of the shares that have arrived from all ranks."""
         self.wire_format.subtract(self._padded_sum, self._message)
         total = None
-        for part in split_by_rank(arrived, self.group_size):
+        for part in view_per_rank(arrived, self.group_size):
             share = self.wire_format.decode(part, self._padded_sum.dtype)
             total = share if total is None else total.add_(share)
         assert total is not None

@@ -132,7 +132,7 @@ class Communicator:
         return Collective(self.group, "broadcast", tensor, tensor, source=source)
 
 
-def split_by_rank(gathered: Tensor, size: int) -> Tensor:
+def view_per_rank(gathered: Tensor, size: int) -> Tensor:
     """What each of `size` ranks has sent, shape (size, n). Without values (on the meta device) it is the
     first rank's alone, shape (1, n): the others' are alike, and a loop over many ranks would only take time.
     """

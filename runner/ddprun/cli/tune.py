@@ -240,10 +240,10 @@ def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Pa
     """Write the winner; gives where."""
     from ddprun.config import load
     from ddprun.tune import write
-    from ddprun.tune.text import heading, winner_changes
+    from ddprun.tune.text import winner_changes, winner_file_comment
 
     command = f"ddprun tune {shlex.quote(str(loaded.path))}"
-    text = write.tuned_text(loaded, winner_changes(outcome), heading(outcome, command))
+    text = write.tuned_text(loaded, winner_changes(outcome), winner_file_comment(outcome, command))
     write.save(text, output, permissions_from=loaded.path)
     if left_out := write.secret_overrides(loaded):
         keys = ", ".join(left_out)

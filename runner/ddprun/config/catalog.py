@@ -105,7 +105,7 @@ def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
         }
         for item in signatures.parameters(torch_kind, name)
     ]
-    summary = f"{signatures.summary(torch_kind, name)}."
+    summary = f"{signatures.docstring_summary(torch_kind, name)}."
     return {"kind": kind, "name": shown, "source": "torch", "description": summary, "options": options}
 
 

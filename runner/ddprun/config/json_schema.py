@@ -125,7 +125,7 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
             schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)
-            schema["description"] = signatures.summary(kind.torch_kind, name)
+            schema["description"] = signatures.docstring_summary(kind.torch_kind, name)
             definitions[f"{kind.name}.{name}"] = schema
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:

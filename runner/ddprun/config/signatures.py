@@ -329,7 +329,7 @@ def _union_schemas(annotation: ast.expr | None) -> Iterator[Schema | None]:
             yield None if name.startswith("Callable") else {}
 
 
-def summary(kind: TorchKind, name: str) -> str:
+def docstring_summary(kind: TorchKind, name: str) -> str:
     """The first sentence of the class's docstring, or of the text that is assigned to its `__doc__`."""
     text = ""
     for node in _parse(_classes(kind)[name]).body:

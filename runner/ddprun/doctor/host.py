@@ -122,7 +122,7 @@ def loopback_variables() -> dict[str, str]:
     return {name: value for name, value in named.items() if value in loopbacks}
 
 
-def wrong_interface_finding(where: str, variable: str, found: str) -> Finding:
+def unusable_interface_finding(where: str, variable: str, found: str) -> Finding:
     """An environment variable names an interface that cannot be used."""
     do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
     return Finding(where, "interfaces", "problem", found, do)
@@ -141,7 +141,7 @@ def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterat
         do = "for several hosts bring one up: ip link set NAME up, and give it an address"
         yield Finding(name, "interfaces", "note", found, do)
     for variable, fault in bad_interface_variables().items():
-        yield wrong_interface_finding(name, variable, fault)
+        yield unusable_interface_finding(name, variable, fault)
 
 
 def _own_name_finding(name: str) -> Finding:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddprun import EXIT_FAILURE
 from ddprun.doctor import Finding, Level, Report, first_line, links, pair_label
-from ddprun.doctor.host import bad_interface_variables, loopback_variables, wrong_interface_finding
+from ddprun.doctor.host import bad_interface_variables, loopback_variables, unusable_interface_finding
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.standard_streams import print_stderr
@@ -123,7 +123,7 @@ def examine_hosts(
     findings = [*own_report.findings, *extra]
     for variable, value in loopbacks.items():
         found = f"{variable} is {value}, the loopback, through which no other host can be reached"
-        findings.append(wrong_interface_finding(facts["name"], variable, found))
+        findings.append(unusable_interface_finding(facts["name"], variable, found))
     for variable in {**loopbacks, **bad_interface_variables()}:  # what is measured is measured without
         del os.environ[variable]
     environment = Environment.read()

@@ -19,7 +19,7 @@ from ddprun.host.network import (
     public_address,
     resolve_addresses,
 )
-from ddprun.host.processes import set_signal_handler
+from ddprun.host.processes import handle_signal_unless_ignored
 from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, flag_or_variable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
         if multiple_hosts and "rdzv_endpoint" in flags and not numbered:
             flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
-        set_signal_handler(number, signal.SIG_DFL)
+        handle_signal_unless_ignored(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     own_report = examine_host(int(ranks) if ranks.isdecimal() and int(ranks) else None)

@@ -55,7 +55,7 @@ class StepBatches:
     total_weight: float  # of all ranks and micro-batches: samples, or weights
 
 
-def with_batch_weights(
+def reweight_step(
     step: StepBatches, batch_weight: Callable[[Any], float], total_over_ranks: Callable[[float], float]
 ) -> StepBatches:
     """The step with each micro-batch weighted by `batch_weight` of its content, for which all of them are

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
-from ddprun.host.processes import set_signal_handler
+from ddprun.host.processes import handle_signal_unless_ignored
 from ddprun.parallel.ranks import Ranks
 
 _STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
@@ -40,7 +40,7 @@ class SignalRequests:
             signal.signal(signal.SIGINT, self._on_stop_signal)
         else:
             for number in (signal.SIGINT, signal.SIGTERM):
-                set_signal_handler(number, self._on_stop_signal)
+                handle_signal_unless_ignored(number, self._on_stop_signal)
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
         self._handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
 

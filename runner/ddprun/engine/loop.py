@@ -12,7 +12,7 @@ for each step:
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
     sync_after_step       sync policy, buffers, audit, mutate           sync_us, exposed_*_us
-    exchange_control      this step's control message (loss, stop?,
+    end_step_and_read_messages      this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
     between_steps         act on what all ranks know by them:
                           progress; fail or stop                        sync_us of the next step
@@ -129,7 +129,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         watchdog.set_phase(b"sync")
         exchanged = sync_after_step(run, stage_step)
         state.step = step  # from here on `current_step` is the next one
-        agreed_steps = exchange_control(run, exchanged)
+        agreed_steps = end_step_and_read_messages(run, exchanged)
         match between_steps(run, agreed_steps, exchanged):
             case "stopped" | "failed" as end:
                 return end
@@ -379,9 +379,9 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
     return run.sequence.exchanges(stage_step)
 
 
-def exchange_control(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
-    """End the step's time, post this rank's control message about it, and read those of earlier steps: gives
-    what all ranks have just learned by them.
+def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
+    """Stop the step's timer, post its control message without waiting, and return what messages of earlier
+    steps have settled for all ranks.
 
     It waits for this step's message only where something before the next step needs it.
     """
@@ -461,9 +461,7 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
 
 @contextmanager
 def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
-    """Around what counts neither as a step's time nor as the stage's. Messages and the device's work end
-    first.
-    """
+    """Exclude what is inside from the time of steps and stage; waits for messages and the device first."""
     started = time.monotonic()
     _drain_before(run, phase)
     yield

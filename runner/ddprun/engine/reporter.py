@@ -22,7 +22,7 @@ from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
-from ddprun.telemetry.control_message import Overflow
+from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.stragglers import Straggler
@@ -68,10 +68,10 @@ class Reporter:
     def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         for one in agreed_steps:
-            reports: list[tuple[int, Overflow | Straggler | None]]
+            reports: list[tuple[int, HookOverflow | Straggler | None]]
             reports = [*one.overflows, *one.straggler_changes]
             for at, found in sorted(reports, key=itemgetter(0)):
-                if isinstance(found, Overflow):
+                if isinstance(found, HookOverflow):
                     self._report_overflow(at, found)
                 else:
                     self._report_straggler(at, found)
@@ -100,7 +100,7 @@ class Reporter:
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
         self.note(f"step {step}: {now.describe()}, {share}")
 
-    def _report_overflow(self, step: int, found: Overflow) -> None:
+    def _report_overflow(self, step: int, found: HookOverflow) -> None:
         """A cast has made a mean infinite: the event each time, a line on the screen the first time."""
         self._overflows += 1
         names = list(found.params)

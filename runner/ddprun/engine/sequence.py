@@ -1,7 +1,8 @@
-"""What a stage does to the ranks, in order, said once: a run carries it out (`stage_run.carry_out`), and
-`ddprun explain` counts what it sends. Imports no torch.
+"""What a stage does between the ranks, in order: a run carries it out (`stage_run.carry_out`), and `ddprun
+explain` counts what it sends. Imports no torch.
 
-What only a run knows comes in from there: how many steps were taken, and which of them updated the weights.
+Only the part of a step before its update is in two places, here and in `loop.train_step`. The caller reports
+what is known at run time alone: how many steps were taken (`end`), and updates of the weights (`note_update`).
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class SendBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Equalize:
-    """All ranks' become their mean, or those of rank `source`, past all hooks."""
+    """Average over all ranks, or broadcast from rank `source`; without hooks."""
 
     what: Literal["parameters", "optimizer", "averages"]  # the averages are the weights' (`ema`)
     source: int | None = None
@@ -62,8 +63,8 @@ Action = SendGradients | SendBuffers | Transfers | Equalize | CompareFrozen | Au
 class StageSequence:
     """What a train or forward stage does to the ranks, moment by moment.
 
-    An action is carried out when it comes, before the next is asked for: `replicas` is then as it leaves
-    them. Steps count from 1 in the stage.
+    Carry each action out before you ask for the next one: `replicas` changes between them. Steps count from 1
+    in the stage.
     """
 
     pipeline: Pipeline
@@ -115,8 +116,8 @@ class StageSequence:
         yield from self._mutate(0)
 
     def step(self, step: int) -> Iterator[tuple[Moment, Action]]:
-        """All of a step that updates the weights, if the stage does. A run does the first part of it in
-        `loop.train_step`.
+        """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is in
+        the order of `loop.train_step`.
         """
         for _ in range(self.settings.accumulate):
             if names := self.buffers.before_forward():
@@ -156,8 +157,8 @@ class StageSequence:
         return self.progress.finish(reconcile=False)[0]
 
     def end(self, step: int) -> Iterator[Action]:
-        """After so many steps the stage is complete: make the ranks equal, unless the next stage wants them
-        as they are.
+        """End a complete stage of `step` steps: make the ranks equal, unless the next stage takes them as they
+        are.
         """
         replicas, reconcile = self.replicas, self.pipeline.averages_after(self.stage)
         transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")

@@ -23,7 +23,7 @@ from ddprun.config import (
 )
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
-from ddprun.engine.data import StepBatches, with_batch_weights
+from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.sequence import (
     Action,
@@ -36,7 +36,7 @@ from ddprun.engine.sequence import (
     equalize,
 )
 from ddprun.engine.session import Session
-from ddprun.engine.state import replay_schedule, restore_stage
+from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
 from ddprun.sync.plan import Transfers
 from ddprun.sync.synchronizer import Synchronizer
@@ -75,7 +75,7 @@ class StageRun:
         objective = session.runtime.objective
         if not objective.has_batch_weights:
             return steps
-        return (with_batch_weights(step, objective.batch_weight, self._total_weight) for step in steps)
+        return (reweight_step(step, objective.batch_weight, self._total_weight) for step in steps)
 
     def _total_weight(self, mine: float) -> float:
         """This step's total weight over the ranks that average gradients with this one, scaled to the world
@@ -213,7 +213,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer.begin()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
-            restore_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
+            restore_mid_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
     for action in sequence.begin():
         carry_out(run, action, state.step)

@@ -131,7 +131,7 @@ def raise_damaged_on_error(what: str) -> Iterator[None]:
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what belongs to the running stage (see `restore_stage`). Raises DamagedError, or
+    """Restore all but what belongs to the running stage (see `restore_mid_stage`). Raises DamagedError, or
     StateError if the state does not fit the model.
     """
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
@@ -185,7 +185,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
             load(state[part])
 
 
-def restore_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
+def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built; raises
     DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
     steps.

@@ -66,7 +66,7 @@ class UnknownReasons:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledModel:
+class CompileReport:
     """What torch.compile makes of the model in a training step."""
 
     blocks: tuple[str, ...]  # names of the modules that are compiled; ("",) is the model
@@ -108,7 +108,7 @@ class ModelProbe:
     feeds: Feeds | None
     unknown_reasons: UnknownReasons
     device: torch.device
-    compiled: CompiledModel | None  # None: the pipeline does not compile its model, or it is not known
+    compiled: CompileReport | None  # None: the pipeline does not compile its model, or it is not known
 
     def suffices_for(self, loaded: LoadedPipeline) -> bool:
         """Whether all is known that explaining another pipeline of the same model and data takes: one that
@@ -179,7 +179,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
 
 def _compile_model(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
-) -> CompiledModel:
+) -> CompileReport:
     """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
     warmup_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
     compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
@@ -190,7 +190,7 @@ def _compile_model(
             raise fault from error
         raise
     what = compiling.describe(blocks)
-    return CompiledModel(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
+    return CompileReport(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
 
 
 def is_external_code(choice: Choice) -> bool:

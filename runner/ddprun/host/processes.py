@@ -184,7 +184,7 @@ def file_limit_hint(error: BaseException) -> str:
     )
 
 
-def set_signal_handler(
+def handle_signal_unless_ignored(
     number: int, handler: Callable[[int, FrameType | None], Any] | signal.Handlers
 ) -> None:
     """Put a handler over a signal, unless this process was started with the signal ignored.
@@ -196,10 +196,10 @@ def set_signal_handler(
         signal.signal(number, handler)
 
 
-def exit_at_signals(*numbers: int) -> None:
+def hard_exit_on_signals(*numbers: int) -> None:
     """End this process at once when one of these signals comes, with the exit code that a shell gives it."""
     for number in numbers:
-        set_signal_handler(number, lambda number, _: os._exit(SIGNAL_EXIT_BASE + number))
+        handle_signal_unless_ignored(number, lambda number, _: os._exit(SIGNAL_EXIT_BASE + number))
 
 
 def in_background(call: Callable[[], _T]) -> "Future[_T]":

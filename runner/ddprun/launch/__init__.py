@@ -11,7 +11,7 @@ from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.network import public_warning
-from ddprun.host.processes import end_in_time, exit_at_signals, raise_file_limit
+from ddprun.host.processes import end_in_time, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import launcher_folder
 from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
@@ -70,7 +70,7 @@ def start(
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
-    exit_at_signals(signal.SIGINT, signal.SIGTERM)
+    hard_exit_on_signals(signal.SIGINT, signal.SIGTERM)
     from ddprun.launch.local import launch
 
     if launcher is not None:

@@ -32,9 +32,9 @@ from ddprun.host.device import check_launch
 from ddprun.host.processes import (
     LAUNCHER_PID_VARIABLE,
     SIGNAL_EXIT_BASE,
-    exit_at_signals,
     file_limit_hint,
-    set_signal_handler,
+    handle_signal_unless_ignored,
+    hard_exit_on_signals,
 )
 from ddprun.launch.agent import SHUTDOWN_TIMEOUT_S, Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, is_elastic, silence_torchelastic, torchrun_arguments
@@ -133,7 +133,7 @@ def _run_with_watchdog(
             try:
                 _run_agent(agent, elastic=is_elastic(config))
             except ChildFailedError:
-                exit_at_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:
                     watchdog.linger(_STORE_LINGER_S)
                 raise
@@ -188,7 +188,7 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        set_signal_handler(number, stop)
+        handle_signal_unless_ignored(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
 
 

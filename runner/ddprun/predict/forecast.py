@@ -17,7 +17,7 @@ from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.text import labelled, paragraph, table
 from ddprun.predict.hook_verdicts import HookSpecs, HookVerdict, break_even_rate, leave_one_out
 from ddprun.predict.links import Links, rate_text
-from ddprun.predict.measure import distinct_stacks
+from ddprun.predict.measure import hook_stacks_to_measure
 from ddprun.predict.model import Bottleneck, CostModel, StepPrediction
 from ddprun.units import format_bytes, format_duration
 
@@ -131,7 +131,7 @@ def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
         if stage.settings is not None:
             stack = stage.settings.hook_specs
             wanted += [stack, *(left for _, left in leave_one_out(stack))]
-    return distinct_stacks(wanted)
+    return hook_stacks_to_measure(wanted)
 
 
 def forecast(explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()) -> Forecast:

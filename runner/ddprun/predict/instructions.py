@@ -43,7 +43,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInstructions:
+class InstructionGenerator:
     """What a rank does in the steps of a stage."""
 
     costs: StepCosts

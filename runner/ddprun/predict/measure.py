@@ -28,7 +28,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 _LOG_LINES = 12
 
 
-def distinct_stacks(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
+def hook_stacks_to_measure(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
     """Each stack of hooks once; without `noop`, which the short run has anyway."""
     found: list[HookSpecs] = []
     for stack in stacks:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ddprun.explain.explain import StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, leg_bytes
-from ddprun.predict.instructions import StepCosts, StepInstructions, overlap_steps, settings_of
+from ddprun.predict.instructions import InstructionGenerator, StepCosts, overlap_steps, settings_of
 from ddprun.predict.links import LINK_LEVELS, LinkLevel, Links
 from ddprun.predict.timeline import Machine, SimulatedStep, StepSimulator, WaitCause
 
@@ -93,7 +93,7 @@ class CostModel:
                 self.stacks.get(hooks_key(stage), self.costs.default_stack) if sends(stage) else StackCosts()
             )
         machine = self.machine(world, links)
-        instructions = StepInstructions(self.costs, stage, world, stack, machine)
+        instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), overlap_steps(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         known: dict[int, SimulatedStep] = {}  # by pattern: a step that begins and ends with nothing under way

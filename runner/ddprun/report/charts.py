@@ -116,7 +116,7 @@ def stage_starts(digest: RunDigest) -> list[float]:
     return [stage.first_step - 0.5 for stage in digest.stages]
 
 
-class Line(NamedTuple):
+class StyledCurve(NamedTuple):
     """A curve, and how it is drawn."""
 
     curve: Curve
@@ -124,7 +124,7 @@ class Line(NamedTuple):
     kind: Literal["", "mean", "rank", "held-out"] = ""
 
 
-def curve_chart(lines: Mapping[str, Line], y: str, breaks: Sequence[float] = ()) -> Chart:
+def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float] = ()) -> Chart:
     """Lines over steps, each with a band from its lowest to its highest value; no line crosses a break."""
     data: list[dict[str, Any]] = []
     banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MAX_BANDS
@@ -176,7 +176,7 @@ def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
 
 
-def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, Line], y: str) -> Chart:
+def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], y: str) -> Chart:
     """The parts of a step over the run, one above the other, with a mark for each slow step."""
     data = []
     for name, (curve, part, _) in lines.items():

@@ -26,7 +26,7 @@ from ddprun.report.blocks import (
 from ddprun.report.charts import (
     HELD_OUT_STYLE,
     PART_NAMES,
-    Line,
+    StyledCurve,
     curve_chart,
     parts_chart,
     stage_starts,
@@ -134,9 +134,9 @@ def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequen
 def _curves_over_steps(
     label: str,
     unit: str,
-    lines: Mapping[str, Line],
+    lines: Mapping[str, StyledCurve],
     runs: NamedDigests,
-    draw: Callable[[Mapping[str, Line], str], Chart] | None = None,
+    draw: Callable[[Mapping[str, StyledCurve], str], Chart] | None = None,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
     means = [dict(zip(line.curve.steps, line.curve.means, strict=True)) for line in lines.values()]
@@ -233,13 +233,13 @@ def _format_event_time(time: Any) -> Any:
 def _loss_section(runs: NamedDigests) -> Iterator[Block]:
     if not any(digest.loss.steps for _, digest in runs):
         return
-    lines: dict[str, Line] = {}
+    lines: dict[str, StyledCurve] = {}
     for index, (name, digest) in enumerate(runs):
         if len(runs) == 1 and digest.rank_count > 1:
             of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
-            lines |= {f"rank {rank}": Line(curve, rank + 1, "rank") for rank, curve in of_ranks}
+            lines |= {f"rank {rank}": StyledCurve(curve, rank + 1, "rank") for rank, curve in of_ranks}
         of_run = "mean over ranks" if len(runs) == 1 else name
-        lines[of_run] = Line(digest.loss, index, "mean")  # on top of those of the ranks
+        lines[of_run] = StyledCurve(digest.loss, index, "mean")  # on top of those of the ranks
         if "loss" in digest.held_out:
             lines[_held_out_label(name, runs)] = _held_out_line(digest, "loss", index, runs)
     yield from _curves_over_steps("Loss over steps", "loss", lines, runs)
@@ -249,13 +249,13 @@ def _held_out_label(name: str, runs: NamedDigests) -> str:
     return "held-out" if len(runs) == 1 else f"{name}, held-out"
 
 
-def _held_out_line(digest: RunDigest, metric: str, index: int, runs: NamedDigests) -> Line:
+def _held_out_line(digest: RunDigest, metric: str, index: int, runs: NamedDigests) -> StyledCurve:
     """The line in the colour of its run; in the report of a single run, in a colour of its own."""
     curve = digest.held_out[metric]
     every = math.ceil(len(curve.steps) / _MAX_HELD_OUT_POINTS)
     steps, means = curve.steps[::-every][::-1], curve.means[::-every][::-1]  # the last one is among them
     style = index if len(runs) > 1 else HELD_OUT_STYLE
-    return Line(Curve(steps, means, means, means), style, "held-out")
+    return StyledCurve(Curve(steps, means, means, means), style, "held-out")
 
 
 def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
@@ -285,14 +285,14 @@ def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
 
 def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
     for key, label in (("lr", "Learning rate"), ("group_grad_norms", "Gradient norm")):
-        lines: dict[str, Line] = {}
+        lines: dict[str, StyledCurve] = {}
         for name, digest in runs:
             curves = _param_group_curves(digest, key)
             if key != "lr" and len(runs) > 1:  # those of groups would be too many
                 curves = {"": digest.grad_norm} if digest.grad_norm.steps else {}
             for group, curve in curves.items():  # of one run a group looks alike in both charts
                 about = [name] * (len(runs) > 1) + [group] * bool(group)
-                lines[", ".join(about) or label.lower()] = Line(curve, len(lines))
+                lines[", ".join(about) or label.lower()] = StyledCurve(curve, len(lines))
         if lines:
             yield from _curves_over_steps(f"{label} over steps", label.lower(), lines, runs)
 
@@ -352,7 +352,7 @@ def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
             yield Text(_NO_STEPS, "note")
             return
         used = {
-            PART_NAMES[part]: Line(curve, index)
+            PART_NAMES[part]: StyledCurve(curve, index)
             for index, (part, curve) in enumerate(digest.parts_ms.items())
             if any(curve.means)
         }
@@ -518,11 +518,11 @@ def _machine_section(digest: RunDigest) -> Iterator[Block]:
     hosts = (digest.run.first_event("started") or {}).get("hosts") or []
     units = {"rss_bytes": 1e6, "device_bytes": 1e6, "load": 1.0}
     for key, label, unit in _MACHINE_CHARTS:
-        lines: dict[str, Line] = {}
+        lines: dict[str, StyledCurve] = {}
         for rank, curve in digest.machine.get(key, {}).items():
             host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
             values = [value and value / units[key] for value in curve.means]
-            lines.setdefault(host, Line(Curve(curve.steps, values, values, values), len(lines)))
+            lines.setdefault(host, StyledCurve(Curve(curve.steps, values, values, values), len(lines)))
         if lines:
             yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])
 
@@ -537,7 +537,7 @@ def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
     }
     draw = partial(curve_chart, breaks=stage_starts(digest))
     for measure, curves in digest.fidelity.items():
-        lines = {name: Line(curve, index) for index, (name, curve) in enumerate(curves.items())}
+        lines = {name: StyledCurve(curve, index) for index, (name, curve) in enumerate(curves.items())}
         yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
     if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")

@@ -212,7 +212,7 @@ def _message_of(rows: Sequence[int], resolved: ResolvedSteps) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Overflow:
+class HookOverflow:
     """A bucket whose mean a hook's cast made infinite though every rank's own values were finite."""
 
     kind: PayloadKind
@@ -239,7 +239,7 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
     return 0
 
 
-def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> Overflow | None:
+def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
     """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
 
     `traces` are those of this rank in which hooks have found something.
@@ -252,5 +252,5 @@ def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -
             # This rank may have lost nothing of it where another rank has: then any of its hooks will do.
             by_code = sorted(trace.findings, key=lambda finding: not finding.code)
             hook = next((finding.hook for finding in by_code), "")
-            return Overflow(trace.kind, bucket, hook, tuple(param.name for param in trace.params))
+            return HookOverflow(trace.kind, bucket, hook, tuple(param.name for param in trace.params))
     return None

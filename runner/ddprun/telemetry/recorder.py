@@ -36,7 +36,7 @@ from ddprun.telemetry.control_message import (
     STOP,
     US_AT,
     Accumulator,
-    Overflow,
+    HookOverflow,
     OwnMessages,
     all_ready_us,
     empty_messages,
@@ -92,7 +92,7 @@ class AgreedSteps(NamedTuple):
     checkpoint: bool  # some rank was asked for a checkpoint
     compare_clocks: bool  # rank 0 wants the clocks compared again
     nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
-    overflows: Sequence[tuple[int, Overflow]] = ()  # steps, and the first overflow of each
+    overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
 
@@ -110,7 +110,7 @@ def combine_messages(
     if not count:
         return None
     changes = [] if stragglers is None else stragglers.add(own.steps[: len(own.rows)], messages)
-    overflows = list[tuple[int, Overflow]]()
+    overflows = list[tuple[int, HookOverflow]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
         found = find_overflow(findings[message].tolist(), own.findings.get(message, ()))

@@ -68,7 +68,7 @@ def judge_round(
         log = compare.log_path(first.runs[0])
         raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
     step_times = [_step_time_and_spread(side) for side in sides]
-    # From here on, turns have the time that a candidate takes for as many samples as a step of the file.
+    # Times are scaled to the file's samples per step, so that candidates with other batches compare.
     for side, one in zip(sides[2:], chosen, strict=True):
         share = baseline.candidate.samples_per_step / one.candidate.samples_per_step
         run = side.runs[0]
@@ -139,7 +139,7 @@ def short_run_overrides(candidate: Candidate, tuned: TunedStage, steps: int) -> 
 def _speedup_to_loss(
     first: VariantRuns, other: VariantRuns, loss: float | None, samples: int
 ) -> float | None:
-    """How many times as fast, per time, the other comes to a loss that the first has; 0: not in its run."""
+    """How many times sooner the other reaches a loss that the first has; 0: not in its run; None: unknown."""
     speed = compare.speed_ratio(first, other)
     if loss is None or speed is None or not other.completed:
         return None

@@ -27,7 +27,7 @@ from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
-from ddprun.predict.measure import cost_model_of_run, distinct_stacks, run_measurement
+from ddprun.predict.measure import cost_model_of_run, hook_stacks_to_measure, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import TuneError
@@ -262,7 +262,7 @@ class Search:
         if request.measured_run is not None:
             return cost_model_of_run(request.measured_run, Links())
         if self._state.costs is None:
-            stacks = distinct_stacks(candidate.settings.hook_specs for candidate in found)
+            stacks = hook_stacks_to_measure(candidate.settings.hook_specs for candidate in found)
             run_dir = next_numbered_folder(self.folder, "costs")
             self._progress(f"a short run measures what steps cost here, in {run_dir}")
             began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)

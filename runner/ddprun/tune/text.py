@@ -264,7 +264,7 @@ def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     return f"was {flow_yaml(to_plain_data(getattr(file.settings, name)))} by default"
 
 
-def heading(outcome: SearchOutcome, command: str) -> list[str]:
+def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
     """Comment lines for the top of the winner's file."""
     entry, trial = outcome.winner, outcome.winning_trial
     assert entry is not None

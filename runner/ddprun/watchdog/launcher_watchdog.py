@@ -11,7 +11,7 @@ from pathlib import Path
 from ddprun.host.processes import state_and_parent
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.rank_watchdog import HANG_FILE, CheckFailureReporter
-from ddprun.watchdog.status_page import RankStatus, StatusServer, read_pages
+from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
 from ddprun_hooks.errors import format_ranks
 
 STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"
@@ -52,10 +52,10 @@ class LauncherWatchdog:
 
         self._folder, self._timeout_s = folder, timeout_s
         self._give_up, self._rendezvous_answers = give_up, rendezvous_answers
-        self._server: StatusServer | None = None
+        self._server: HangStatusServer | None = None
         if address is not None:
             try:
-                self._server = StatusServer(address, self.read_statuses, self._hang_found)
+                self._server = HangStatusServer(address, self.read_statuses, self._hang_found)
             except OSError as error:
                 print_stderr(
                     f"ddprun: warning: no status server at {address}: {error}; if the run hangs, other hosts "

@@ -286,7 +286,7 @@ class RankWatchdog(EngineListener):
     def write_status(self, waits: Sequence[OverdueCollective]) -> None:
         """Write on the status page what this rank waits for, and where its training thread is."""
         self.status_page.write_heartbeat(
-            [one.status_entry for one in waits[:_WAITS_NOTED]], position_of(self._training_thread)
+            [one.status_entry for one in waits[:_WAITS_NOTED]], current_source_location(self._training_thread)
         )
 
     def _watch(self) -> None:
@@ -325,7 +325,7 @@ class RankWatchdog(EngineListener):
         return True
 
 
-def position_of(thread: int) -> str:
+def current_source_location(thread: int) -> str:
     """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None and _is_library_file(frame.f_code.co_filename):

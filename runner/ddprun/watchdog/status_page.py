@@ -274,7 +274,7 @@ def claim_once(folder: Path | None, name: str) -> bool:
     return True
 
 
-class StatusServer(socketserver.ThreadingTCPServer):
+class HangStatusServer(socketserver.ThreadingTCPServer):
     """Answers for the ranks of one host, at a free port of the address of the interface that they use.
 
     Ranks of another host ask when they have found a hang: it sends what the status pages say, and calls
@@ -318,7 +318,7 @@ class _AnswerHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         server = self.server
-        assert isinstance(server, StatusServer)
+        assert isinstance(server, HangStatusServer)
         if hmac.compare_digest(self.rfile.readline(_QUESTION_BYTES).strip(), server.secret.encode()):
             server.hang_found()
             self.wfile.write(STATUSES_ADAPTER.dump_json(server.read_statuses()) + b"\n")

@@ -91,7 +91,8 @@ def _restarts(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check()
 def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
-        for wrong in grammar.stack_problems([grammar.stack_entry(hook.name, hook.options) for hook in hooks]):
+        entries = [grammar.resolve_hook(hook.name, hook.options) for hook in hooks]
+        for wrong in grammar.stack_problems(entries):
             yield KeyConflict((*path, *wrong.path), wrong.text, None, wrong.severity)
 
 
