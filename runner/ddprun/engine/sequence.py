@@ -2,7 +2,8 @@
 explain` counts what it sends. Imports no torch.
 
 Only the part of a step before its update is in two places, here and in `loop.train_step`. The caller reports
-what is known at run time alone: how many steps were taken (`end`), and updates of the weights (`note_update`).
+what is known at run time alone: how many steps were taken (`end`), and updates of the weights
+(`note_update`).
 """
 
 from collections.abc import Iterator
@@ -116,8 +117,8 @@ class StageSequence:
         yield from self._mutate(0)
 
     def step(self, step: int) -> Iterator[tuple[Moment, Action]]:
-        """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is in
-        the order of `loop.train_step`.
+        """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is
+        in the order of `loop.train_step`.
         """
         for _ in range(self.settings.accumulate):
             if names := self.buffers.before_forward():
@@ -157,8 +158,8 @@ class StageSequence:
         return self.progress.finish(reconcile=False)[0]
 
     def end(self, step: int) -> Iterator[Action]:
-        """End a complete stage of `step` steps: make the ranks equal, unless the next stage takes them as they
-        are.
+        """End a complete stage of `step` steps: make the ranks equal, unless the next stage takes them as
+        they are.
         """
         replicas, reconcile = self.replicas, self.pipeline.averages_after(self.stage)
         transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")
