@@ -205,7 +205,7 @@ def test_they_are_listed_with_their_options(mylab: Mapping[str, str], folder: Pa
     assert option["description"] == "Steps from one row to the next."
 
     clusters = ddprun("catalog", "cluster", cwd=folder, environment=mylab).stdout
-    assert "background: A process on this machine that goes on when you log out.\n" in clusters
+    assert "background: A process on this machine that continues when you log out.\n" in clusters
     assert "niceness: a whole number; default 10.  From 0 to 19" in clusters
     shown = ddprun("submit", "--help", cwd=folder, environment=mylab).stdout
     assert "--to [docker|kubernetes|slurm|background]" in shown
