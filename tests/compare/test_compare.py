@@ -371,7 +371,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"
     assert [row["chosen"] for row in table] == [True, False, False], "noop is nothing to choose"
-    other = [line["loss"] for line in Run(tmp_path / "out" / "0-seed-1").step_records(0)]
+    other = [line.loss for line in Run(tmp_path / "out" / "0-seed-1").step_records(0)]
     assert all(row["loss_after_samples"] == 60 * 16 for row in table)
     assert table[0]["loss"] == table[1]["loss"] != table[2]["loss"]
     assert table[0]["wire_bytes_per_step"] > 5000 > table[2]["wire_bytes_per_step"]
@@ -379,7 +379,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     alone = ddprun("p.yaml", "--run-dir=alone", cwd=tmp_path)
     assert alone.code == 0, alone.stderr
     of_turns, of_one = (
-        [(line["step"], line["loss"]) for line in Run(tmp_path / name).step_records(0)]
+        [(line.step, line.loss) for line in Run(tmp_path / name).step_records(0)]
         for name in ("out/0-seed-0", "alone")
     )
     assert of_turns == of_one
@@ -389,7 +389,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     speeds = format_alike(row["steps_per_s"] for row in table)
     assert "".join(f"<td>{speed}</td>" for speed in speeds) in page, "one speed"
     steps = list(Run(tmp_path / "out" / "0-seed-0").step_records(1))
-    assert max(line["step_us"] for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
+    assert max(line.step_us for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path: Path) -> None:

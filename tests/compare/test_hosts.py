@@ -120,9 +120,7 @@ def test_two_hosts_compare_over_their_own_link(tmp_path: Path) -> None:
     assert rows[0]["wire_bytes_per_step"] > 1.5 * rows[2]["wire_bytes_per_step"]
     (folder,) = tmp_path.glob("runs/compare/*")
     for seed in range(2):
-        started = Run(folder / f"2-seed-{seed}").first_event("started")
-        assert started is not None
-        assert started["hosts"] == ["node0", "node1"]
+        assert Run(folder / f"2-seed-{seed}").started.hosts == ["node0", "node1"]
     assert (folder / "2-seed-1.host-1.log").exists()
     assert (folder / "report.html").exists()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 from tests.engine.running import events, lines, run_pipeline, summary
 
 PIPELINE = """

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 from tests.engine.running import lines, summary
 from tests.gpu.conftest import on_gpu as ddprun
 

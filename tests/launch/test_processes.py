@@ -144,7 +144,7 @@ def test_every_way_to_start_gives_the_same_run_and_a_users_folder_shadows_nothin
     """`torchrun -m ddprun` joins, and ends with the same loss and weights as `ddprun` alone. Model and hook
     come from a folder that also holds hooks/, runner.py, yaml.py and click.py.
     """
-    for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "orjson.py", "pydantic.py"):
+    for name in ("runner.py", "yaml.py", "click.py", "structlog.py", "msgspec.py", "pydantic.py"):
         (folder / name).write_text("raise RuntimeError('shadowed ' + __name__)\n")
     (folder / "hooks").mkdir()
     (folder / "hooks" / "mine.py").write_text(

@@ -27,8 +27,9 @@ from ddprun.predict.measure import short_run_stages
 from ddprun.predict.model import CostModel, StepPrediction
 from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.telemetry.reader import Run
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 from tests.engine.running import run_pipeline
+from tests.report.made_up import step_record
 
 RANKS = 2
 PIPELINE = """
@@ -377,7 +378,7 @@ def test_the_first_steps_of_a_stage_do_not_count(tmp_path: Path) -> None:
     records = []
     for step in range(1, 21):
         forward_us = 900_000 if step <= 3 or step == 11 else 1_000
-        line = {"step": step, "stage": 0, "samples": 1, "loss": None, "mean_loss": None, "cpu_us": 800}
+        line = step_record(0, step, None, 0.0) | {"cpu_us": 800}
         line |= dict.fromkeys(PARTS, 0) | {"forward_us": forward_us, "exposed_wire_us": 70_000}
         records.append(json.dumps({**line, "start_us": 0, "step_us": forward_us + 70_000}))
     (tmp_path / "steps" / "rank-00000.jsonl").write_text("\n".join(records) + "\n")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 
 STEP_US = 10_000
 LAPS = (
@@ -69,7 +69,12 @@ def make(
                 for record in bucket_records(rank, step, late, stacks[stage_of(step)]):
                     record["stage"] = stage_of(step)
                     if fidelity_every and step % fidelity_every == 0:
-                        record["fidelity"] = {"cosine": 1 - stage_of(step) / 10, "relative_l2": 0.1}
+                        fidelity = {"cosine": 1 - stage_of(step) / 10, "relative_l2": 0.1}
+                        record["fidelity"] = fidelity | {
+                            "norm_ratio": 1.0,
+                            "residual_norm": 0.0,
+                            "wire_bytes": 4000,
+                        }
                     file.write(json.dumps(record) + "\n")
     told = events(ranks, steps, late, name, stacks, evaluated, above, groups)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
@@ -122,9 +127,13 @@ def step_record(rank: int, step: int, late: int | None, above: float) -> dict[st
         "samples": 8,
         "loss": 1 / step + rank,
         "mean_loss": 1 / step + above,
+        "lr": None,
+        "grad_norm": None,
+        "group_grad_norms": None,
         "start_us": start_us(rank, step),
         **parts,
         "step_us": STEP_US,
+        "cpu_us": STEP_US,
         "laps": [list(lap) for lap in LAPS],
         "waits": [[end - waits, end]] if waits else [],
     }
@@ -290,24 +299,18 @@ def over_a_link(
                 end = max(end, done)
                 sent = {"bytes": times * nbytes, "wire_bytes": times * nbytes}
                 leg = {"op": "all_gather", "group": "world.0", "dtype": "float32", **sent}
-                record = {
-                    "rank": rank,
-                    "stage": 0,
-                    "step": step,
-                    "kind": "gradient",
-                    "bucket": bucket,
-                    **sent,
-                }
-                record |= {"params": [f"{bucket}.weight"], "hooks": [], "between_hosts_bytes": times * nbytes}
+                record = next(bucket_records(rank, step, None, ()))
+                record |= {"bucket": bucket, "params": [f"{bucket}.weight"], **sent}
+                record["between_hosts_bytes"] = times * nbytes
                 record |= {"ready_us": start + ready_at, "all_ready_us": start + all_ready}
                 record |= {"done_us": start + done, "encode_us": 0, "decode_us": 0}
                 record["legs"] = [{**leg, "start_us": start + ready_at, "done_us": start + done}]
                 buckets.append(record)
             late_wait = late_us if sends and not rank else 0
-            record = {"rank": rank, "stage": 0, "step": step, "samples": 8, "loss": 1.0, "mean_loss": 1.0}
+            record = step_record(rank, step, None, 0.0) | {"loss": 1.0, "mean_loss": 1.0, "laps": []}
             record |= dict.fromkeys(PARTS, 0) | {"backward_us": own, "optimizer_us": 5000}
             record |= {"exposed_wait_us": late_wait, "exposed_wire_us": end - own - late_wait}
-            record |= {"start_us": start, "step_us": end + 5000, "cpu_us": cores * (own + 5000)}
+            record |= {"start_us": start, "step_us": end + 5000, "cpu_us": round(cores * (own + 5000))}
             record["waits"] = [[start + own, start + end]] if end > own else []
             lines.append(record)
             start += end + 5000

@@ -24,7 +24,7 @@ from ddprun.report.blocks import Table, format_alike
 from ddprun.report.digest import Curve, RunDigest, SlowStep, digest_run, merge_digests
 from ddprun.report.sentences import hook_balance, sentences, step_time_difference
 from ddprun.telemetry.reader import Run
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 from tests.engine.running import run_pipeline
 from tests.report.made_up import bucket_records, episode, make, over_a_link, start_us
 

@@ -27,6 +27,7 @@ from ddprun.run_files import (
     parse_json,
     replace_atomically,
 )
+from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import Writer
 from tests.engine.running import run_pipeline, summary, to_its_end
 from tests.ranks import as_processes
@@ -643,7 +644,7 @@ def test_what_replaces_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 def test_a_summary_says_which_file_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as raised:
-        write_summary(tmp_path / "gone", {})
+        write_summary(tmp_path / "gone", Summary(status="done", steps=1))
     assert raised.value.filename == str(tmp_path / "gone")
 
 

@@ -33,7 +33,8 @@ from ddprun.telemetry.control_message import (
     reported_buckets,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
-from ddprun.telemetry.steps import OWN_PARTS, Traffic, resolve_steps
+from ddprun.telemetry.records import OWN_PARTS
+from ddprun.telemetry.steps import Traffic, resolve_steps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads

@@ -22,8 +22,8 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "run" / "steps" / "rank-00001.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
     (tmp_path / "run" / "summary.json").unlink()
-    assert [line["step"] for line in run.step_records(1)] == list(range(1, 20))
-    assert [line["step"] for line in run.step_records(0, {3, 20}.__contains__)] == [3, 20]
+    assert [line.step for line in run.step_records(1)] == list(range(1, 20))
+    assert [line.step for line in run.step_records(0, {3, 20}.__contains__)] == [3, 20]
     assert (run.ranks, run.last_step, run.summary) == ([0, 1], 20, None)
 
 

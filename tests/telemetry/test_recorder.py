@@ -312,7 +312,7 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     recorder = StepRecorder(
         clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=4
     )
-    recorder.on_step_record = lambda record, traces: seen.append((record["step"], len(traces)))
+    recorder.on_step_record = lambda record, traces: seen.append((record.step, len(traces)))
     for step in range(1, 14):
         take(recorder, step)
     recorder.wait_for_messages()

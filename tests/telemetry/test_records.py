@@ -22,7 +22,8 @@ from ddprun.telemetry.control_message import (
     message_length,
     reported_buckets,
 )
-from ddprun.telemetry.steps import PARTS, StepRecord, Traffic, resolve_steps, step_records
+from ddprun.telemetry.records import PARTS
+from ddprun.telemetry.steps import RecordedStep, Traffic, resolve_steps, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, buffer_of
 
@@ -55,7 +56,7 @@ def records_of(
     *,
     every: int = 1,
     us: NDArray[np.int64] | None = None,
-) -> list[StepRecord]:
+) -> list[RecordedStep]:
     """The records of steps that are resolved together, on the second of two ranks.
 
     Args:
@@ -107,9 +108,9 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
     }
     us = np.arange(len(steps) * len(PARTS)).reshape(len(steps), -1)
     found = records_of(steps, ready_times, 2, us=us)
-    assert [[one.record[part] for part in PARTS] for one in found] == us.tolist()
-    assert [one.record["step"] for one in found] == [1, 2, 3, 4, 5, 6, 7]
-    assert [one.record["mean_loss"] for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
+    assert [[getattr(one.record, part) for part in PARTS] for one in found] == us.tolist()
+    assert [one.record.step for one in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one.record.mean_loss for one in found] == [None, 2.0, 3.0, 4.0, 5.0, None, None]
     assert [list(one.traces) for one in found] == [
         [*step.traces, *(step.sync.completed if step.sync else [])] for step in steps
     ]
@@ -124,20 +125,20 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
         [0.0],
     ]
     buckets = [list(one.buckets()) for one in found]
-    assert [[one["all_ready_us"] for one in some] for some in buckets[1:3]] == [
+    assert [[one.all_ready_us for one in some] for some in buckets[1:3]] == [
         [21.0 + OFFSET_US, 22.0 + OFFSET_US],
         [],
     ]
-    assert [[one["all_ready_us"] for one in some] for some in buckets[5:]] == [[None], [None]]
-    assert [[one["step"] for one in some] for some in buckets[3:5]] == [[4] * 5, [5]]
-    assert [one.record["waits"] for one in found][3:] == [
-        [[4002, 4400], [4600, 4700]],
-        [[5600, 5700]],
-        [[6600, 6700]],
-        [[7001, 7400]],
+    assert [[one.all_ready_us for one in some] for some in buckets[5:]] == [[None], [None]]
+    assert [[one.step for one in some] for some in buckets[3:5]] == [[4] * 5, [5]]
+    assert [one.record.waits for one in found][3:] == [
+        [(4002, 4400), (4600, 4700)],
+        [(5600, 5700)],
+        [(6600, 6700)],
+        [(7001, 7400)],
     ]
-    assert found[3].record["laps"] == [("backward", 400), ("sync", 500)]
-    assert (found[3].record["start_us"], found[3].record["step_us"]) == (4000, 900)
+    assert found[3].record.laps == [("backward", 400), ("sync", 500)]
+    assert (found[3].record.start_us, found[3].record.step_us) == (4000, 900)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +162,12 @@ def test_without_messages_nothing_is_known_of_other_ranks() -> None:
     """As after a failure."""
     found = records_of([step_of(1, buckets=1), step_of(2, beside=1)], {}, 1)
     assert [list(one.all_ready_us) for one in found] == [[0.0], [0.0]]
-    assert [one.record["mean_loss"] for one in found] == [None, None]
+    assert [one.record.mean_loss for one in found] == [None, None]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])
 def test_records_that_nobody_wants_are_not_made(every: int, steps: list[int]) -> None:
     """With `timings.every`; each of the others still has its own buckets."""
     found = records_of([step_of(number, buckets=1) for number in range(1, 7)], {}, 1, every=every)
-    assert [one.record["step"] for one in found] == steps
+    assert [one.record.step for one in found] == steps
     assert [one.traces[0].ready // 1000 for one in found] == steps

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddprun.telemetry.clock import Clock
+from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.steps import (
-    PARTS,
     Intervals,
     MarkBuffer,
     ResolvedSteps,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ddprun.telemetry.control_message import (
@@ -18,7 +19,7 @@ from ddprun.telemetry.control_message import (
     message_length,
 )
 from ddprun.telemetry.progress import summary_rows
-from ddprun.telemetry.steps import OWN_PARTS
+from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler, Summary
 from ddprun.telemetry.stragglers import StragglerDetector, _above_others_median, straggler_totals
 
 RANKS, BUCKETS, STEP_US = 4, 3, 12_000.0
@@ -284,18 +285,8 @@ def test_the_median_of_the_others_is_that(ranks: int) -> None:
     assert np.array_equal(values - _above_others_median(values), medians_of_others(values))
 
 
-def episode(rank: int, cause: str, late_us: float, first: int, last: int, **others: Any) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "cause": cause,
-        "bucket": None,
-        "params": [],
-        "late_us": late_us,
-        "step_us": 10_000.0,
-        "first_step": first,
-        "last_step": last,
-        **others,
-    }
+def episode(rank: int, cause: Cause, late_us: float, first: int, last: int, **others: Any) -> Straggler:
+    return replace(Straggler(rank, cause, None, (), late_us, 10_000.0, first, last), **others)
 
 
 def test_episodes_of_one_cause_are_added_up() -> None:
@@ -322,12 +313,12 @@ def test_a_late_rank_costs_less_where_ranks_synchronise_seldom() -> None:
 
 def test_another_cause_or_bucket_is_counted_apart() -> None:
     """And so is another rank; a stage of other buckets has other parameters."""
-    backward = episode(1, "backward", 2000.0, 1, 10, bucket=0, params=["a"])
+    backward = episode(1, "backward", 2000.0, 1, 10, bucket=0, params=("a",))
     others = [
-        {**backward, "rank": 2},
-        {**backward, "bucket": 1},
-        {**backward, "params": ["b"]},
-        {**backward, "cause": "forward", "bucket": None, "params": []},
+        replace(backward, rank=2),
+        replace(backward, bucket=1),
+        replace(backward, params=("b",)),
+        replace(backward, cause="forward", bucket=None, params=()),
     ]
     assert len(straggler_totals([backward, backward, *others])) == 5
     assert straggler_totals([]) == []
@@ -345,11 +336,6 @@ def test_the_closing_table_names_the_dearest() -> None:
     assert _said(episodes) == "rank 1 by 5.9 ms (forward) in 1,120 steps (2 episodes); and 1 more"
 
 
-def _said(episodes: list[dict[str, Any]]) -> str:
-    facts: dict[str, Any] = dict.fromkeys(
-        ("status", "world_size", "device", "backend", "loss", "audit", "run_dir")
-    )
-    counted = ("steps", "steps_per_s", "seconds_in_steps", "communication_s")
-    numbers = dict.fromkeys((*counted, "exposed_communication_s", "wire_bytes"), 1)
-    rows = summary_rows({**facts, **numbers, "metrics": {}, "straggler_wait_s": [], "stragglers": episodes})
-    return dict(rows)["stragglers"]
+def _said(episodes: list[Straggler]) -> str:
+    summary = Summary(status="done", steps=1, steps_per_s=1.0, communication_s=1.0, stragglers=episodes)
+    return dict(summary_rows(summary))["stragglers"]

@@ -9,18 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ddprun.config import PipelineError, load
 from ddprun.engine.reporter import check_trackers, open_trackers
 from ddprun.plugins import TRACKERS
 from ddprun.run_files import WrongFileTypeError
+from ddprun.telemetry.records import StepRecord
 from ddprun.track import RunInfo, StepInfo, Tracker, trackers
 from ddprun.track.backends.mlflow import Mlflow
 from ddprun.track.backends.tensorboard import Tensorboard
 from ddprun.track.trackers import Trackers
 from tests.engine.running import events, lines, run_pipeline, summary
 from tests.ranks import Finished, Running, ddprun, free_port
+from tests.report.made_up import step_record
 
 TEXT = """
 model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
@@ -90,15 +93,19 @@ class Listening(Tracker):
         self.fail_at = fail_at
 
     def step(self, step: StepInfo) -> None:
-        if step.record["step"] == self.fail_at:
+        if step.record.step == self.fail_at:
             raise ConnectionError("the server is gone")
-        self.steps.append(step.record["step"])
+        self.steps.append(step.record.step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.measured |= values
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self.closed = True
+
+
+def record_of(step: int) -> StepRecord:
+    return msgspec.convert(step_record(0, step, None, 0.0), StepRecord)
 
 
 def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
@@ -112,7 +119,7 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> Non
     makers = [("good", lambda: good), ("bad", lambda: bad), ("broken", broken)]
     it = Trackers(makers, lambda name, why: told.append((name, why)))
     for step in range(1, 5):
-        it.step(StepInfo({"step": step}, {}))
+        it.step(StepInfo(record_of(step), {}))
     it.metrics(4, {"accuracy": 0.5})
     assert it.close({"status": "done"}) == []
     assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
@@ -132,8 +139,8 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     it = Trackers([("hanging", hanging)], lambda name, why: None)
     started = time.monotonic()
-    for step in range(100):
-        it.step(StepInfo({"step": step}, {}))
+    for step in range(1, 101):
+        it.step(StepInfo(record_of(step), {}))
     assert it.close({}) == ["hanging"]
     assert time.monotonic() - started < 15, "it hangs for 30 s"
     assert it.dropped["hanging"] > 90

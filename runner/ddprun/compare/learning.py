@@ -81,11 +81,11 @@ def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, An
     `variants`: for each its runs by seed, none if one of them failed. The first variant is what others are
     compared with.
     """
-    summaries = [run.run.summary or {} for runs in variants for run in runs]
-    samples = min((int(summary.get("samples", 0)) for summary in summaries), default=0)
+    seen = [run.run.summary and run.run.summary.samples for runs in variants for run in runs]
+    samples = min((one or 0 for one in seen), default=0)
     values = [_metric_values(runs, samples) for runs in variants]
     names = list(dict.fromkeys(name for known in values for name in known))
-    alike = len({summary.get("samples") for summary in summaries}) == 1
+    alike = len(set(seen)) == 1
     # Held-out data that was evaluated after other numbers of samples is no match.
     decisive = ("held_out_loss", "loss") if alike else ("loss",)
     # Of the first, which is not compared with itself, there are none.
@@ -137,7 +137,7 @@ def _learning_verdict(
     runs: Sequence[RunDigest], differences: Mapping[str, SeedDifferences], decisive: Sequence[str]
 ) -> dict[str, Any]:
     """The verdict on the first decisive quantity that shows a difference, or else on the first one."""
-    if any((one.run.summary or {}).get("nonfinite") for one in runs):
+    if any(one.run.summary and one.run.summary.nonfinite for one in runs):
         return {"learning": NOT_FINITE, "decided_by": "loss", "seeds_needed": None}
     found = {name: differences[name] for name in decisive if name in differences}
     if not found:
@@ -184,9 +184,9 @@ def _loss_history(run: Run) -> list[tuple[int, float, int]]:
     losses: dict[int, float] = {}
     for rank in run.ranks:
         for line in run.step_records(rank):
-            seen[line["step"]] = seen.get(line["step"], 0) + line["samples"]
-            if line["mean_loss"] is not None:
-                losses[line["step"]] = line["mean_loss"]
+            seen[line.step] = seen.get(line.step, 0) + line.samples
+            if line.mean_loss is not None:
+                losses[line.step] = line.mean_loss
     found, total, since = list[tuple[int, float, int]](), 0, 0
     for step in sorted(seen):
         total += seen[step]

@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import RunDigest, digest_run, merge_digests
 from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
+from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.units import format_bytes, format_count
 
@@ -154,9 +155,9 @@ class SeedRun:
         return self.code == 0 and self.digest is not None
 
     @property
-    def summary(self) -> Mapping[str, Any]:
-        """The run's `summary.json`; empty if it did not run to its end."""
-        return (self.digest.run.summary if self.digest and self.completed else None) or {}
+    def summary(self) -> Summary | None:
+        """The run's `summary.json`; None if it did not run to its end."""
+        return self.digest.run.summary if self.digest and self.completed else None
 
 
 @dataclass(slots=True)
@@ -332,7 +333,7 @@ def fill_from_records(run: SeedRun, turn_steps: int) -> None:
     except NoRunError:
         return
     measured = {
-        line["step"] for rank in found.ranks for line in found.bucket_records(rank, holding=b'"fidelity"')
+        line.step for rank in found.ranks for line in found.bucket_records(rank, holding=b'"fidelity"')
     }
 
     def is_timed(step: int) -> bool:
@@ -342,8 +343,8 @@ def fill_from_records(run: SeedRun, turn_steps: int) -> None:
     seconds_by_turn: dict[int, list[float]] = {}
     for rank in found.ranks:
         for line in found.step_records(rank, is_timed):
-            turn = (line["step"] - 1) // turn_steps
-            seconds_by_turn.setdefault(turn, []).append(line["step_us"] / 1e6)
+            turn = (line.step - 1) // turn_steps
+            seconds_by_turn.setdefault(turn, []).append(line.step_us / 1e6)
     half = turn_steps * max(1, len(found.ranks)) * 0.5
     run.step_s_by_turn = {
         turn: statistics.fmean(seconds) for turn, seconds in seconds_by_turn.items() if len(seconds) >= half
@@ -441,13 +442,13 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     if (found := side.merged_digest()) is None or found.steps_per_s is None:
         return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
     rates = sorted(1 / seconds for seconds in side.step_s_by_turn.values())
-    summaries = [run.summary for run in side.runs]
-    steps = sum(summary.get("steps", 0) for summary in summaries)
+    summaries = [run.summary for run in side.runs if run.summary is not None]
+    steps = sum(one.steps for one in summaries)
     return {
         "steps_per_s": found.steps_per_s,
         "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
         "exposed_share": found.times.exposed_share,
-        "wire_bytes_per_step": sum(one.get("wire_bytes", 0) for one in summaries) / steps if steps else None,
+        "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
         "cosine": found.cosine,
     }
 

@@ -7,8 +7,9 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,8 @@ from ddprun.host.processes import file_limit_hint
 from ddprun.parallel.ranks import Ranks
 from ddprun.run_files import replace_atomically, resume_command
 from ddprun.sync.audit import DriftError
-from ddprun.telemetry.steps import VERSION, Totals
+from ddprun.telemetry.records import Summary
+from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.writer import nonfinite_to_none
 from ddprun.watchdog.hang import open_log
 from ddprun_hooks.errors import DisagreementError
@@ -55,8 +57,9 @@ def finish_run(session: Session, status: Status) -> list[str]:
         first = runtime.finite_check.first_nonfinite
         assert first is not None
         message = _nonfinite_message(session) if ranks.rank == 0 else ""
-        raw_summary["error"] = {"rank": first.rank, "message": message}
-    summary = {**runtime.loaded.secrets.redact_all(raw_summary), "run_dir": raw_summary["run_dir"]}
+        raw_summary.error = {"rank": first.rank, "message": message}
+    redacted = runtime.loaded.secrets.redact_all(msgspec.to_builtins(raw_summary))
+    summary = msgspec.convert({**redacted, "run_dir": raw_summary.run_dir}, Summary)
     writer = runtime.checkpoints
     unwritten = [writer.final_problem] if writer is not None and writer.final_problem is not None else []
     if ranks.rank == 0:
@@ -65,13 +68,13 @@ def finish_run(session: Session, status: Status) -> list[str]:
             write_summary(runtime.run_dir, summary)
         except OSError as error:
             unwritten.append(f"summary.json: {error.strerror or error}")
-    if unflushed_trackers := reporter.trackers.close(summary):
+    if unflushed_trackers := reporter.trackers.close(msgspec.to_builtins(summary)):
         reporter.note(f"{', '.join(unflushed_trackers)}: still flushing; the run does not wait for it")
     records.close()
     if ranks.rank == 0:
         reporter.screen.show_summary(summary)
-        if status == "failed":
-            reporter.note(f"ddprun: the run failed ({reporter.location}): {summary['error']['message']}")
+        if summary.error is not None:
+            reporter.note(f"ddprun: the run failed ({reporter.location}): {summary.error['message']}")
         if unwritten:
             ended = {"done": "is done", "interrupted": "has stopped", "failed": "has failed"}[status]
             standard_streams.print_stderr(
@@ -103,7 +106,7 @@ def _nonfinite_message(session: Session) -> str:
     return "\n".join(lines)
 
 
-def summarize(session: Session, status: Status) -> dict[str, Any]:
+def summarize(session: Session, status: Status) -> Summary:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
     runtime, state, audit = session.runtime, session.state, session.state.last_audit
     nonfinite = runtime.finite_check.first_nonfinite
@@ -115,47 +118,48 @@ def summarize(session: Session, status: Status) -> dict[str, Any]:
 
     stages, kept = state.cursor.entries, state.evaluations.kept
     train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
-    return {
-        "v": VERSION,
-        "status": status,
-        "steps": state.step,
-        "samples": sum(total.samples for total in totals),
-        "loss": state.loss,
-        "metrics": state.metrics or {},
-        **({} if kept is None else {"best": {**kept.model_dump(), "file": BEST_FILE}}),
-        "nonfinite": None if nonfinite is None else asdict(nonfinite),
-        "seconds": state.cursor.run_seconds,
-        "seconds_in_steps": mean_s("step_us"),
-        "steps_per_s": state.step / train_s if train_s else 0.0,
-        "data_s": mean_s("data_us"),
-        "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
-        "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
-        "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
-        "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
-        "trackers_dropped": {name: n for name, n in session.reporter.trackers.dropped.items() if n},
-        "stragglers": [] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.state_dict(),
-        "wire_bytes": sum(total.wire_bytes for total in totals),
-        "world_size": runtime.ranks.size,
-        "backend": runtime.backend,
-        "device": runtime.device.type,
-        "versions": {"ddprun": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "records_dropped": runtime.records.writer.dropped,
-        "records_failure": runtime.records.writer.failure,
-        "run_dir": str(runtime.shown_dir),
-        "audit": audit
-        and {
+    return Summary(
+        status=status,
+        steps=state.step,
+        samples=sum(total.samples for total in totals),
+        loss=state.loss,
+        metrics={**(state.metrics or {})},
+        best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
+        nonfinite=None if nonfinite is None else asdict(nonfinite),
+        seconds=state.cursor.run_seconds,
+        seconds_in_steps=mean_s("step_us"),
+        steps_per_s=state.step / train_s if train_s else 0.0,
+        data_s=mean_s("data_us"),
+        compute_s=mean_s("forward_us", "backward_us", "optimizer_us"),
+        communication_s=sum(total.communication_us for total in totals) / len(totals) / 1e6,
+        exposed_communication_s=mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
+        straggler_wait_s=[total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
+        trackers_dropped={name: n for name, n in session.reporter.trackers.dropped.items() if n},
+        stragglers=[] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.episodes,
+        wire_bytes=sum(total.wire_bytes for total in totals),
+        world_size=runtime.ranks.size,
+        backend=runtime.backend,
+        device=runtime.device.type,
+        versions={"ddprun": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        records_dropped=runtime.records.writer.dropped,
+        records_failure=runtime.records.writer.failure,
+        run_dir=str(runtime.shown_dir),
+        audit=None
+        if audit is None
+        else {
             "equal": not audit.farthest,
             "largest_distance": audit.largest_distance,
             "largest_distance_ever": state.farthest_apart,
         },
-        "stages": list(stages),
-    }
+        stages=list(stages),
+    )
 
 
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `summary.json`, whole or not at all; NaN and infinities become null."""
     with replace_atomically(run_dir, "summary.json") as file:
-        file.write(json.dumps(nonfinite_to_none(summary), indent=2, allow_nan=False).encode() + b"\n")
+        data = nonfinite_to_none(msgspec.to_builtins(summary))
+        file.write(json.dumps(data, indent=2, allow_nan=False).encode() + b"\n")
 
 
 # Failures.
@@ -274,7 +278,7 @@ def write_failure_summary(context: FailureContext, failure: dict[str, object]) -
         return False
     step = context.session.state.step if context.session is not None else 0
     with suppress(OSError):
-        write_summary(context.run_dir, {"status": "failed", "steps": step, "error": failure})
+        write_summary(context.run_dir, Summary(status="failed", steps=step, error=failure))
     return True
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from ddprun import LAUNCHED_VARIABLE
@@ -25,7 +25,7 @@ from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.stragglers import Straggler
+from ddprun.telemetry.records import StepRecord, Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers, no_trackers
 from ddprun.units import format_count
@@ -95,7 +95,7 @@ class Reporter:
             assert before is not None
             self.events.info("straggler_over", step=step, straggler=before.rank)
             return
-        facts = asdict(now)
+        facts = msgspec.to_builtins(now)
         self.events.warning("straggler", step=step, straggler=facts.pop("rank"), **facts)
         share = f"{now.late_us / now.step_us:.0%} of the time between two synchronisations"
         self.note(f"step {step}: {now.describe()}, {share}")
@@ -238,7 +238,7 @@ def open_trackers(
     trackers = reporter.trackers = Trackers(makers, failed)
     _fail_trackers_on_sigterm(trackers, signals)
 
-    def observe(record: dict[str, Any], traces: Sequence[BucketTrace[int]]) -> None:
+    def observe(record: StepRecord, traces: Sequence[BucketTrace[int]]) -> None:
         sent: Counter[tuple[str, str]] = Counter()
         for trace in traces:
             sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes

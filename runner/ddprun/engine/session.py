@@ -40,7 +40,8 @@ from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.writer import RecordFiles
+from ddprun.telemetry.records import ClockOffsets
+from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun_hooks.comm.gpu import PinnedStaging
 from ddprun_hooks.exchange import Exchange
 
@@ -234,9 +235,6 @@ class Session:
         offset, bound = control.clock_offset()
         self.runtime.recorder.offset_us = offset
         measured = control.all_gather([offset, bound], "clock offsets")
-        self.reporter.events.info(
-            "clock_offsets",
-            offset_us=[round(value, 1) for value in measured[:, 0].tolist()],
-            error_us=[round(value, 1) for value in measured[:, 1].tolist()],
-        )
+        offset_us, error_us = ([round(us, 1) for us in column] for column in measured.T.tolist())
+        log_event(self.reporter.events, ClockOffsets(offset_us=offset_us, error_us=error_us))
         self.clocks_measured_s = time.monotonic()

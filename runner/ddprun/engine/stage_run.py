@@ -40,6 +40,8 @@ from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
 from ddprun.sync.plan import Transfers
 from ddprun.sync.synchronizer import Synchronizer
+from ddprun.telemetry.records import StageStarted
+from ddprun.telemetry.writer import log_event
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.payload import PayloadKind
 
@@ -200,15 +202,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             hooks, ranks = host_stack, ranks.splits[plan.hosts][0]
         signature += replica.begin_stage(hooks, ranks)
     runtime.exchange.control.check_agreement("the buckets, the hooks and the sync policy", signature)
-    session.reporter.events.info(
-        "stage_started",
+    event = StageStarted(
         stage=stage.index,
         kind=stage.name,
         steps=steps,
         sync=settings.sync.to_plain_data(),
-        hooks=list(stack.names),
+        hooks=tuple(stack.names),
         buffers=settings.buffers.to_plain_data(),
     )
+    log_event(session.reporter.events, event)
     run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps)
     synchronizer.begin()
     if saved is not None:

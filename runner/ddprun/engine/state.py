@@ -32,7 +32,8 @@ from ddprun.engine.session import Evaluations, Session
 from ddprun.host.rank_files import report_checkpoint
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
-from ddprun.telemetry.writer import RecordFiles
+from ddprun.telemetry.records import CheckpointWritten
+from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun_hooks.comm.control import open_control_channel
 
 
@@ -367,14 +368,14 @@ def report_checkpoints(session: Session) -> None:
                 reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
         else:
             writer.reported_causes.clear()
-            reporter.events.info(
-                "checkpoint_written",
+            event = CheckpointWritten(
                 step=step,
                 seconds=seconds,
                 bytes=written.bytes,
                 folder=str(session.runtime.shown(written.path)),
                 nonfinite=written.nonfinite,
             )
+            log_event(reporter.events, event)
         writer.last_problem = outcome.problem
 
 

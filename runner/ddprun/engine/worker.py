@@ -62,7 +62,8 @@ from ddprun.host.device import (
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
-from ddprun.telemetry.writer import Writer, event_log
+from ddprun.telemetry.records import Buffers, Started
+from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.watchdog.hang import HangReport, RunContext, handle_hang
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 
@@ -323,8 +324,7 @@ def _announce(session: Session) -> None:
             "hierarchical: all ranks are on one host, so nothing is sent between hosts; "
             "to try it on one machine, split it with hosts: n"
         )
-    reporter.events.info(
-        "started",
+    started = Started(
         version=__version__,
         pipeline=pipeline.name,
         digest=runtime.loaded.digest(),
@@ -340,11 +340,11 @@ def _announce(session: Session) -> None:
         ],
         groups=[", ".join(group.match) for group in pipeline.groups],
     )
+    log_event(reporter.events, started)
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
     automatic = pipeline.has_automatic_buffers
-    reporter.events.info(
-        "buffers",
+    buffers = Buffers(
         found=automatic,
         changing=list(use.changing),
         constant=list(use.constant),
@@ -353,5 +353,6 @@ def _announce(session: Session) -> None:
         read_in_training=use.read_in_training,
         verdict=use.describe() if automatic else None,
     )
+    log_event(reporter.events, buffers)
     if automatic and (use.changing or use.constant):
         reporter.note(f"buffers: {use.describe()}")

@@ -4,11 +4,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ddprun.telemetry.reader import Run
+from ddprun.telemetry.records import BucketRecord, StepRecord
 
 PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""
@@ -93,44 +94,43 @@ def costs_of_run(run: Run, stage_count: int) -> Costs:
         CostsUnknownError: nothing to predict from.
         NoRunError: a file of the run cannot be read.
     """
-    started = run.first_event("started") or {}
+    started = run.started
     stages = [_StageRecords() for _ in range(stage_count)]
     for rank in run.ranks:
         # The stage, and the beginning and length of the last backward pass.
         backward_by_step = dict[int, tuple[int, float, float]]()
         for stage, lines in _by_stage(run.step_records(rank)):
-            counted = [line for line in lines[WARM_UP:] if line["step_us"] > 0]
+            counted = [line for line in lines[WARM_UP:] if line.step_us > 0]
             for line in without_outliers(counted, own_work_us) if stage < stage_count else ():
-                backward_by_step[line["step"]] = stage, *_last_backward(line)
+                backward_by_step[line.step] = stage, *_last_backward(line)
                 stages[stage].add_step(rank, line)
-        for line in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
-            stage, began, length = backward_by_step[line["step"]]
-            stages[stage].add_bucket(line, began, length)
+        for bucket in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
+            stage, began, length = backward_by_step[bucket.step]
+            stages[stage].add_bucket(bucket, began, length)
     if not any(one.steps for one in stages):
         raise CostsUnknownError(f"{run.folder} has no stage with records of more than {WARM_UP} steps")
-    cores = started.get("cores")
     return Costs(
-        device=str(started.get("device", "cpu")),
-        cores=float(cores) if isinstance(cores, int | float) and cores > 0 else 1.0,
+        device=started.device or "cpu",
+        cores=started.cores or 1.0,
         stages=[one.costs() for one in stages],
     )
 
 
-def _by_stage(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _by_stage(lines: Iterable[StepRecord]) -> Iterator[tuple[int, list[StepRecord]]]:
     """Step records of one stage after the other."""
-    held = list[dict[str, Any]]()
+    held = list[StepRecord]()
     for line in lines:
-        if held and line["stage"] != held[-1]["stage"]:
-            yield held[-1]["stage"], held
+        if held and line.stage != held[-1].stage:
+            yield held[-1].stage, held
             held = []
         held.append(line)
     if held:
-        yield held[-1]["stage"], held
+        yield held[-1].stage, held
 
 
-def own_work_us(line: Mapping[str, Any]) -> float:
+def own_work_us(line: StepRecord) -> float:
     """How long the training thread works for itself in a step."""
-    return float(sum(line[part] for part in PARTS_WITHOUT_EXCHANGE))
+    return float(sum(getattr(line, part) for part in PARTS_WITHOUT_EXCHANGE))
 
 
 def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float]) -> list[_StepT]:
@@ -141,21 +141,21 @@ def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float])
     return [one for one in steps if own_us(one) <= most]
 
 
-def _last_backward(line: Mapping[str, Any]) -> tuple[float, float]:
+def _last_backward(line: StepRecord) -> tuple[float, float]:
     """When the last backward pass of a step began, on the rank's clock, and how long it worked."""
-    at = began = float(line["start_us"])
+    at = began = float(line.start_us)
     passes = 0
-    for part, us in line.get("laps") or ():
+    for part, us in line.laps:
         if part == "backward":
             began, passes = at, passes + 1
         at += us
-    return began, line["backward_us"] / max(1, passes)
+    return began, line.backward_us / max(1, passes)
 
 
-def hook_times_us(bucket: Mapping[str, Any]) -> list[float]:
+def hook_times_us(bucket: BucketRecord) -> list[float]:
     """What a bucket's record says of its hooks: before the first collective, between two, after the last."""
-    legs = [leg[name] for leg in bucket["legs"] for name in ("start_us", "done_us")]
-    moments = [bucket["ready_us"], *legs, bucket["done_us"]]
+    legs = [us for leg in bucket.legs for us in (leg.start_us, leg.done_us)]
+    moments = [bucket.ready_us, *legs, bucket.done_us]
     return [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
@@ -170,22 +170,21 @@ class _StageRecords:
         self._gradient_ready_shares: dict[str, list[float]] = defaultdict(list)
         self._buckets: dict[int, list[tuple[int, list[float]]]] = defaultdict(list)
 
-    def add_step(self, rank: int, line: Mapping[str, Any]) -> None:
+    def add_step(self, rank: int, line: StepRecord) -> None:
         self.steps += 1
-        cpu_us = line.get("cpu_us") or 0
         for name in (*PARTS_WITHOUT_EXCHANGE, "step_us"):
-            self._sums[name] += line[name]
-        self._sums["cpu_us"] += cpu_us
+            self._sums[name] += getattr(line, name)
+        self._sums["cpu_us"] += line.cpu_us
         self._own_us_by_rank[rank].append(own_work_us(line))
-        self._cpu_us_by_rank[rank].append(cpu_us)
+        self._cpu_us_by_rank[rank].append(line.cpu_us)
 
-    def add_bucket(self, line: Mapping[str, Any], began: float, backward_us: float) -> None:
+    def add_bucket(self, line: BucketRecord, began: float, backward_us: float) -> None:
         if backward_us > 0:
-            known = line.get("params_ready_us") or [line["ready_us"]] * len(line["params"])
-            for name, at in zip(line["params"], known, strict=False):
+            known = line.params_ready_us or [line.ready_us] * len(line.params)
+            for name, at in zip(line.params, known, strict=False):
                 if at is not None:
                     self._gradient_ready_shares[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
-        self._buckets[line["bucket"]].append((line["bytes"], hook_times_us(line)))
+        self._buckets[line.bucket].append((line.bytes, hook_times_us(line)))
 
     def costs(self) -> StageCosts:
         if not self.steps:

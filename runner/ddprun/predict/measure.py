@@ -98,8 +98,7 @@ def run_measurement(
 
 def identify_run(run_dir: Path) -> dict[str, str]:
     """What tells whether a run is the one that a prediction was fitted to."""
-    started = Run(run_dir).first_event("started") or {}
-    return {"run_dir": str(run_dir), "started": str(started.get("time", ""))}
+    return {"run_dir": str(run_dir), "started": Run(run_dir).started.time}
 
 
 def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
@@ -111,8 +110,7 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
         PipelineError: its pipeline cannot be read.
     """
     run = Run(run_dir)
-    started = run.first_event("started") or {}
-    by_host = Counter(started.get("hosts") or [""])
+    by_host = Counter(run.started.hosts or [""])
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
     try:

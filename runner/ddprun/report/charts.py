@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from ddprun.report.blocks import Chart, NamedDigests
 from ddprun.report.digest import Curve, RunDigest, SlowStep
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS
 from ddprun.units import format_bit_rate
 
 PART_NAMES = {

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from ddprun.telemetry.reader import Run, between
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS, BucketRecord, StageStarted, Straggler
 from ddprun.units import format_bytes
 
 _MAX_CURVE_POINTS = 200
@@ -82,17 +82,17 @@ class Traffic:
     numel: int = 0
     among_all_ranks: bool = True  # each collective was
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: BucketRecord) -> None:
         """Add a bucket's record, but for `wire_us`."""
-        self.bytes += record["bytes"]
-        self.wire_bytes += record["wire_bytes"]
-        self.between_hosts_bytes += record["between_hosts_bytes"]
-        self.ready_to_done_us += record["done_us"] - record["ready_us"]
-        self.encode_us += record["encode_us"]
-        self.decode_us += record["decode_us"]
+        self.bytes += record.bytes
+        self.wire_bytes += record.wire_bytes
+        self.between_hosts_bytes += record.between_hosts_bytes
+        self.ready_to_done_us += record.done_us - record.ready_us
+        self.encode_us += record.encode_us
+        self.decode_us += record.decode_us
         self.payloads += 1
-        self.numel += record.get("numel", 0)
-        self.among_all_ranks &= all(_AMONG_ALL_RANKS.fullmatch(leg["group"]) for leg in record["legs"])
+        self.numel += record.numel
+        self.among_all_ranks &= all(_AMONG_ALL_RANKS.fullmatch(leg.group) for leg in record.legs)
 
     @property
     def bits_per_s(self) -> float | None:
@@ -275,7 +275,7 @@ class _StepMeans:
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
-        starts = [stage.first_step for stage in stages]
+        starts = [stage.first_step for stage in stages] or [0]
 
         def interval(index: int) -> tuple[int, int]:
             stage = max(0, bisect_right(starts, self._steps[index]) - 1)
@@ -306,21 +306,20 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     groups: dict[str, list[_StepMeans]] = {"lr": [], "group_grad_norms": []}
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
-    start_events = {event["stage"]: event for event in run.events_of_kind("stage_started")}
+    start_events = {one.stage: one for one in run.events_of(StageStarted)}
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
         for line in run.step_records(rank):
-            step, stage_index = line["step"], line["stage"]
+            step, stage_index = line.step, line.stage
             index = _step_index(steps, step)
-            own_loss.add(index, line["loss"])
+            own_loss.add(index, line.loss)
             for name, column in columns.items():
-                column.add(index, line.get(name))
+                column.add(index, getattr(line, name))
             if position < _MAX_MACHINE_CURVES:
-                measured = line.get("machine", {})
                 for name in _MACHINE_FIELDS:
-                    if (value := measured.get(name)) is not None:
+                    if (value := getattr(line.machine, name, None)) is not None:
                         machine[name][rank].append((step, value))
             for name, known in groups.items():
-                for group, value in enumerate((line.get(name) or ())[:_MAX_PARAM_GROUPS]):
+                for group, value in enumerate((getattr(line, name) or ())[:_MAX_PARAM_GROUPS]):
                     if group == len(known):
                         known.append(_StepMeans(steps))
                     known[group].add(index, value)
@@ -328,12 +327,12 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 stage = _new_stage_digest(stage_index, start_events, step, len(run.ranks))
                 stages_by_index[stage_index] = stage
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
-            stage.synced_steps += position == 0 and line["mean_loss"] is not None
+            stage.synced_steps += position == 0 and line.mean_loss is not None
             if is_timed(step):
                 stage.times.steps_by_rank[position] += 1
-                stage.times.total_us_by_rank[position]["samples"] += line["samples"]
+                stage.times.total_us_by_rank[position]["samples"] += line.samples
                 for part in (*PARTS, "step_us"):
-                    stage.times.total_us_by_rank[position][part] += line[part]
+                    stage.times.total_us_by_rank[position][part] += getattr(line, part)
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
     counts = columns["step_us"].counts
     found = RunDigest(
@@ -391,11 +390,11 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def _new_stage_digest(
-    index: int, start_events: Mapping[int, Mapping[str, Any]], step: int, ranks: int
+    index: int, start_events: Mapping[int, StageStarted], step: int, ranks: int
 ) -> StageDigest:
-    event = start_events.get(index, {})
-    about = event.get("kind", "train"), event.get("sync"), tuple(event.get("hooks", ()))
+    started = start_events.get(index, StageStarted(stage=index))
     times = StepTimes([Counter() for _ in range(ranks)], [0] * ranks)
+    about = started.kind, started.sync, started.hooks
     return StageDigest(index, *about, first_step=step, last_step=step, times=times, synced_steps=0)
 
 
@@ -475,25 +474,25 @@ def _read_buckets(digest: RunDigest) -> None:
     for rank in run.ranks:
         on_wire: dict[tuple[int, str, tuple[str, ...]], list[tuple[float, float]]] = defaultdict(list)
         for line in run.bucket_records(rank, sampled.__contains__):
-            key = line["stage"], line["kind"], tuple(line["hooks"])
-            place = *key, line["bucket"]
+            key: tuple[int, str, tuple[str, ...]] = line.stage, line.kind, line.hooks
+            place = *key, line.bucket
             if place not in buckets:
-                buckets[place] = Traffic(*key[1:], line["bucket"], tuple(line["params"]))
+                buckets[place] = Traffic(*key[1:], line.bucket, tuple(line.params))
             traffic.setdefault(key, Traffic(*key[1:])).add(line)
             buckets[place].add(line)
-            all_ready = line.get("all_ready_us") or line["ready_us"]
-            wire = [(max(leg["start_us"], all_ready), leg["done_us"]) for leg in line["legs"]]
+            all_ready = line.all_ready_us or line.ready_us
+            wire = [(max(leg.start_us, all_ready), leg.done_us) for leg in line.legs]
             buckets[place].wire_us += _covered_us(wire)
             on_wire[key] += wire
-            steps[key].add(line["step"])
-            sizes.add(line["bytes"])
-            ready = [at for at in line.get("params_ready_us", ()) if at is not None]
-            if ready and (last_gradient := line.get("completed_by")) is not None:
-                bucket = completions.setdefault(line["bucket"], BucketCompletion(tuple(line["params"])))
+            steps[key].add(line.step)
+            sizes.add(line.bytes)
+            ready = [at for at in line.params_ready_us or () if at is not None]
+            if ready and (last_gradient := line.completed_by) is not None:
+                bucket = completions.setdefault(line.bucket, BucketCompletion(tuple(line.params)))
                 bucket.completed_by[last_gradient] += 1
                 bucket.first_to_last_us += max(ready) - min(ready)
-        for key, intervals in on_wire.items():
-            traffic[key].wire_us += _covered_us(intervals)
+        for sent, intervals in on_wire.items():
+            traffic[sent].wire_us += _covered_us(intervals)
     for stage in digest.stages:
         stage.sampled_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
         for key, one in traffic.items():
@@ -513,13 +512,13 @@ def _read_fidelity(digest: RunDigest, sizes: Sequence[int]) -> None:
     sizes_by_range: dict[int, set[int]] = defaultdict(set)
     for rank in digest.run.ranks:
         for line in digest.run.bucket_records(rank, holding=b'"fidelity"'):
-            number = bisect_left(sizes, line["bytes"])
+            number = bisect_left(sizes, line.bytes)
             if len(sizes) > _MAX_BUCKET_SIZE_RANGES:
                 number = number * _MAX_BUCKET_SIZE_RANGES // len(sizes)
-            sizes_by_range[number].add(line["bytes"])
+            sizes_by_range[number].add(line.bytes)
             for name in ("cosine", "relative_l2"):
                 column = columns.setdefault((name, number), _StepMeans(recorded))
-                column.add(_step_index(recorded, line["step"]), line["fidelity"][name])
+                column.add(_step_index(recorded, line.step), getattr(line.fidelity, name, None))
     for (name, number), column in sorted(columns.items()):
         if any(column.counts):
             ends = min(sizes_by_range[number]), max(sizes_by_range[number])
@@ -548,60 +547,54 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     ranks_by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in chosen}
     shown_ranks = run.ranks[:_TIMELINE_RANKS]
 
-    def longest(buckets: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        by_length = sorted(buckets, key=lambda one: one["ready_us"] - one["done_us"])
+    def longest(buckets: Sequence[BucketRecord]) -> Sequence[BucketRecord]:
+        by_length = sorted(buckets, key=lambda one: one.ready_us - one.done_us)
         shown = [id(one) for one in by_length[: max(1, _TIMELINE_ROWS // len(shown_ranks) - 1)]]
         return [one for one in buckets if id(one) in shown]
 
     for rank in shown_ranks:
-        buckets: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        buckets: dict[int, list[BucketRecord]] = defaultdict(list)
         for one in run.bucket_records(rank, chosen.__contains__):
-            buckets[one["step"]].append(one)
+            buckets[one.step].append(one)
         for line in run.step_records(rank, chosen.__contains__):
-            start = line["start_us"]
-            ranks_by_step[line["step"]].append(
+            start = line.start_us
+            ranks_by_step[line.step].append(
                 {
                     "rank": rank,
                     "start_us": run.clocks.on_rank0_clock(rank, start),
-                    "laps": line.get("laps", ()),
-                    "waits": [[begin - start, end - begin] for begin, end in line.get("waits", ())],
-                    "buckets": [_timeline_bucket(one, start) for one in longest(buckets[line["step"]])],
+                    "laps": line.laps,
+                    "waits": [[begin - start, end - begin] for begin, end in line.waits],
+                    "buckets": [_timeline_bucket(one, start) for one in longest(buckets[line.step])],
                 }
             )
     for step, ranks in ranks_by_step.items():
-        first = min((one["start_us"] for one in ranks), default=0.0)
-        for one in ranks:
-            one["start_us"] = round(one["start_us"] - first)
+        first = min((shown["start_us"] for shown in ranks), default=0.0)
+        for shown in ranks:
+            shown["start_us"] = round(shown["start_us"] - first)
         yield {"step": step, "why": chosen[step], "ranks": ranks}
 
 
-def _timeline_bucket(bucket: Mapping[str, Any], start_us: float) -> dict[str, Any]:
+def _timeline_bucket(bucket: BucketRecord, start_us: float) -> dict[str, Any]:
     """A bucket's times after `start_us`; of many gradients those that were complete last."""
-    params, all_ready_us = bucket["params"], bucket.get("all_ready_us")
-    times = zip(params, bucket.get("params_ready_us", ()), strict=False)
+    params, all_ready_us = bucket.params, bucket.all_ready_us
+    times = zip(params, bucket.params_ready_us or (), strict=False)
     gradients = sorted(
         ((name, at - start_us) for name, at in times if at is not None), key=lambda one: one[::-1]
     )
     return {
-        "kind": bucket["kind"],
-        "bucket": bucket["bucket"],
-        "hooks": bucket["hooks"],
+        "kind": bucket.kind,
+        "bucket": bucket.bucket,
+        "hooks": bucket.hooks,
         "params": params[:_NAMED_PARAMS] + ["…"] * (len(params) > _NAMED_PARAMS),
-        "ready_us": bucket["ready_us"] - start_us,
+        "ready_us": bucket.ready_us - start_us,
         "all_ready_us": None if all_ready_us is None else all_ready_us - start_us,
-        "done_us": bucket["done_us"] - start_us,
-        "wire_bytes": bucket["wire_bytes"],
+        "done_us": bucket.done_us - start_us,
+        "wire_bytes": bucket.wire_bytes,
         "gradients": gradients[-_MARKED_GRADIENTS:],
     }
 
 
-def straggler_episodes(digest: RunDigest, stage: StageDigest | None = None) -> list[dict[str, Any]]:
-    """Each episode in which a rank was late; with `stage`, those that began in it."""
-    summary = digest.run.summary
-    if summary is not None and "stragglers" in summary:
-        found: list[dict[str, Any]] = summary["stragglers"]
-    else:
-        found = [{**event, "rank": event["straggler"]} for event in digest.run.events_of_kind("straggler")]
-    if stage is None:
-        return found
-    return [one for one in found if stage.first_step <= one["first_step"] <= stage.last_step]
+def straggler_episodes(digest: RunDigest, stage: StageDigest) -> list[Straggler]:
+    """Each episode in which a rank was late that began in a stage."""
+    found = digest.run.stragglers
+    return [one for one in found if stage.first_step <= one.first_step <= stage.last_step]

@@ -5,15 +5,16 @@ These are means over ranks and steps, without a stage's first steps and outliers
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest
 from ddprun.telemetry.reader import between
+from ddprun.telemetry.records import BucketRecord, StepRecord
 
 StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
@@ -44,7 +45,7 @@ class _BucketSample(NamedTuple):
 class MeasuredStage:
     """The steps of a stage that count, of those that the digest read."""
 
-    step_records: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)  # by rank
+    step_records: dict[int, list[StepRecord]] = field(default_factory=dict)  # by rank
     buckets: dict[str, list[_BucketSample]] = field(default_factory=lambda: defaultdict(list))
 
     def parts(self, cycle: int) -> dict[StepPart, float]:
@@ -57,7 +58,7 @@ class MeasuredStage:
             for start in range(0, len(lines) - cycle + 1, cycle):
                 some = lines[start : start + cycle]
                 names = ("exposed_hook_us", "exposed_wait_us", "exposed_wire_us", "step_us")
-                hooks, late, wire, step_us = (fmean(line[name] for line in some) for name in names)
+                hooks, late, wire, step_us = (fmean(getattr(line, name) for line in some) for name in names)
                 rows.append((step_us - hooks - late - wire, hooks, late, wire, step_us))
         parts: tuple[StepPart, ...] = ("own", "hooks", "late", "wire", "step")
         counted = without_outliers(rows, lambda row: row[0])
@@ -94,10 +95,9 @@ class MeasuredStage:
         """
         shares: list[float] = []
         for line in (line for lines in self.step_records.values() for line in lines):
-            working_us = line["step_us"] - line["exposed_wait_us"] - line["exposed_wire_us"]
-            cpu_us = line.get("cpu_us")
-            if isinstance(cpu_us, int | float) and cpu_us > 0 < working_us:
-                shares.append(cpu_us / working_us)
+            working_us = line.step_us - line.exposed_wait_us - line.exposed_wire_us
+            if line.cpu_us > 0 < working_us:
+                shares.append(line.cpu_us / working_us)
         return median(shares or [1.0])
 
 
@@ -111,24 +111,24 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
     }
     found: dict[int, MeasuredStage] = defaultdict(MeasuredStage)
     for rank in digest.run.ranks:
-        lines = [line for line in digest.run.step_records(rank, wanted.__contains__) if line["step_us"] > 0]
-        lines.sort(key=lambda line: line["start_us"])
-        starts = [line["start_us"] for line in lines]
+        lines = [line for line in digest.run.step_records(rank, wanted.__contains__) if line.step_us > 0]
+        lines.sort(key=lambda line: line.start_us)
+        starts = [line.start_us for line in lines]
         counted = set[int]()
-        for stage, of_stage in groupby(lines, key=lambda line: line["stage"]):
-            own: list[Mapping[str, Any]] = list(of_stage)
+        for stage, of_stage in groupby(lines, key=lambda line: line.stage):
+            own: list[StepRecord] = list(of_stage)
             found[stage].step_records[rank] = own
-            counted |= {line["step"] for line in without_outliers(own, own_work_us)}
+            counted |= {line.step for line in without_outliers(own, own_work_us)}
         occurrences = Counter[tuple[int, str]]()
         for bucket in digest.run.bucket_records(rank, wanted.__contains__):
-            at = bisect_right(starts, bucket["ready_us"]) - 1
-            if at < 0 or bucket["ready_us"] > starts[at] + lines[at]["step_us"]:
+            at = bisect_right(starts, bucket.ready_us) - 1
+            if at < 0 or bucket.ready_us > starts[at] + lines[at].step_us:
                 continue  # it was ready in a step that is not read
-            name = f"{bucket['kind']} {bucket['bucket']}"
-            occurrences[bucket["step"], name] += 1
-            name = numbered_name(name, occurrences[bucket["step"], name])
-            if lines[at]["step"] in counted:
-                found[lines[at]["stage"]].buckets[name].append(_bucket_sample(rank, bucket, lines[at]))
+            name = f"{bucket.kind} {bucket.bucket}"
+            occurrences[bucket.step, name] += 1
+            name = numbered_name(name, occurrences[bucket.step, name])
+            if lines[at].step in counted:
+                found[lines[at].stage].buckets[name].append(_bucket_sample(rank, bucket, lines[at]))
     for measured in found.values():
         for name, seen in measured.buckets.items():
             if name.startswith("gradient"):
@@ -143,10 +143,10 @@ def numbered_name(name: str, occurrence: int) -> str:
     return name if occurrence == 1 else f"{name} ({occurrence})"
 
 
-def _bucket_sample(rank: int, bucket: Mapping[str, Any], step: Mapping[str, Any]) -> _BucketSample:
-    start, ready, all_ready = step["start_us"], bucket["ready_us"], bucket.get("all_ready_us")
+def _bucket_sample(rank: int, bucket: BucketRecord, step: StepRecord) -> _BucketSample:
+    start, ready, all_ready = step.start_us, bucket.ready_us, bucket.all_ready_us
     waited = None if all_ready is None else max(0.0, all_ready - ready)
-    return _BucketSample(rank, step["step"], ready - start, bucket["done_us"] - start, waited)
+    return _BucketSample(rank, step.step, ready - start, bucket.done_us - start, waited)
 
 
 def _waits_from_ready_times(seen: Sequence[_BucketSample]) -> list[_BucketSample]:

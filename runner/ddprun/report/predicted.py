@@ -166,15 +166,15 @@ class _StageComparer:
 
     def compare_with(self, prediction: Prediction) -> StageComparison:
         """Compare the stage with a prediction, if that is of the same stage."""
-        started = self.digest.run.first_event("started") or {}
+        started = self.digest.run.started
         one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
         if one is None or one.predicted is None:
             return StageComparison(self.stage.name, ["Nothing is predicted of this stage."])
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
-            "ranks": (prediction.ranks, started.get("world_size", self.digest.rank_count)),
-            "hosts": (prediction.hosts, len(set(started.get("hosts") or [""]))),
+            "ranks": (prediction.ranks, started.world_size or self.digest.rank_count),
+            "hosts": (prediction.hosts, len(set(started.hosts or [""]))),
             "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),
         }
@@ -193,7 +193,7 @@ class _StageComparer:
         predicted_us, measured_us = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
         text += f"{format_duration(1e-6 * measured_us)} ({_percent_change(predicted_us, measured_us)})."
-        if prediction.measured_run and prediction.measured_run.started == started.get("time"):
+        if prediction.measured_run and prediction.measured_run.started == started.time:
             text += " The prediction was fitted to this very run, so it had to come close."
         predicted = one.predicted.bucket_times
         names = dict.fromkeys((*predicted, *self.measured.buckets))
@@ -257,7 +257,7 @@ class _StageComparer:
         text = f"ranks waited {waited} for the last one, which was not always the same"
         if last is not None:
             episodes = straggler_episodes(self.digest, self.stage)
-            causes = [f", late in {one['cause']}" for one in episodes if one["rank"] == last]
+            causes = [f", late in {one.cause}" for one in episodes if one.rank == last]
             text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
         yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
         if (share := self.measured.cpu_share) < _STARVED_CPU_SHARE:

@@ -35,11 +35,11 @@ from ddprun.report.charts import (
     timeline_chart,
     with_marks,
 )
-from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Traffic, straggler_episodes
+from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Traffic
 from ddprun.report.measured import StepPart
 from ddprun.report.predicted import StageComparison
 from ddprun.telemetry.reader import event_name
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import PARTS, Buffers, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count
 
@@ -149,8 +149,7 @@ def _curves_over_steps(
 
 def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     """What to know of a run at first sight: names and values."""
-    run, summary = digest.run, digest.run.summary or {}
-    started = run.first_event("started") or {}
+    started, summary = digest.run.started, digest.run.summary
     lengths = [stage.step_percentiles_ms for stage in digest.stages]
     yield "samples per second", digest.samples_per_s
     yield "steps per second", digest.steps_per_s
@@ -160,11 +159,11 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
         yield f"step, {' / '.join(shown)}", f"{' / '.join(values)} ms"
     if digest.slow_step_count:
         yield "slow steps", f"{digest.slow_step_count:,} of {len(digest.recorded_steps):,}"
-    yield "wall time, s", summary.get("seconds")
-    hosts, ranks = len(set(started.get("hosts", ()))), started.get("world_size", digest.rank_count)
-    device = "GPU" if started.get("device") == "cuda" else started.get("device")
-    yield "ranks", f"{ranks:,} on {format_count(hosts, 'host')}, {device} over {started.get('backend')}"
-    yield "mean loss, last step", summary.get("loss")
+    yield "wall time, s", summary and summary.seconds
+    hosts, ranks = len(set(started.hosts)), started.world_size or digest.rank_count
+    device = "GPU" if started.device == "cuda" else started.device
+    yield "ranks", f"{ranks:,} on {format_count(hosts, 'host')}, {device} over {started.backend}"
+    yield "mean loss, last step", summary and summary.loss
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]
 
@@ -181,29 +180,30 @@ def _run_section(runs: NamedDigests) -> Iterator[Block]:
 
 
 def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
-    run, summary = digest.run, digest.run.summary or {}
-    started = run.first_event("started") or {}
-    yield "pipeline", started.get("pipeline")
-    yield "status", summary.get("status", "still running, or killed")
-    names = {"cores": "cores of the first host", "device_name": "GPU or processor of rank 0"}
-    yield from ((name, started[key]) for key, name in names.items() if started.get(key) is not None)
+    run, started = digest.run, digest.run.started
+    summary = run.summary or Summary(status="still running, or killed", steps=run.last_step)
+    yield "pipeline", started.pipeline
+    yield "status", summary.status
+    if started.cores is not None:
+        yield "cores of the first host", started.cores
+    if started.device_name is not None:
+        yield "GPU or processor of rank 0", started.device_name
     yield from _configuration(digest)
     if digest.stages:
         shown_stages = [stage.description for stage in digest.stages[:_MAX_STAGES_IN_CELL]]
         more = ["…"] * (len(digest.stages) > _MAX_STAGES_IN_CELL)
         yield "stages that take steps", "; ".join([*shown_stages, *more])
-    yield "steps", summary.get("steps", run.last_step)
-    yield "samples, all ranks", summary.get("samples")
-    best = summary.get("best")
-    if isinstance(best, Mapping):
+    yield "steps", summary.steps
+    yield "samples, all ranks", summary.samples
+    if (best := summary.best) is not None:
         step, file = format_value(best.get("step")), best.get("file")
         yield f"best {best.get('metric')}", f"{format_value(best.get('value'))} after step {step}, in {file}"
     if digest.recorded_steps:
         yield "exposed communication", f"{digest.times.exposed_share:.0%} of step time"
-    if "wire_bytes" in summary:
-        yield "sent by all ranks", format_bytes(summary["wire_bytes"])
-    yield from (summary.get("versions") or {}).items()
-    yield "started", _format_event_time(started.get("time"))
+    if summary.wire_bytes is not None:
+        yield "sent by all ranks", format_bytes(summary.wire_bytes)
+    yield from (summary.versions or {}).items()
+    yield "started", _format_event_time(started.time)
 
 
 def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
@@ -303,7 +303,7 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     """
     curves = digest.param_group_curves[key]
     several = len(curves) > 1
-    patterns = (digest.run.first_event("started") or {}).get("groups")
+    patterns = digest.run.started.groups
     names = [f": {name}" for name in (*patterns, "the rest")] if patterns else []
     found = {f"group {n}{''.join(names[n : n + 1])}" * several: curve for n, curve in enumerate(curves)}
     if key != "lr" and digest.grad_norm.steps:
@@ -515,7 +515,7 @@ def _format_rate(traffic: Traffic) -> str | None:
 
 def _machine_section(digest: RunDigest) -> Iterator[Block]:
     """Memory of ranks, and the load of their hosts, over steps."""
-    hosts = (digest.run.first_event("started") or {}).get("hosts") or []
+    hosts = digest.run.started.hosts
     units = {"rss_bytes": 1e6, "device_bytes": 1e6, "load": 1.0}
     for key, label, unit in _MACHINE_CHARTS:
         lines: dict[str, StyledCurve] = {}
@@ -553,7 +553,7 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
         late = [one.late_us / 1000, f"{one.late_us / one.step_us:.0%}"]
         return [one.rank, *late, one.cause, one.bucket, params, one.steps, one.first_step, one.last_step]
 
-    episodes = straggler_episodes(digest)
+    episodes = digest.run.stragglers
     totals = straggler_totals(episodes)
     if not episodes:
         yield Text("No straggler.")
@@ -565,26 +565,26 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:
-    start_events = {event["stage"]: event for event in digest.run.events_of_kind("stage_started")}
+    start_events = {one.stage: one for one in digest.run.events_of(StageStarted)}
     digests = {stage.index: stage for stage in digest.stages}
-    of_summary = dict(enumerate((digest.run.summary or {}).get("stages", ())))
+    of_summary = dict(enumerate((digest.run.summary and digest.run.summary.stages) or ()))
     rows = []
     for index in sorted({*digests, *of_summary}):
-        event, found, stage = start_events.get(index, {}), digests.get(index), of_summary.get(index, {})
-        sync = event.get("sync")
-        sync = sync if sync is None else flow_yaml(sync)
-        about = [stage.get("kind", event.get("kind")), stage.get("steps"), stage.get("seconds")]
+        started, found, stage = start_events.get(index), digests.get(index), of_summary.get(index, {})
+        kind = stage.get("kind", started and started.kind)
+        about = [kind, stage.get("steps"), stage.get("seconds")]
         lengths = found.step_percentiles_ms if found else {}
         about += [found and found.step_ms, *map(lengths.get, PERCENTILES)]
         exposed = f"{found.times.exposed_share:.0%}" if found else None
-        rows.append([index, *about, exposed, sync, ", ".join(event.get("hooks", ())) or None])
+        sync = flow_yaml(started.sync) if started and started.sync is not None else None
+        rows.append([index, *about, exposed, sync, (started and ", ".join(started.hooks)) or None])
     heads = ["stage", "kind", "steps", "seconds", "ms per step", *PERCENTILES, "exposed", "sync", "hooks"]
     yield _table(heads, rows, "", "The run has no stages yet.")
 
 
 def _buffers_section(digest: RunDigest) -> Iterator[Block]:
-    verdict = (digest.run.first_event("buffers") or {}).get("verdict")
-    text = str(verdict or "the pipeline file says when buffers are sent")
+    verdict = next((one.verdict for one in digest.run.events_of(Buffers)), None)
+    text = verdict or "the pipeline file says when buffers are sent"
     yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
 
@@ -595,7 +595,7 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
         if event["event"] == "resumed"
         or (event["event"] != "straggler" and event.get("level") in ("warning", "error"))
     ]
-    starts = len(digest.run.events_of_kind("started"))
+    starts = len(digest.run.events_of(Started))
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
     if not found:
         yield Text("Nothing went wrong.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, Traffic, straggler_episodes
+from ddprun.telemetry.records import ClockOffsets, Started
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
@@ -163,20 +164,18 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
     the same ranks in the whole run.
     """
-    started, ranks = digest.run.events_of_kind("started"), digest.rank_count
+    started, ranks = digest.run.events_of(Started), digest.rank_count
     through = [one for one in stage.traffic if one.kind in ("gradient", "delta") and one.hooks]
-    if len(through) != 1 or ranks < 2 or {one.get("world_size") for one in started} != {ranks}:
+    if len(through) != 1 or ranks < 2 or {one.world_size for one in started} != {ranks}:
         return None
     (one,) = through
     plain_bytes, hook_us = 2 * (ranks - 1) / ranks * one.bytes, one.encode_us + one.decode_us
     if not (one.among_all_ranks and 0 < one.wire_bytes < plain_bytes and hook_us > 0 and one.wire_us):
         return None
     per_step = max(1, stage.sampled_step_count) * ranks
-    clocks = digest.run.events_of_kind("clock_offsets")
-    latency_us = _LATENCIES * max(
-        (us for event in clocks for us in event.get("error_us", ())), default=math.inf
-    )
-    several_hosts = len(set(started[0].get("hosts") or ())) > 1
+    clocks = digest.run.events_of(ClockOffsets)
+    latency_us = _LATENCIES * max((us for one in clocks for us in one.error_us), default=math.inf)
+    several_hosts = len(set(started[0].hosts)) > 1
     bounds = [
         _link_bounds(sent, latency_us if several_hosts else math.inf)
         for each in digest.stages
@@ -270,10 +269,10 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
 
 def _lossless_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """What to do about time on the wire without losing anything of what is sent."""
-    started = digest.run.first_event("started") or {}
-    hosts, gradients = started.get("hosts") or [], [one for one in stage.buckets if one.kind == "gradient"]
+    started = digest.run.started
+    hosts, gradients = started.hosts, [one for one in stage.buckets if one.kind == "gradient"]
     if not {"shared_memory", "hierarchical"} & set(stage.hooks):
-        if len(set(hosts)) == 1 and started.get("device") == "cpu" and digest.rank_count > 1:
+        if len(set(hosts)) == 1 and started.device == "cpu" and digest.rank_count > 1:
             yield "`shared_memory` as the last hook, since all ranks are on one host"
         elif 1 < len(set(hosts)) < len(hosts):
             yield "the hook `hierarchical`, since hosts have several ranks"

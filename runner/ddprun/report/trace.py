@@ -13,6 +13,7 @@ from typing import Any
 
 from ddprun.run_files import replace_atomically
 from ddprun.telemetry.reader import Run, between, event_name
+from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import dumps
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
@@ -72,7 +73,7 @@ def _choose_steps(run: Run) -> range | set[int]:
     last = run.last_step
     if not run.ranks or not last:
         return range(0)
-    first = [line["step"] for line in islice(run.step_records(run.ranks[0]), 3)]
+    first = [line.step for line in islice(run.step_records(run.ranks[0]), 3)]
     every = max(1, first[-1] - first[-2]) if len(first) > 1 else 1
     sample = range(max(1, last - 3 * every + 1), last + 1)
     count = sum(1 for _ in _rank_events(run, run.ranks[0], sample))
@@ -100,7 +101,7 @@ def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Even
 
 
 def _process_and_track_names(run: Run) -> Iterator[Event]:
-    hosts = (run.first_event("started") or {}).get("hosts") or []
+    hosts = run.started.hosts
     yield _meta(_RUN_PROCESS, None, "process_name", name="run")
     yield _meta(_RUN_PROCESS, None, "process_sort_index", sort_index=0)
     yield _meta(_RUN_PROCESS, _EVENT_TRACK, "thread_name", name="events")
@@ -140,37 +141,37 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         return {"ph": "X", "name": name, **at, "args": args}
 
     for line in run.step_records(rank, chosen.__contains__):
-        start = line["start_us"]
-        facts = {name: line[name] for name in ("stage", "samples", "loss", "mean_loss")}
-        yield slice_(_STEPS_TRACK, f"step {line['step']}", start, start + line["step_us"], **facts)
-        for part, us in line.get("laps", ()):
-            yield slice_(_TRAINING_THREAD_TRACK, part, start, start + us, step=line["step"])
+        start = line.start_us
+        facts = {name: getattr(line, name) for name in ("stage", "samples", "loss", "mean_loss")}
+        yield slice_(_STEPS_TRACK, f"step {line.step}", start, start + line.step_us, **facts)
+        for part, us in line.laps:
+            yield slice_(_TRAINING_THREAD_TRACK, part, start, start + us, step=line.step)
             start += us
-        for begin, end in line.get("waits", ()):
-            yield slice_(_WAITING_TRACK, "wait", begin, end, step=line["step"])
+        for begin, end in line.waits:
+            yield slice_(_WAITING_TRACK, "wait", begin, end, step=line.step)
     named: set[int] = set()
-    for line in run.bucket_records(rank, chosen.__contains__):
-        track = _FIRST_BUCKET_TRACK + _TRACKS_PER_KIND * _BUCKET_KINDS.index(line["kind"]) + line["bucket"]
-        name = f"{line['kind']} {line['bucket']}"
+    for bucket in run.bucket_records(rank, chosen.__contains__):
+        track = _FIRST_BUCKET_TRACK + _TRACKS_PER_KIND * _BUCKET_KINDS.index(bucket.kind) + bucket.bucket
+        name = f"{bucket.kind} {bucket.bucket}"
         if track not in named:
             named.add(track)
             yield from _named_track(rank, track, name)
-        params = line["params"]
+        params = bucket.params
         facts = {
             "params": ", ".join(params[:8]) + (f" and {len(params) - 8} more" if len(params) > 8 else "")
         }
         known = ("hooks", "bytes", "wire_bytes", "completed_by", "encode_us", "decode_us")
-        facts |= {key: line[key] for key in known if key in line}
-        yield slice_(track, f"{name} of step {line['step']}", line["ready_us"], line["done_us"], **facts)
-        for param, at in zip(params, line.get("params_ready_us", ()), strict=False):
+        facts |= {key: value for key in known if (value := getattr(bucket, key)) is not None}
+        yield slice_(track, f"{name} of step {bucket.step}", bucket.ready_us, bucket.done_us, **facts)
+        for param, at in zip(params, bucket.params_ready_us or (), strict=False):
             if at is not None:
                 about = {**_track_ids(rank + 1, track), "ts": time(at)}
                 yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
-        all_ready = line.get("all_ready_us") or 0
-        for leg in line["legs"]:
-            start, end = leg["start_us"], leg["done_us"]
-            facts = {key: leg[key] for key in ("group", "dtype", "bytes", "wire_bytes")}
-            yield slice_(track, leg["op"], start, end, **facts)
+        all_ready = bucket.all_ready_us or 0
+        for leg in bucket.legs:
+            start, end = leg.start_us, leg.done_us
+            facts = {key: getattr(leg, key) for key in ("group", "dtype", "bytes", "wire_bytes")}
+            yield slice_(track, leg.op, start, end, **facts)
             if all_ready > start:
                 yield slice_(track, "until the last rank is ready", start, min(all_ready, end))
 
@@ -179,35 +180,33 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
     """What torch's profiler recorded, in tracks of their own below the rank's others."""
     tracks: dict[str, int] = {}
     for line in run.profiler_records(rank):
-        if not any(step in chosen for step in range(line["first_step"], line["step"] + 1)):
+        if not any(step in chosen for step in range(line.first_step, line.step + 1)):
             continue
-        name = line["track"]
+        name = line.track
         if name not in tracks:
             tracks[name] = _FIRST_PROFILER_TRACK + len(tracks)
             yield from _named_track(rank, tracks[name], f"torch: {name}")
-        event = {key: line[key] for key in ("ph", "name", "cat", "args")}
-        start = run.clocks.on_rank0_clock(rank, line["start_us"])
+        event: Event = {key: getattr(line, key) for key in ("ph", "name", "cat", "args")}
+        start = run.clocks.on_rank0_clock(rank, line.start_us)
         event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}
-        if "us" in line:
-            yield event | {"dur": round(line["us"], 3)}
+        if line.us is not None:
+            yield event | {"dur": round(line.us, 3)}
         else:
             # Perfetto takes whole numbers only, each once in a trace.
-            yield event | {"id": rank * _FLOW_IDS_PER_RANK + line["id"], "bp": "e"}
+            yield event | {"id": rank * _FLOW_IDS_PER_RANK + (line.id or 0), "bp": "e"}
 
 
 def _run_events(run: Run) -> Iterator[Event]:
+    for written in run.events_of(CheckpointWritten):
+        # Not a slice of a track: when it is reported, the next one may have begun.
+        one = {"cat": "checkpoint", "id": written.step, **_track_ids(_RUN_PROCESS, _CHECKPOINT_TRACK)}
+        name, at = f"checkpoint of step {written.step}", written.monotonic_us
+        yield {"ph": "b", "name": name, "ts": round(at - written.seconds * 1e6), **one}
+        yield {"ph": "e", "name": name, "ts": at, **one}
     for event in run.events:
-        kind, at = event["event"], event.get("monotonic_us")
-        if at is None:
-            continue
-        if kind == "checkpoint_written":
-            # Not a slice of a track: when it is reported, the next one may have begun.
-            one = {"cat": "checkpoint", "id": event["step"], **_track_ids(_RUN_PROCESS, _CHECKPOINT_TRACK)}
-            name = f"checkpoint of step {event['step']}"
-            yield {"ph": "b", "name": name, "ts": round(at - event["seconds"] * 1e6), **one}
-            yield {"ph": "e", "name": name, "ts": at, **one}
-        elif kind in _SHOWN_EVENTS:
+        kind = event["event"]
+        if kind in _SHOWN_EVENTS and "monotonic_us" in event:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
-            about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": at, "args": args}
+            about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": event["monotonic_us"], "args": args}
             yield {"ph": "i", "s": "t", "name": event_name(kind), **about}

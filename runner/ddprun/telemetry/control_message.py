@@ -16,7 +16,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ddprun.telemetry.steps import OWN_PARTS, FloatArray, IntArray, ResolvedSteps
+from ddprun.telemetry.records import OWN_PARTS
+from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import PayloadKind
 

@@ -9,11 +9,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ddprun.telemetry.steps import VERSION
+from ddprun.telemetry.records import VERSION, ProfilerRecord
 from ddprun.telemetry.writer import PROFILE_FOLDER, Writer, dumps, record_file
 
 _KINETO_LOG_LEVEL = "6"  # otherwise Kineto says on every rank's screen that it starts and stops
@@ -64,7 +63,7 @@ class Profiler:
         self._first_profiled_step = step
         self._clock_offset_us = (time.time_ns() - time.monotonic_ns()) / 1000
 
-    def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[dict[str, Any]]:
+    def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[ProfilerRecord]:
         """A record for each of the profiler's events."""
         with tempfile.TemporaryDirectory(prefix="ddprun-") as scratch:
             path = Path(scratch) / "trace.json"
@@ -81,16 +80,17 @@ class Profiler:
             at = event.get("pid"), event.get("tid")
             if event["ph"] not in _SLICES + _FLOWS or at not in tracks or event.get("cat") == "Trace":
                 continue
-            yield {
-                "v": VERSION,
-                "rank": self._rank,
-                "step": step,
-                "first_step": self._first_profiled_step,
-                "track": tracks[at],
-                "ph": event["ph"],
-                "name": event["name"],
-                "cat": event["cat"],
-                "start_us": round(event["ts"] + base_us, 3),
-                **({"us": event["dur"]} if event["ph"] in _SLICES else {"id": event["id"]}),
-                "args": event.get("args", {}),
-            }
+            yield ProfilerRecord(
+                v=VERSION,
+                rank=self._rank,
+                step=step,
+                first_step=self._first_profiled_step,
+                track=tracks[at],
+                ph=event["ph"],
+                name=event["name"],
+                cat=event["cat"],
+                start_us=round(event["ts"] + base_us, 3),
+                us=event["dur"] if event["ph"] in _SLICES else None,
+                id=event["id"] if event["ph"] in _FLOWS else None,
+                args=event.get("args", {}),
+            )

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ddprun.standard_streams import is_terminal
 from ddprun.telemetry.recorder import AgreedSteps
+from ddprun.telemetry.records import Straggler, Summary
 from ddprun.telemetry.stragglers import straggler_totals
 from ddprun.units import format_bytes
 
@@ -41,7 +42,7 @@ class Screen:
     def end(self) -> None:
         """The stage is over."""
 
-    def show_summary(self, summary: Mapping[str, Any]) -> None:
+    def show_summary(self, summary: Summary) -> None:
         """Show the closing table."""
 
 
@@ -80,7 +81,7 @@ class PlainScreen(Screen):
         of_run = f" ({self._steps_before_stage + done} of the run)" if self._steps_before_stage else ""
         return f"{of_run}, {progress_text(agreed, self._steps_before_stage + done, own_loss, steps_per_s)}"
 
-    def show_summary(self, summary: Mapping[str, Any]) -> None:
+    def show_summary(self, summary: Summary) -> None:
         table = Table(show_header=False, box=self._box)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -148,28 +149,28 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
     return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """The closing table of a run."""
-    metrics: Mapping[str, float] = summary["metrics"]
-    step_s, exposed_s = summary["seconds_in_steps"] or 1.0, summary["exposed_communication_s"]
+    step_s, exposed_s = summary.seconds_in_steps or 1.0, summary.exposed_communication_s or 0.0
+    waits_s = summary.straggler_wait_s or []
     return [
-        ("status", str(summary["status"])),
-        ("ranks", f"{summary['world_size']} on {summary['device']} over {summary['backend']}"),
-        ("steps", f"{summary['steps']:,} ({summary['steps_per_s']:.1f} a second)"),
-        ("mean loss, last step", "-" if summary["loss"] is None else f"{summary['loss']:.4f}"),
-        *((f"held-out {name}", f"{value:.4f}") for name, value in metrics.items()),
-        *_best_rows(summary.get("best"), summary.get("stages", ())),
-        ("sent by all ranks", format_bytes(summary["wire_bytes"])),
-        ("communication", f"{summary['communication_s']:.2f} s on the wire or in hooks"),
+        ("status", summary.status),
+        ("ranks", f"{summary.world_size} on {summary.device} over {summary.backend}"),
+        ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
+        ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
+        *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),
+        *_best_rows(summary.best, summary.stages or ()),
+        ("sent by all ranks", format_bytes(summary.wire_bytes or 0)),
+        ("communication", f"{summary.communication_s:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
         (
             "  waiting for the last rank",
-            ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary["straggler_wait_s"][:8]))
-            + (", …" if len(summary["straggler_wait_s"]) > 8 else ""),
+            ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(waits_s[:8]))
+            + (", …" if len(waits_s) > 8 else ""),
         ),
-        ("stragglers", _stragglers(summary["stragglers"])),
-        *_audit_rows(summary["audit"]),
-        ("run folder", str(summary["run_dir"])),
+        ("stragglers", _stragglers(summary.stragglers or ())),
+        *_audit_rows(summary.audit),
+        ("run folder", str(summary.run_dir)),
     ]
 
 
@@ -185,7 +186,7 @@ def _best_rows(
             yield "stopped early", f"stages[{stage['index']}], after {stage['steps']:,} steps"
 
 
-def _stragglers(episodes: Sequence[Mapping[str, Any]]) -> str:
+def _stragglers(episodes: Sequence[Straggler]) -> str:
     if not episodes:
         return "none"
     worst, *rest = straggler_totals(episodes)

@@ -7,24 +7,34 @@ Nothing in the folder is believed. No link or pipe is followed, and a line that 
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
+import msgspec
 
 from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, open_file, parse_json, read_json_object
-from ddprun.telemetry.steps import PARTS
+from ddprun.telemetry.records import (
+    BucketRecord,
+    ClockOffsets,
+    Event,
+    ProfilerRecord,
+    Started,
+    StepRecord,
+    Straggler,
+    Summary,
+)
 from ddprun.telemetry.writer import EVENTS_FILE, PROFILE_FOLDER, ranks_with_records, record_file
 
 _STEP_NUMBER = re.compile(rb'"step": ?(\d{1,18})\b')
 _T = TypeVar("_T")
+_EventT = TypeVar("_EventT", bound=Event)
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PIPELINE_BYTES = 64 << 10
 _MAX_RANKS = 1_000
-_MAX_PROFILED_STEPS = 100_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
     "checkpoint_skipped": "damaged checkpoint not used",
@@ -33,207 +43,10 @@ _EVENT_NAMES = {
     "reconciled": "ranks made equal",
     "stage_started": "stage",
 }
-
-
-# What readers rely on in each kind of record. Other fields may be there.
-
-_Number = Annotated[float, Field(strict=True, gt=-(2**63), lt=2**63)]
-_PositiveNumber = Annotated[float, Field(strict=True, gt=0, lt=2**63)]
-_Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-_StepNumber = Annotated[int, Field(strict=True, gt=0, lt=2**63)]
-_OPTIONAL: Any = Field(default=None)  # may be left out, but must not be null
-
-
-class _Machine(BaseModel):
-    rss_bytes: _Number
-    load: _Number
-    device_bytes: _Number | None
-
-
-class _Step(BaseModel):
-    step: _StepNumber
-    stage: _Count
-    samples: _Number
-    loss: _Number | None
-    mean_loss: _Number | None
-    start_us: _Number
-    step_us: _Number
-    lr: list[_Number | None] | None = None
-    grad_norm: _Number | None = None
-    group_grad_norms: list[_Number | None] | None = None
-    laps: list[tuple[str, _Number]] = _OPTIONAL
-    waits: list[tuple[_Number, _Number]] = _OPTIONAL
-    machine: _Machine = _OPTIONAL
-
-
-class _Leg(BaseModel):
-    op: str
-    group: str
-    dtype: str
-    bytes: _Number
-    wire_bytes: _Number
-    start_us: _Number
-    done_us: _Number
-
-
-class _Fidelity(BaseModel):
-    cosine: _Number | None
-    relative_l2: _Number | None
-
-
-class _Bucket(BaseModel):
-    step: _StepNumber
-    stage: _Count
-    kind: Literal["gradient", "delta", "parameters", "buffers", "optimizer"]
-    bucket: _Count
-    params: list[str]
-    hooks: list[str]
-    legs: list[_Leg]
-    bytes: _Number
-    wire_bytes: _Number
-    between_hosts_bytes: _Number
-    ready_us: _Number
-    done_us: _Number
-    encode_us: _Number
-    decode_us: _Number
-    all_ready_us: _Number | None = None
-    params_ready_us: list[_Number | None] = _OPTIONAL
-    completed_by: str | None = None
-    numel: _Count = _OPTIONAL
-    fidelity: _Fidelity = _OPTIONAL
-
-
-class _ProfilerRecord(BaseModel):
-    step: _StepNumber
-    first_step: _StepNumber
-    track: str
-    ph: str
-    name: str
-    cat: str
-    args: dict[str, Any]
-    start_us: _Number
-    us: _Number = _OPTIONAL
-    id: _Count = _OPTIONAL
-
-    @model_validator(mode="after")
-    def _check_profiler_record(self) -> Self:
-        has_length_or_id = bool({"us", "id"} & self.model_fields_set)
-        if not has_length_or_id or not 0 <= self.step - self.first_step < _MAX_PROFILED_STEPS:
-            raise ValueError
-        return self
-
-
-class _Episode(BaseModel):
-    cause: str
-    bucket: _Count | None
-    params: list[str]
-    late_us: _Number
-    step_us: _PositiveNumber
-    first_step: _Count
-    last_step: _Count
-
-    @model_validator(mode="after")
-    def _check_step_order(self) -> Self:
-        if self.first_step > self.last_step:
-            raise ValueError
-        return self
-
-
-class _Event(BaseModel):
-    event: str
-    monotonic_us: _Number = _OPTIONAL
-
-
-class _ClockOffsets(_Event):
-    monotonic_us: _Number
-    offset_us: list[_Number]
-    error_us: list[_Number] = _OPTIONAL
-
-
-class _Started(_Event):
-    hosts: list[str] = _OPTIONAL
-    world_size: _Count = _OPTIONAL
-    groups: list[str] = _OPTIONAL
-    time: str = _OPTIONAL
-
-
-class _StageStarted(_Event):
-    stage: _Count
-    kind: str = _OPTIONAL
-    hooks: list[str] = _OPTIONAL
-
-
-class _Evaluated(_Event):
-    stage: _Count
-    step: _Count
-
-
-class _Straggler(_Event, _Episode):
-    straggler: _Count
-
-
-class _CheckpointWritten(_Event):
-    step: _Count
-    seconds: _Number
-
-
-class _SummaryEpisode(_Episode):
-    rank: _Count
-
-
-class _Summary(BaseModel):
-    stragglers: list[_SummaryEpisode] = _OPTIONAL
-    metrics: dict[str, Any] | None = None
-    versions: dict[str, Any] | None = None
-    stages: list[dict[str, Any]] = _OPTIONAL
-    steps: _Count = _OPTIONAL
-    samples: _Count = _OPTIONAL
-    wire_bytes: _Count = _OPTIONAL
-    steps_per_s: _Number = _OPTIONAL
-    seconds: _Number = _OPTIONAL
-    exposed_communication_s: _Number = _OPTIONAL
-    seconds_in_steps: _Number = _OPTIONAL
-
-
 _NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "samples")
-_Check = Callable[[Any], bool]
-
-
-def _check(model: type[BaseModel]) -> _Check:
-    return model.__pydantic_validator__.isinstance_python
-
-
-_parts: dict[str, Any] = dict.fromkeys(PARTS, (_Number, ...))
-_is_step = _check(create_model("_StepWithParts", __base__=_Step, **_parts))
-_is_bucket = _check(_Bucket)
-_is_profiler_record = _check(_ProfilerRecord)
-_is_any_event = _check(_Event)
-_IS_EVENT = {
-    "clock_offsets": _check(_ClockOffsets),
-    "started": _check(_Started),
-    "stage_started": _check(_StageStarted),
-    "evaluated": _check(_Evaluated),
-    "straggler": _check(_Straggler),
-    "checkpoint_written": _check(_CheckpointWritten),
-}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _is_event(value: Any) -> bool:
-    return _is_any_event(value) and _IS_EVENT.get(value["event"], _is_any_event)(value)
-
-
-def _without_invalid_fields(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary without those fields whose values are invalid."""
-    try:
-        _Summary.model_validate(summary)
-        wrong = set()
-    except ValidationError as error:
-        wrong = {fault["loc"][0] for fault in error.errors()}
-    return {name: value for name, value in summary.items() if name not in wrong}
+_step_decoder = msgspec.json.Decoder(StepRecord)
+_bucket_decoder = msgspec.json.Decoder(BucketRecord)
+_profiler_decoder = msgspec.json.Decoder(ProfilerRecord)
 
 
 def event_name(event: str) -> str:
@@ -270,25 +83,41 @@ class Run:
     @cached_property
     def events(self) -> list[dict[str, Any]]:
         """All events, in order of time."""
-        return list(self._lines(EVENTS_FILE, _is_event))
 
-    def first_event(self, event: str) -> dict[str, Any] | None:
-        """The first event of a kind."""
-        return next(iter(self.events_of_kind(event)), None)
+        def parse(line: bytes) -> dict[str, Any]:
+            found = parse_json(line)
+            if not isinstance(found.get("event"), str) or not _is_number(found.get("monotonic_us", 0)):
+                raise ValueError("no event")
+            return dict(found)
 
-    def events_of_kind(self, event: str) -> list[dict[str, Any]]:
+        return list(self._read(EVENTS_FILE, parse))
+
+    def events_of(self, kind: type[_EventT]) -> list[_EventT]:
         """All events of a kind."""
-        return [one for one in self.events if one["event"] == event]
+        name = kind.__struct_config__.tag
+        return _converted((event for event in self.events if event["event"] == name), kind)
 
     @cached_property
-    def summary(self) -> dict[str, Any] | None:
+    def started(self) -> Started:
+        """How the run started the first time."""
+        return next(iter(self.events_of(Started)), Started())
+
+    @cached_property
+    def summary(self) -> Summary | None:
         """`summary.json`; None if the run has not ended, or was killed."""
         try:
-            return _without_invalid_fields(
-                read_json_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES, finite=False)
-            )
+            found = read_json_object(self.folder, "summary.json", _MAX_SUMMARY_BYTES)
+            return msgspec.convert(found, Summary)
         except (OSError, ValueError):
             return None
+
+    @cached_property
+    def stragglers(self) -> Sequence[Straggler]:
+        """Each episode in which a rank was late."""
+        if self.summary is not None and self.summary.stragglers is not None:
+            return self.summary.stragglers
+        found = (event for event in self.events if event["event"] == "straggler")
+        return _converted(({**event, "rank": event.get("straggler")} for event in found), Straggler)
 
     @cached_property
     def pipeline_text(self) -> str:
@@ -303,9 +132,10 @@ class Run:
     def evaluations(self) -> dict[int, dict[str, float]]:
         """The metrics of each evaluation, by the number of steps before it; a resumed run repeats some."""
         found = {}
-        for event in self.events_of_kind("evaluated"):
-            metrics = {name: value for name, value in event.items() if name not in _NON_METRIC_FIELDS}
-            found[event["step"]] = {name: value for name, value in metrics.items() if _is_number(value)}
+        for event in self.events:
+            if event["event"] == "evaluated" and isinstance(step := event.get("step"), int):
+                metrics = {name: value for name, value in event.items() if name not in _NON_METRIC_FIELDS}
+                found[step] = {name: value for name, value in metrics.items() if _is_number(value)}
         return dict(sorted(found.items()))
 
     @cached_property
@@ -334,29 +164,27 @@ class Run:
             found.update(self._read(record_file("steps", rank), _step_of))
         return array("q", sorted(found))
 
-    def step_records(
-        self, rank: int, wanted: Callable[[int], bool] | None = None
-    ) -> Iterator[dict[str, Any]]:
+    def step_records(self, rank: int, wanted: Callable[[int], bool] | None = None) -> Iterator[StepRecord]:
         """A rank's step records; only those of `wanted` steps, if given."""
-        return self._lines(record_file("steps", rank), _is_step, wanted)
+        return self._records(record_file("steps", rank), _step_decoder, wanted)
 
     def bucket_records(
         self, rank: int, wanted: Callable[[int], bool] | None = None, *, holding: bytes = b""
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[BucketRecord]:
         """A rank's bucket records; only those of `wanted` steps, and only lines that contain `holding`."""
-        return self._lines(record_file("buckets", rank), _is_bucket, wanted, holding)
+        return self._records(record_file("buckets", rank), _bucket_decoder, wanted, holding)
 
-    def profiler_records(self, rank: int) -> Iterator[dict[str, Any]]:
+    def profiler_records(self, rank: int) -> Iterator[ProfilerRecord]:
         """What torch's profiler recorded on a rank; nothing if it did not run."""
-        return self._lines(record_file(PROFILE_FOLDER, rank), _is_profiler_record)
+        return self._records(record_file(PROFILE_FOLDER, rank), _profiler_decoder)
 
     @cached_property
     def profiled_steps(self) -> set[int]:
         """The steps that torch's profiler recorded."""
         intervals = {
-            (line["first_step"], line["step"])
+            (record.first_step, record.step)
             for rank in self.ranks[:1]
-            for line in self.profiler_records(rank)
+            for record in self.profiler_records(rank)
         }
         ends = {step for interval in intervals for step in interval}
         return ends.union(*(between(self.recorded_steps, first, last + 1) for first, last in intervals))
@@ -364,19 +192,20 @@ class Run:
     @cached_property
     def clocks(self) -> "Clocks":
         """How to compare times of different ranks."""
-        found = self.events_of_kind("clock_offsets")
-        return Clocks([one["monotonic_us"] for one in found], [one["offset_us"] for one in found])
+        found = self.events_of(ClockOffsets)
+        return Clocks([one.monotonic_us for one in found], [one.offset_us for one in found])
 
-    def _lines(
-        self, name: str, is_record: _Check, wanted: Callable[[int], bool] | None = None, holding: bytes = b""
-    ) -> Iterator[dict[str, Any]]:
-        def parse(line: bytes) -> Any:
+    def _records(
+        self,
+        name: str,
+        decoder: "msgspec.json.Decoder[_T]",
+        wanted: Callable[[int], bool] | None = None,
+        holding: bytes = b"",
+    ) -> Iterator[_T]:
+        def parse(line: bytes) -> _T | None:
             if holding not in line or not (wanted is None or wanted(_step_of(line))):
                 return None
-            found = parse_json(line, finite=False)
-            if not is_record(found):
-                raise ValueError("no record")
-            return found
+            return decoder.decode(line)
 
         return self._read(name, parse)
 
@@ -392,7 +221,7 @@ class Run:
                         if not line.startswith(b"{") or b"\0" in line:
                             raise ValueError("no record")
                         found = parse(line)
-                    except ValueError:
+                    except (ValueError, RecursionError, AttributeError):
                         junk.spend(len(line))
                         continue
                     if found is not None:
@@ -401,6 +230,19 @@ class Run:
             return
         except OSError as error:
             raise self._cannot_be_read(error) from None
+
+
+def _converted(events: Iterable[dict[str, Any]], kind: type[_T]) -> list[_T]:
+    """As the kind of record that they should be; without those that are not."""
+    found = []
+    for event in events:
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(event, kind))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _step_of(line: bytes) -> int:

@@ -44,8 +44,8 @@ from ddprun.telemetry.control_message import (
     mean_loss_of_each,
     mean_losses,
 )
+from ddprun.telemetry.records import PARTS, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
-    PARTS,
     FloatArray,
     MarkBuffer,
     ResolvedSteps,
@@ -59,7 +59,7 @@ from ddprun.telemetry.steps import (
     split_exposed_time,
     step_records,
 )
-from ddprun.telemetry.stragglers import Straggler, StragglerDetector
+from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer, dumps, record_file
 from ddprun_hooks.comm.control import ControlChannel, PendingMessage
 from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
@@ -194,7 +194,7 @@ class StepRecorder:
         self.deferred = DeferredWork()  # methods here finish it when they need its results
         self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
         self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
-        self.on_step_record: Callable[[dict[str, Any], Sequence[BucketTrace[int]]], None] | None = None
+        self.on_step_record: Callable[[StepRecord, Sequence[BucketTrace[int]]], None] | None = None
         """Is called with every step's record, and with the traces of what was waited for in it."""
 
         self.control_delay_steps = 1
@@ -510,7 +510,7 @@ class StepRecorder:
                 if self.on_step_record is not None:
                     self.on_step_record(one.record, one.traces)
                 made += 1
-                if one.record["step"] % self._every == 0:
+                if one.record.step % self._every == 0:
                     steps.append(dumps(one.record))
                     buckets += map(dumps, one.buckets())
                     made += len(one.traces)
@@ -530,10 +530,8 @@ class StepRecorder:
         self.totals.wire_bytes += sum(trace.wire_bytes for trace in traces)
 
 
-def _memory_and_load(clock: Clock) -> dict[str, Any]:
+def _memory_and_load(clock: Clock) -> MachineRecord:
     """Memory of this process, and the host's load average over a minute. It takes some 70 µs."""
-    return {
-        "rss_bytes": psutil.Process().memory_info().rss,
-        "device_bytes": clock.device_bytes(),
-        "load": round(os.getloadavg()[0], 2),
-    }
+    return MachineRecord(
+        psutil.Process().memory_info().rss, clock.device_bytes(), round(os.getloadavg()[0], 2)
+    )

@@ -22,25 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
+from ddprun.telemetry.records import (
+    OWN_PARTS,
+    PARTS,
+    VERSION,
+    BucketRecord,
+    CollectiveRecord,
+    FidelityRecord,
+    MachineRecord,
+    StepRecord,
+)
 from ddprun_hooks.comm.trace import BucketTrace, read_findings
 
-PARTS = (
-    "data_us",
-    "forward_us",
-    "backward_us",
-    "exposed_hook_us",
-    "exposed_wait_us",
-    "exposed_wire_us",
-    "optimizer_us",
-    "sync_us",
-    "other_us",
-)
-"""The parts of a step: they add up to `step_us`."""
-
-OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
-"""What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
-
-VERSION = 1  # of all records
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
@@ -109,7 +102,7 @@ class StepMarks:
     lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
     group_grad_norms: list[Any] | None = None  # the same of each parameter group
-    machine: Mapping[str, Any] | None = None  # memory and load after it; None: not measured
+    machine: MachineRecord | None = None  # memory and load after it; None: not measured
 
 
 @dataclass(slots=True)
@@ -405,17 +398,17 @@ def _sums(indices: IntArray, values: IntArray, count: int) -> IntArray:
 # Records.
 
 
-class StepRecord(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step's record, and what those of its buckets are made of."""
 
-    record: dict[str, Any]
+    record: StepRecord
     traces: Sequence[BucketTrace[int]]
     all_ready_us: Sequence[int]  # when the last rank had each bucket ready, on our clock; 0: not known
     gradients_us: Mapping[str, int]  # when each parameter's was complete; empty where not measured
 
-    def buckets(self) -> Iterator[dict[str, Any]]:
+    def buckets(self) -> Iterator[BucketRecord]:
         """The records of the step's buckets."""
-        stage, step, rank = self.record["stage"], self.record["step"], self.record["rank"]
+        stage, step, rank = self.record.stage, self.record.step, self.record.rank
         for trace, ready in zip(self.traces, self.all_ready_us, strict=True):
             yield bucket_record(trace, ready or None, self.gradients_us, stage=stage, step=step, rank=rank)
 
@@ -427,7 +420,7 @@ def step_records(
     *,
     rank: int,
     every: int,
-) -> Iterator[StepRecord]:
+) -> Iterator[RecordedStep]:
     """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
     taken out.
 
@@ -450,37 +443,28 @@ def step_records(
             continue
         first, end = resolved.bounds[row], resolved.bounds[row + 1]
         laps = zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)
-        # In the order of `PARTS`; written out, since this is made for every step.
-        data, forward, backward, exposed_hook, exposed_wait, exposed_wire, optimizer, sync, other = parts[row]
-        record = {
-            "v": VERSION,
-            "rank": rank,
-            "stage": step.stage,
-            "step": step.number,
-            "samples": resolved.samples[row],
-            "loss": resolved.loss(row),
-            "mean_loss": mean_losses[row],
-            "lr": step.lr,
-            "grad_norm": step.grad_norm,
-            "group_grad_norms": step.group_grad_norms,
-            "start_us": times[first],
-            "data_us": data,
-            "forward_us": forward,
-            "backward_us": backward,
-            "exposed_hook_us": exposed_hook,
-            "exposed_wait_us": exposed_wait,
-            "exposed_wire_us": exposed_wire,
-            "optimizer_us": optimizer,
-            "sync_us": sync,
-            "other_us": other,
-            "step_us": resolved.step_us[row],
-            "cpu_us": step.cpu_us,
-            "laps": [lap for lap in laps if lap[1] > 0],
-            "waits": [wait for wait in waits[wait_bounds[row] : wait_bounds[row + 1]] if wait[1] > wait[0]],
-        }
-        if step.machine is not None:
-            record["machine"] = step.machine
-        yield StepRecord(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
+        record = StepRecord(
+            v=VERSION,
+            rank=rank,
+            stage=step.stage,
+            step=step.number,
+            samples=resolved.samples[row],
+            loss=resolved.loss(row),
+            mean_loss=mean_losses[row],
+            lr=step.lr,
+            grad_norm=step.grad_norm,
+            group_grad_norms=step.group_grad_norms,
+            start_us=times[first],
+            **dict(zip(PARTS, parts[row], strict=True)),
+            step_us=resolved.step_us[row],
+            cpu_us=step.cpu_us,
+            laps=[lap for lap in laps if lap[1] > 0],
+            waits=[
+                (start, end) for start, end in waits[wait_bounds[row] : wait_bounds[row + 1]] if end > start
+            ],
+            machine=step.machine,
+        )
+        yield RecordedStep(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
 
 
 def bucket_record(
@@ -491,60 +475,50 @@ def bucket_record(
     stage: int,
     step: int,
     rank: int,
-) -> dict[str, Any]:
-    """One line of `buckets/rank-….jsonl`, of a bucket that is complete; arguments are as in `StepRecord`."""
-    encode = decode = wire_bytes = between_hosts = 0
+) -> BucketRecord:
+    """The record of a bucket that is complete; arguments are as in `RecordedStep`."""
+    encode = decode = 0
     for span in trace.spans:
         if span.phase == "encode":
             encode += span.done - span.start
         else:
             decode += span.done - span.start
-    legs, ready = [], trace.ready
-    for leg in trace.collectives:
-        wire_bytes += leg.wire_bytes
-        between_hosts += leg.between_hosts_bytes
-        legs.append(
-            {
-                "op": leg.op,
-                "group": leg.group,
-                "dtype": leg.dtype,
-                "bytes": leg.bytes,
-                "wire_bytes": leg.wire_bytes,
-                "start_us": leg.start,
-                "done_us": leg.done,
-            }
-        )
-    record: dict[str, Any] = {
-        "v": VERSION,
-        "rank": rank,
-        "stage": stage,
-        "step": step,
-        "kind": trace.kind,
-        "bucket": trace.bucket,
-        "params": [param.name for param in trace.params],
-        "dtype": trace.dtype,
-        "numel": trace.numel,
-        "bytes": trace.bytes,
-        "wire_bytes": wire_bytes,
-        "between_hosts_bytes": between_hosts,
-        "hooks": trace.hooks,
-        "ready_us": ready,
-        "all_ready_us": all_ready_us,
-        # A bucket without a collective is launched when it is ready.
-        "launch_us": legs[0]["start_us"] if legs else ready,
-        "done_us": trace.done,
-        "encode_us": encode,
-        "decode_us": decode,
-        "legs": legs,
-    }
+    params_ready_us = completed_by = None
     if trace.kind == "gradient" and gradients_us:
         of_params = {param.name: gradients_us.get(param.name) for param in trace.params}
         known = {name: at for name, at in of_params.items() if at is not None}
-        record["params_ready_us"] = list(of_params.values())
-        record["completed_by"] = max(known, key=known.__getitem__, default=None)
-    if trace.fidelity is not None:
-        record["fidelity"] = asdict(trace.fidelity)
-    return record
+        params_ready_us = list(of_params.values())
+        completed_by = max(known, key=known.__getitem__, default=None)
+    assert trace.done is not None
+    legs = [
+        CollectiveRecord(leg.op, leg.group, leg.dtype, leg.bytes, leg.wire_bytes, leg.start, leg.done or 0)
+        for leg in trace.collectives
+    ]
+    return BucketRecord(
+        v=VERSION,
+        rank=rank,
+        stage=stage,
+        step=step,
+        kind=trace.kind,
+        bucket=trace.bucket,
+        params=[param.name for param in trace.params],
+        dtype=trace.dtype,
+        numel=trace.numel,
+        bytes=trace.bytes,
+        wire_bytes=trace.wire_bytes,
+        between_hosts_bytes=trace.between_hosts_bytes,
+        hooks=trace.hooks,
+        ready_us=trace.ready,
+        all_ready_us=all_ready_us,
+        launch_us=legs[0].start_us if legs else trace.ready,  # it is launched when it is ready
+        done_us=trace.done,
+        encode_us=encode,
+        decode_us=decode,
+        legs=legs,
+        params_ready_us=params_ready_us,
+        completed_by=completed_by,
+        fidelity=None if trace.fidelity is None else FidelityRecord(**asdict(trace.fidelity)),
+    )
 
 
 @dataclass(slots=True)

@@ -14,16 +14,15 @@ ended later than theirs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 
 from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
-from ddprun.telemetry.steps import OWN_PARTS, FloatArray
-
-Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
+from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
+from ddprun.telemetry.steps import FloatArray
 
 _CAUSES: dict[str, Cause] = {
     "data_us": "data",
@@ -43,25 +42,6 @@ _MIN_DURATION_US = 500_000.0
 """A busy machine makes a rank late for a shorter time, and nobody could look into that."""
 
 _MAX_EPISODES = 200
-
-
-@dataclass(slots=True)
-class Straggler:
-    """An episode in which a rank was late for one cause."""
-
-    rank: int
-    cause: Cause
-    bucket: int | None  # gradient bucket that was late, if the cause is backward and gradients are exchanged
-    params: tuple[str, ...]  # the parameters in that bucket
-    late_us: float  # by how much, in the median of a step; the mean over windows
-    step_us: float  # how long a step takes, in the median
-    first_step: int
-    last_step: int
-
-    def describe(self) -> str:
-        """In one line."""
-        cause = self.cause if self.bucket is None else f"{self.cause}, bucket {self.bucket}"
-        return f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({cause})"
 
 
 class _StepMessages(NamedTuple):
@@ -98,11 +78,11 @@ class StragglerDetector:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """All episodes."""
-        return [asdict(episode) for episode in self.episodes]
+        return [msgspec.to_builtins(episode) for episode in self.episodes]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Go on after these episodes."""
-        self.episodes = [Straggler(**{**episode, "params": tuple(episode["params"])}) for episode in state]
+        self.episodes = msgspec.convert(state, list[Straggler])
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
         """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
@@ -245,8 +225,7 @@ def _last_ready(messages: _StepMessages) -> float:
     return float(messages.numbers[:, SYNC_READY_AT:].max())
 
 
-@dataclass(slots=True)
-class StragglerTotal(Straggler):
+class StragglerTotal(Straggler, kw_only=True):
     """All episodes in which a rank was late for one cause and, in backward, before one bucket.
 
     `late_us` and `step_us`, the time between two synchronisations, are means over `steps`.
@@ -267,19 +246,17 @@ class StragglerTotal(Straggler):
         return f"in {self.steps:,} steps ({self.episodes} episodes)"
 
 
-def straggler_totals(episodes: Iterable[Mapping[str, Any]]) -> list[StragglerTotal]:
-    """Totals of a summary's episodes by rank, cause, bucket and parameters; the one that cost most first."""
-    alike: dict[tuple[int, Cause, int | None, tuple[str, ...]], list[Mapping[str, Any]]] = {}
+def straggler_totals(episodes: Iterable[Straggler]) -> list[StragglerTotal]:
+    """Totals of episodes by rank, cause, bucket and parameters; the one that cost most first."""
+    alike: dict[tuple[int, Cause, int | None, tuple[str, ...]], list[Straggler]] = {}
     for one in episodes:
-        alike.setdefault((one["rank"], one["cause"], one["bucket"], tuple(one["params"])), []).append(one)
+        alike.setdefault((one.rank, one.cause, one.bucket, one.params), []).append(one)
     totals = []
     for who, some in alike.items():
-        lengths = [one["last_step"] - one["first_step"] + 1 for one in some]
+        lengths = [one.last_step - one.first_step + 1 for one in some]
         steps = sum(lengths)
-        late_us, step_us = (
-            sum(one[name] * length for one, length in zip(some, lengths, strict=True)) / steps
-            for name in ("late_us", "step_us")
-        )
-        first, last = min(one["first_step"] for one in some), max(one["last_step"] for one in some)
-        totals.append(StragglerTotal(*who, late_us, step_us, first, last, steps, len(some)))
+        late_us = sum(one.late_us * length for one, length in zip(some, lengths, strict=True)) / steps
+        step_us = sum(one.step_us * length for one, length in zip(some, lengths, strict=True)) / steps
+        first, last = min(one.first_step for one in some), max(one.last_step for one in some)
+        totals.append(StragglerTotal(*who, late_us, step_us, first, last, steps=steps, episodes=len(some)))
     return sorted(totals, key=lambda one: one.lost_steps, reverse=True)

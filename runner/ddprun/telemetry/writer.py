@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import orjson
+import msgspec
 import structlog
 
 from ddprun.run_files import (
@@ -29,13 +29,14 @@ from ddprun.run_files import (
     parse_json,
     replace_atomically,
 )
+from ddprun.telemetry.records import Event
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
 
 EVENTS_FILE, PROFILE_FOLDER = "events.jsonl", "profile"
 RECORD_FOLDERS = ("steps", "buckets", PROFILE_FOLDER)
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_ENCODER, _ASCII_ENCODER = msgspec.json.Encoder(), json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MAX_WAITING_RECORDS = 50_000
 _FLUSH_EVERY_S = 0.5
 _POLL_S = 0.05
@@ -130,15 +131,16 @@ class Writer:
             self.failure = self.failure or error.strerror or str(error)
 
 
-def dumps(record: dict[str, Any]) -> bytes:
+def dumps(record: Any) -> bytes:
     """One record as a line of JSON, in ASCII; NaN and infinities become null, which JSON has."""
     try:
-        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        line = _ENCODER.encode(record)
         if line.isascii():
-            return line  # else other texts' line ends and control characters would be in it as they are
-    except TypeError:  # a number of more than 64 bits, a path that is not UTF-8
+            return line + b"\n"  # else line ends and control characters of Unicode would be in it as they are
+    except (TypeError, UnicodeEncodeError):  # a number of numpy, a path that is not UTF-8
         pass
-    return _ENCODER.encode(nonfinite_to_none(record)).encode() + b"\n"
+    plain = record if isinstance(record, dict) else msgspec.to_builtins(record)
+    return _ASCII_ENCODER.encode(nonfinite_to_none(plain)).encode() + b"\n"
 
 
 def nonfinite_to_none(value: Any) -> Any:
@@ -176,6 +178,12 @@ def event_log(
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     ).bind(**bound)
     return logger
+
+
+def log_event(events: structlog.typing.FilteringBoundLogger, event: Event) -> None:
+    """Log one of the events that readers know."""
+    fields = msgspec.to_builtins(event)
+    events.info(fields.pop("event"), **fields)
 
 
 def ranks_with_records(run_dir: Path, kind: str) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ddprun import options
 from ddprun.plugins import Plugin
 from ddprun.run_files import check_folder
+from ddprun.telemetry.records import PARTS, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class RunInfo:
 class StepInfo:
     """One step of rank 0."""
 
-    record: Mapping[str, Any]
-    """As in `steps/rank-00000.jsonl` (`docs/records.md`)."""
+    record: StepRecord
+    """A line of `steps/rank-00000.jsonl` (`docs/records.md`): each field is an attribute."""
 
     sent_bytes: Mapping[tuple[str, str], int]
     """Bytes that rank 0 sent, by kind and by the names of the hooks."""
@@ -82,8 +83,8 @@ class CurveTracker(Tracker):
 
     def step(self, step: StepInfo) -> None:
         """Add a point to every curve."""
-        if step.record["step"] % self._every == 0:
-            self.add(step.record["step"], curves(step))
+        if step.record.step % self._every == 0:
+            self.add(step.record.step, curves(step))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every metric."""
@@ -93,21 +94,18 @@ class CurveTracker(Tracker):
 def curves(step: StepInfo) -> dict[str, float]:
     """A step's numbers, in seconds and bytes, by the names under which trackers show them."""
     record = step.record
-    parts = {key[:-3]: value for key, value in record.items() if key.endswith("_us") and key != "start_us"}
-    found = {f"time/{part}_seconds": us / 1e6 for part, us in parts.items()}
-    found["loss/rank_0"] = record["loss"]
-    if record["mean_loss"] is not None:
-        found["loss/mean"] = record["mean_loss"]
-    found |= {f"lr/group_{index}": lr for index, lr in enumerate(record["lr"] or ())}
-    if record["grad_norm"] is not None:
-        found["grad_norm"] = record["grad_norm"]
-    norms = record["group_grad_norms"] or ()
+    found: dict[str, float | None] = {
+        f"time/{part[:-3]}_seconds": getattr(record, part) / 1e6 for part in (*PARTS, "step_us", "cpu_us")
+    }
+    found |= {"loss/rank_0": record.loss, "loss/mean": record.mean_loss, "grad_norm": record.grad_norm}
+    found |= {f"lr/group_{index}": lr for index, lr in enumerate(record.lr or ())}
+    norms = record.group_grad_norms or ()
     if len(norms) > 1:
         found |= {f"grad_norm/group_{index}": norm for index, norm in enumerate(norms)}
-    found["communication/bytes"] = float(sum(step.sent_bytes.values()))
+    found["communication/bytes"] = sum(step.sent_bytes.values())
     return finite_only(found)
 
 
-def finite_only(values: Mapping[str, float]) -> dict[str, float]:
-    """Those that are numbers: a curve has no point at NaN or an infinity."""
-    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Those that are numbers: a curve has no point at NaN or an infinity, nor where nothing was measured."""
+    return {n: float(value) for n, value in values.items() if value is not None and math.isfinite(value)}

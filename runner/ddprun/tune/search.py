@@ -274,7 +274,7 @@ class Search:
                     raise
                 text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
                 raise TuneError(f"{text}, and that is too short: {error}") from None
-            started_us = (Run(run_dir).first_event("started") or {}).get("monotonic_us", began_us)
+            started_us = Run(run_dir).started.monotonic_us or began_us
             self._save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
             return model
         return cost_model_of_run(self.folder / self._state.costs, Links())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ddprun.telemetry.records import PARTS
 from ddprun.track import RunInfo, StepInfo, Tracker
 
 _WRITE_EVERY_S = 5.0
@@ -59,24 +60,22 @@ class Prometheus(Tracker):
 
     def step(self, step: StepInfo) -> None:
         """Count a step."""
-        from ddprun.telemetry.steps import PARTS
-
         record = step.record
         self._steps.inc()
-        self._samples.inc(record["samples"])
-        self._durations.observe(record["step_us"] / 1e6)
+        self._samples.inc(record.samples)
+        self._durations.observe(record.step_us / 1e6)
         for part in PARTS:
-            self._parts.labels(part.removesuffix("_us")).inc(record[part] / 1e6)
+            self._parts.labels(part.removesuffix("_us")).inc(getattr(record, part) / 1e6)
         for (kind, hook), count in step.sent_bytes.items():
             self._bytes.labels(kind, hook).inc(count)
-        if record["mean_loss"] is not None:
-            self._loss.set(record["mean_loss"])
-        for group, lr in enumerate(record["lr"] or ()):
-            self._lr.labels(str(group)).set(lr)
-        if record["grad_norm"] is not None:
-            self._grad_norm.set(record["grad_norm"])
-        for group, norm in enumerate(record["group_grad_norms"] or ()):
-            self._group_norms.labels(str(group)).set(norm)
+        if record.mean_loss is not None:
+            self._loss.set(record.mean_loss)
+        for group, lr in enumerate(record.lr or ()):
+            self._lr.labels(str(group)).set(lr or 0.0)
+        if record.grad_norm is not None:
+            self._grad_norm.set(record.grad_norm)
+        for group, norm in enumerate(record.group_grad_norms or ()):
+            self._group_norms.labels(str(group)).set(norm or 0.0)
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 

@@ -1,0 +1,266 @@
+"""The formats of a run's records, each said once: the run writes these, and its readers get them back.
+
+`docs/records.md` explains the fields. A line is checked when it is read: a missing field, or one of another
+type, raises a ValueError. Other fields may be there. A field with a default is left out where it has nothing
+to say.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+VERSION = 1  # of all records
+
+PARTS = (
+    "data_us",
+    "forward_us",
+    "backward_us",
+    "exposed_hook_us",
+    "exposed_wait_us",
+    "exposed_wire_us",
+    "optimizer_us",
+    "sync_us",
+    "other_us",
+)
+"""The parts of a step: they add up to `step_us`."""
+
+OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
+"""What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
+
+Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what arrays take
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+StepNumber = Annotated[int, Meta(gt=0, le=2**63 - 1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
+
+_MAX_PROFILED_STEPS = 100_000
+
+
+class MachineRecord(Struct):
+    """Memory of a rank, and the load of its host."""
+
+    rss_bytes: Count
+    device_bytes: Count | None
+    load: float
+
+
+class StepRecord(Struct, kw_only=True, omit_defaults=True):
+    """A line of `steps/rank-….jsonl`."""
+
+    v: int
+    rank: Count
+    stage: Count
+    step: StepNumber
+    samples: Count
+    loss: float | None
+    mean_loss: float | None
+    lr: Sequence[float | None] | None
+    grad_norm: float | None
+    group_grad_norms: Sequence[float | None] | None
+    start_us: Integer
+    data_us: Integer
+    forward_us: Integer
+    backward_us: Integer
+    exposed_hook_us: Integer
+    exposed_wait_us: Integer
+    exposed_wire_us: Integer
+    optimizer_us: Integer
+    sync_us: Integer
+    other_us: Integer
+    step_us: Integer
+    cpu_us: Integer
+    laps: list[tuple[str, Integer]]
+    waits: list[tuple[Integer, Integer]]
+    machine: MachineRecord | None = None
+
+
+class CollectiveRecord(Struct):
+    """One of a bucket's `legs`."""
+
+    op: str
+    group: str
+    dtype: str
+    bytes: Count
+    wire_bytes: Count
+    start_us: Integer
+    done_us: Integer
+
+
+class FidelityRecord(Struct):
+    """How a bucket's mean with hooks compares with the exact one: `ddprun_hooks.comm.trace.Fidelity`."""
+
+    cosine: float | None
+    relative_l2: float | None
+    norm_ratio: float | None
+    residual_norm: float | None
+    wire_bytes: Count
+
+
+class BucketRecord(Struct, kw_only=True, omit_defaults=True):
+    """A line of `buckets/rank-….jsonl`."""
+
+    v: int
+    rank: Count
+    stage: Count
+    step: StepNumber
+    kind: Literal["gradient", "delta", "parameters", "buffers", "optimizer"]
+    bucket: Count
+    params: list[str]
+    dtype: str
+    numel: Count
+    bytes: Count
+    wire_bytes: Count
+    between_hosts_bytes: Count
+    hooks: tuple[str, ...]
+    ready_us: Integer
+    all_ready_us: Integer | None
+    launch_us: Integer
+    done_us: Integer
+    encode_us: Integer
+    decode_us: Integer
+    legs: list[CollectiveRecord]
+    params_ready_us: list[Integer | None] | None = None
+    completed_by: str | None = None
+    fidelity: FidelityRecord | None = None
+
+
+class ProfilerRecord(Struct, kw_only=True, omit_defaults=True):
+    """A line of `profile/rank-….jsonl`: a slice has a length, an end of a flow an id."""
+
+    v: int
+    rank: Count
+    step: StepNumber
+    first_step: StepNumber
+    track: str
+    ph: str
+    name: str
+    cat: str
+    start_us: float
+    us: float | None = None
+    id: Count | None = None
+    args: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.us is None is self.id or not 0 <= self.step - self.first_step < _MAX_PROFILED_STEPS:
+            raise ValueError("neither a slice nor a flow of the profiled steps")
+
+
+class Straggler(Struct):
+    """An episode in which a rank was late for one cause."""
+
+    rank: Count
+    cause: Cause
+    bucket: Count | None  # gradient bucket that was late, if the cause is backward and there are such buckets
+    params: tuple[str, ...]  # the parameters in that bucket
+    late_us: float  # by how much, in the median of a step; the mean over windows
+    step_us: PositiveFloat  # how long a step takes, in the median
+    first_step: Count
+    last_step: Count
+
+    def __post_init__(self) -> None:
+        if self.first_step > self.last_step:
+            raise ValueError("ends before it begins")
+
+    def describe(self) -> str:
+        """In one line."""
+        cause = self.cause if self.bucket is None else f"{self.cause}, bucket {self.bucket}"
+        return f"the others wait for rank {self.rank}: {self.late_us / 1000:.1f} ms late ({cause})"
+
+
+class Event(Struct, kw_only=True, tag_field="event"):
+    """A line of `events.jsonl`; those kinds that readers know. `writer.event_log` fills in its fields."""
+
+    level: str = ""
+    time: str = ""
+    monotonic_us: Integer = 0
+
+
+class Started(Event, tag="started"):
+    """The run has started, or has been resumed."""
+
+    version: str = ""
+    pipeline: str | None = None
+    digest: str = ""
+    world_size: Count = 0
+    hosts: list[str] = []  # of each rank
+    device: str = ""
+    backend: str = ""
+    cores: PositiveFloat | None = None
+    device_name: str | None = None
+    buckets: list[dict[str, Any]] = []
+    groups: list[str] = []
+
+
+class Buffers(Event, tag="buffers"):
+    """What the model's forward passes do with its buffers, and what follows from that."""
+
+    found: bool = False
+    changing: list[str] = []
+    constant: list[str] = []
+    counters: list[str] = []
+    bytes: Count = 0
+    read_in_training: bool | None = None
+    verdict: str | None = None
+
+
+class StageStarted(Event, tag="stage_started"):
+    """A stage has started; `sync` and `buffers` are as the pipeline has them."""
+
+    stage: Count
+    kind: str = "train"
+    steps: Count | None = None
+    sync: Any = None
+    hooks: tuple[str, ...] = ()
+    buffers: Any = None
+
+
+class ClockOffsets(Event, tag="clock_offsets"):
+    """How far each rank's clock is ahead of rank 0's, and the bound of the error."""
+
+    offset_us: list[float]
+    error_us: list[float] = []
+
+
+class CheckpointWritten(Event, tag="checkpoint_written"):
+    """A checkpoint is on disk."""
+
+    step: Count
+    seconds: float
+    bytes: Count = 0
+    folder: str = ""
+    nonfinite: str | None = None  # the first parameter that is not finite
+
+
+class Summary(Struct, kw_only=True):
+    """`summary.json`. None: not known, as most of a run that an error ended."""
+
+    v: int = VERSION
+    status: str
+    steps: Count
+    error: dict[str, Any] | None = None
+    samples: Count | None = None
+    loss: float | None = None
+    metrics: dict[str, float | None] | None = None
+    best: dict[str, Any] | None = None
+    nonfinite: dict[str, Any] | None = None
+    seconds: float | None = None
+    seconds_in_steps: float | None = None
+    steps_per_s: float | None = None
+    data_s: float | None = None
+    compute_s: float | None = None
+    communication_s: float | None = None
+    exposed_communication_s: float | None = None
+    straggler_wait_s: list[float] | None = None
+    trackers_dropped: dict[str, int] | None = None
+    stragglers: list[Straggler] | None = None
+    wire_bytes: Count | None = None
+    world_size: Count | None = None
+    backend: str | None = None
+    device: str | None = None
+    versions: dict[str, str] | None = None
+    records_dropped: Count | None = None
+    records_failure: str | None = None
+    run_dir: str | None = None
+    audit: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] | None = None
