@@ -140,7 +140,11 @@ def summarize(session: Session, status: Status) -> Summary:
         world_size=runtime.ranks.size,
         backend=runtime.backend,
         device=runtime.device.type,
-        versions={"ddprun": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        versions={
+            "ddprun": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         records_dropped=runtime.records.writer.dropped,
         records_failure=runtime.records.writer.failure,
         run_dir=str(runtime.shown_dir),
