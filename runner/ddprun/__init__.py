@@ -21,13 +21,10 @@ ON_USR1_VARIABLE = "DDPRUN_ON_USR1"
 checkpoint, and the launcher exits with `EXIT_REQUEUE`. Otherwise the run continues.
 """
 
-EXIT_SUCCESS, EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
-"""Exit codes."""
-
+EXIT_SUCCESS, EXIT_FAILURE, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130  # exit codes
 EXIT_REPEATED = 79
 """Exit code of a rank, for its launcher: it has failed as one has before, so starting again is no help. No
 other program has it: those of sysexits.h end at 78, and a shell's begin at 125.
 """
 
-EXIT_REQUEUE = 138
-"""Exit code of a run that has stopped to be queued again: 128 + SIGUSR1."""
+EXIT_REQUEUE = 138  # exit code of a run that has stopped to be queued again: 128 + SIGUSR1

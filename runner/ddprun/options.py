@@ -34,13 +34,10 @@ class NoOptions(Options):
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-PositiveInts = Annotated[tuple[PositiveInt, ...], Field(strict=False)]
-"""A list of sizes, each at least 1."""
-
+PositiveInts = Annotated[tuple[PositiveInt, ...], Field(strict=False)]  # A list of sizes, each at least 1
 FractionFloat = Annotated[float, Field(gt=0, lt=1)]
 
-PATTERN_DESCRIPTIONS: dict[str, str] = {}
-"""Description of each pattern of `pattern_constraint`, for messages."""
+PATTERN_DESCRIPTIONS: dict[str, str] = {}  # description of each pattern of `pattern_constraint`, for messages
 
 
 def pattern_constraint(pattern: str, words: str) -> Any:
@@ -57,9 +54,7 @@ class CustomValidator:
     """
 
     validate: Callable[[Any], Any]
-    schema: str | dict[str, Any]
-    """Its JSON Schema, or the name of a definition in the pipeline's schema."""
-
+    schema: str | dict[str, Any]  # its JSON Schema, or the name of a definition in the pipeline's schema
     allowed_names: Callable[[], Iterable[str]] | None = None
     """Gives the names that a message lists if the key is missing."""
 

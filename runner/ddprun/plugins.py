@@ -46,12 +46,8 @@ def plugin_options_model(plugin: Any) -> type[BaseModel]:
 class PluginRegistry:
     """All plug-ins of one kind."""
 
-    kind: str
-    """The kind's name in messages, such as `tracker`."""
-
-    entry_point_group: str
-    """The group in which installed packages declare plug-ins of this kind."""
-
+    kind: str  # the kind's name in messages, such as `tracker`
+    entry_point_group: str  # the group in which installed packages declare plug-ins of this kind
     base_class_name: str = ""
     """Dotted name of the class that all are derived from; empty for hooks, which only a run may import."""
 

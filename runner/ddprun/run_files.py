@@ -28,9 +28,7 @@ _MAX_RUN_INFO_BYTES = 1 << 20
 MAX_JSON_DEPTH = 100
 """Deepest nesting of JSON that is read; what a run writes is nested less than half as deeply."""
 
-MAX_LINE_BYTES = 64 << 20
-"""Longest line of a file of records that is read."""
-
+MAX_LINE_BYTES = 64 << 20  # longest line of a file of records that is read
 _MAX_JUNK_BYTES, _MIN_LINE_BYTES = 16 << 20, 1 << 10
 
 _OPEN_FLAGS: dict[Mode, int] = {

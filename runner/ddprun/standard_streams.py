@@ -24,8 +24,7 @@ class NeverFailingFileIO(io.FileIO):
     is writing.
     """
 
-    failure: OSError | None = None
-    """The first thing that went wrong."""
+    failure: OSError | None = None  # the first thing that went wrong
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)

@@ -16,9 +16,7 @@ PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us"
 
 _StepT = TypeVar("_StepT")
 
-WARM_UP = 3
-"""First steps of a stage that do not count."""
-
+WARM_UP = 3  # first steps of a stage that do not count
 _OUTLIER = 4.0  # times the median of its stage: something else happened in that step
 
 

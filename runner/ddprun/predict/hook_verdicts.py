@@ -9,9 +9,7 @@ from ddprun.predict.links import Links
 from ddprun.predict.model import StepPrediction
 from ddprun_hooks.config.options import parse_spec
 
-HookSpecs = Sequence[Any]
-"""Hooks as a pipeline file has them."""
-
+HookSpecs = Sequence[Any]  # hooks as a pipeline file has them
 _SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
 _HALVINGS = 30
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of

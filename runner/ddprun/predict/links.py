@@ -13,9 +13,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt
 from ddprun.run_files import parse_json
 from ddprun.units import format_bit_rate
 
-LinkLevel = Literal["within", "across"]
-"""Between the ranks of a host, or between hosts."""
-
+LinkLevel = Literal["within", "across"]  # between the ranks of a host, or between hosts
 TCP_SHARE = 0.94
 """Of a link's nominal rate, what is left for payload: 1,448 of 1,538 bytes of an Ethernet frame."""
 

@@ -21,8 +21,7 @@ Bottleneck = Literal[
     "latency",
     "link within",
     "link across",
-]
-"""What a step would gain most from having more, or less, of."""
+]  # what a step would gain most from having more, or less, of
 
 
 _NEGLIGIBLE_EXPOSED_SHARE = 0.1  # of a step: what is exposed does not limit it

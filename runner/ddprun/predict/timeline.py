@@ -19,9 +19,7 @@ WaitCause = Literal["late", "hooks", "wire", "latency", "collectives"]
 """What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
 messages that are under way; the work of collectives."""
 
-MAX_SIMULATED_ROUNDS = 12
-"""Of a collective with more rounds, several are simulated as one."""
-
+MAX_SIMULATED_ROUNDS = 12  # of a collective with more rounds, several are simulated as one
 _EPSILON_US = 1e-6
 
 

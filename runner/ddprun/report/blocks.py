@@ -18,8 +18,7 @@ Chart = dict[str, Any]
 """As plotly.js takes it; and in `values` which axis has its values, and from where to where they reach, as a
 range of that axis."""
 
-NamedDigests = Sequence[tuple[str, RunDigest]]
-"""Runs under the names that a page shows."""
+NamedDigests = Sequence[tuple[str, RunDigest]]  # runs under the names that a page shows
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,7 @@ PART_NAMES = {
     "sync_us": "between steps",
     "other_us": "other",
 }
-HELD_OUT_STYLE = 5
-"""The style of held-out data in the report of one run."""
-
+HELD_OUT_STYLE = 5  # the style of held-out data in the report of one run
 _MAX_POINTS_WITH_MARKERS = 30  # a line of no more has a marker at each
 _MAX_EVALUATION_MARKS = 200
 _MAX_BANDS = 4

@@ -25,9 +25,7 @@ from ddprun.report.measured import (
 from ddprun.run_files import parse_json
 from ddprun.units import format_count, format_duration
 
-MAX_PREDICTION_BYTES = 64 << 20
-"""Largest size of a prediction file."""
-
+MAX_PREDICTION_BYTES = 64 << 20  # largest size of a prediction file
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference wants a reason
 _MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
 _NEAR_LARGEST_SHARE = 0.8  # of the largest difference of a bucket: the first that is as far off is named

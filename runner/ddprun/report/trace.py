@@ -46,9 +46,7 @@ _SHOWN_EVENTS = [
     "broadcast",
     "evaluated",
     "stage_started",
-]
-"""Kinds of events that are shown, besides checkpoints that were written."""
-
+]  # kinds of events that are shown, besides checkpoints that were written
 Event = dict[str, Any]
 
 

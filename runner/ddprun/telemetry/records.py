@@ -22,9 +22,7 @@ PARTS = (
     "optimizer_us",
     "sync_us",
     "other_us",
-)
-"""The parts of a step: they add up to `step_us`."""
-
+)  # the parts of a step: they add up to `step_us`
 OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 

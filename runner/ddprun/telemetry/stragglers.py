@@ -65,9 +65,7 @@ class StragglerDetector:
         self._params: Sequence[tuple[str, ...]] = ()
         self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self._suspect_since_us = 0.0
-        self.current: Straggler | None = None
-        """Found by the last judgement, and lasting."""
-
+        self.current: Straggler | None = None  # found by the last judgement, and lasting
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
