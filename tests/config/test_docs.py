@@ -1,4 +1,4 @@
-"""docs/pipeline.md says what the schema says, and docs/reliability.md names tests that there are."""
+"""docs/pipeline.md says what the schema says, and docs/dev/reliability-tests.md names tests that there are."""
 
 import re
 import subprocess
@@ -105,7 +105,7 @@ def test_every_tracker_is_on_its_page_with_its_options() -> None:
 def test_every_test_that_reliability_names_is_there() -> None:
     """Each name in the table of promises is a test file, or a test in it."""
     tests = Path(__file__).parents[1]
-    page = (tests.parent / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (tests.parent / "docs" / "dev" / "reliability-tests.md").read_text(encoding="utf-8")
     rows = page.split("## Which test holds which promise")[1].splitlines()
     file, found = tests, 0
     for path, test in re.findall(r"`([\w/]*(?:\.py)?)(?:::(\w+))?`", "\n".join(rows)):
