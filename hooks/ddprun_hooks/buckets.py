@@ -31,9 +31,7 @@ class BucketLayout:
 
 
 def view_complex_as_real(tensor: Tensor) -> Tensor:
-    """A view of a complex tensor as pairs of real numbers, shape (..., 2), in which form it is sent; any
-    other tensor as it is.
-    """
+    """A complex tensor as pairs of real numbers, shape (..., 2), as it is sent; any other as it is."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 

@@ -20,30 +20,25 @@ from ddprun_hooks.stack import Stack
 
 
 class BucketDispatcher:
-    """Carries DDP's gradient buckets through a stack that can be changed between steps.
+    """Carries DDP's gradient buckets on `queue` through a stack that can be changed between steps.
 
     DDP takes a communication hook once in a model's life
-    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets. Buckets travel on
-    `queue`.
+    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets.
     """
 
     def __init__(self, model: DistributedDataParallel, queue: CommQueue, stack: Stack) -> None:
         self.stack = stack
-        self.traces: list[BucketTrace[Any]] | None = None
-        """Takes the trace of each bucket; None: no traces are kept."""
-
+        self.traces: list[BucketTrace[Any]] | None = None  # takes each bucket's; None: keeps none
+        # Called when a backward pass has sent its last bucket and is about to wait.
         self.on_last_bucket_sent: Callable[[], None] | None = None
-        """Called when a backward pass has sent its last bucket and is about to wait."""
-
         self._queue = queue
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
         self._layout_frozen = False
         self._loss_scale: Tensor | None = None
+        # In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
+        # fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,).
         self._fidelity_samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
-        """In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
-        fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,)."""
-
         self._sent_buckets: set[int] = set()  # indices, since the step began
         self.group: RankGroup = queue.world  # the ranks whose gradients are averaged
 
@@ -77,12 +72,8 @@ class BucketDispatcher:
             self._layout_frozen = True
 
     def begin_step(self, scale: Tensor | None = None, *, fidelity: bool = False) -> None:
-        """Prepare for a step's backward pass.
-
-        Args:
-            scale: loss scale to divide gradients by before the stack sees them (GradScaler), shape (); such
-                a step may be rolled back by `end_step`.
-            fidelity: keep each bucket's input for `measure_fidelity`.
+        """Prepare for a step's backward pass. Gradients are divided by the loss `scale`, shape (), before the
+        stack sees them, and `end_step` may roll it back. `fidelity`: keep inputs for `measure_fidelity`.
         """
         self._loss_scale = scale
         self._sent_buckets.clear()
@@ -99,12 +90,8 @@ class BucketDispatcher:
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
-        """Compare each bucket of a backward pass with the exact mean, into its trace.
-
-        Called by all ranks together after a backward pass that `begin_step` began with `fidelity`.
-
-        Args:
-            exact_sum: sums a tensor over the ranks, in place; gives it, and the bytes that this rank sent.
+        """Compare each bucket of a backward pass, which `begin_step` began with `fidelity`, with the exact
+        mean, into its trace; all ranks call it together. `exact_sum` is as `Exchange.exact_sum`.
         """
         samples, self._fidelity_samples = self._fidelity_samples or [], None
         for trace, own, mean in samples:
@@ -117,11 +104,7 @@ class BucketDispatcher:
             self.stack.commit() if applied else self.stack.rollback()
 
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.
-    def _on_bucket(
-        self,
-        state: object,
-        bucket: dist.GradBucket,
-    ) -> torch.futures.Future[Tensor]:
+    def _on_bucket(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
         if not self._layout_frozen:
             self._record_layout(bucket)
@@ -147,11 +130,7 @@ class BucketDispatcher:
     # With `find_unused_parameters`, DDP leaves a parameter's gradient as it is if no rank has used it. What
     # hooks have sent for it, out of their residuals, goes back to them.
 
-    def _on_bucket_with_unused(
-        self,
-        state: object,
-        bucket: dist.GradBucket,
-    ) -> torch.futures.Future[Tensor]:
+    def _on_bucket_with_unused(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._buckets.clear()
         self._buckets.append(bucket)
@@ -184,7 +163,6 @@ class BucketDispatcher:
         self.stack.take_back("gradient", means)
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
-        """Carry one bucket through a stack."""
         buffer.mul_(1.0 / self.group.size)
         if self._loss_scale is not None:
             buffer.div_(self._loss_scale)
@@ -199,9 +177,7 @@ class BucketDispatcher:
         return future
 
     def _on_bucket_before_layout_frozen(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Handle a bucket while the layout is not known yet: nothing is exchanged, this rank keeps its own
-        gradient.
-        """
+        """While the layout is not known, exchange nothing: this rank keeps its own gradient."""
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -209,7 +185,6 @@ class BucketDispatcher:
         return future
 
     def _record_layout(self, bucket: dist.GradBucket) -> None:
-        """Note what lies where in a bucket."""
         if bucket.index() == 0:
             self._layout = {}
         named_tensors = (

@@ -12,29 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import Gpu
-from ddprun_hooks.comm.groups import (
-    Collective,
-    GroupFactory,
-    GroupRequirement,
-    GroupRequirements,
-    Placement,
-    RankGroup,
-    check_placement,
-    check_shared_memory_device,
-)
 from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, marking_failed_on_error, observed_wait
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import CommQueue, CpuCommQueue, StreamQueue
+from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import broadcast_stack
 
 BROADCAST_BUCKET_BYTES = 25 << 20
 _LAUNCH_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
-_NO_RANKS: GroupRequirements = MappingProxyType({})
-_ALL_RANKS: GroupRequirements = MappingProxyType({GroupRequirement("world"): 1})
+_NO_RANKS: groups.GroupRequirements = MappingProxyType({})
+_ALL_RANKS: groups.GroupRequirements = MappingProxyType({groups.GroupRequirement("world"): 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +33,11 @@ class Exchange:
     """Everything over which the ranks exchange; made once, before the first step, by all ranks together."""
 
     gradient_queue: CommQueue  # for gradient buckets
-    delta_queue: CommQueue
-    """For changes of parameters, through hooks: a queue of its own, so that they can never meet gradients."""
-
+    delta_queue: CommQueue  # for changes of parameters, through hooks: never to meet gradients
+    # For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
+    # never waits for an exchange of deltas that is still under way.
     plain_queue: CommQueue
-    """For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
-    never waits for an exchange of deltas that is still under way."""
-
-    exact_group: RankGroup  # for comparing ranks (fidelity, audit): what it carries goes through no stack
+    exact_group: groups.RankGroup  # for comparing ranks (fidelity, audit), past every stack
     control: ControlChannel
 
     @classmethod
@@ -61,34 +49,23 @@ class Exchange:
         backend: str,
         hosts: Sequence[str],
         local_sizes: Sequence[int],
-        gradients: GroupRequirements,
-        deltas: GroupRequirements = _NO_RANKS,
-        plain: GroupRequirements = _ALL_RANKS,
+        gradients: groups.GroupRequirements,
+        deltas: groups.GroupRequirements = _NO_RANKS,
+        plain: groups.GroupRequirements = _ALL_RANKS,
         timeout: timedelta,
         observer: Observer = NULL_OBSERVER,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 
-        Args:
-            control: of all ranks.
-            device: where this rank's gradients are.
-            backend: "gloo" or "nccl".
-            hosts: host of each rank, in rank order.
-            local_sizes: for each rank, how many ranks its launcher started on its host.
-            gradients: the ranks, and rounds of collectives, that the queue of gradients needs.
-            deltas: those that the queue of deltas needs.
-            plain: those that the queue of plain tensors needs.
-            timeout: how long a collective may take before it fails.
-            observer: sees every collective.
-
-        Raises:
-            HookSetupError: the ranks do not lie as a stack needs them; shared memory, but on a GPU.
+        `hosts` and `local_sizes` are those of `Placement`. `gradients`, `deltas` and `plain` say which ranks,
+        and how many rounds of collectives, the three queues need. Raises HookSetupError if the ranks do not
+        lie as a stack needs them, or for shared memory on a GPU.
         """
         gpu = Gpu(device) if device.type == "cuda" else None
-        check_shared_memory_device(device, [*gradients, *deltas, *plain])
-        placement = Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
+        groups.check_shared_memory_device(device, [*gradients, *deltas, *plain])
+        placement = groups.Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         for requirements in (gradients, deltas, plain):  # before the groups of the first queue are made
-            check_placement(placement, requirements)
+            groups.check_placement(placement, requirements)
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
         shares_process_groups = backend == "nccl" and os.environ.get(_LAUNCH_ORDER_VARIABLE) != "1"
         everybody = list(range(placement.size))
@@ -101,7 +78,7 @@ class Exchange:
                     ranks, backend=backend, timeout=timeout, group_desc=name, pg_options=options
                 )
 
-        factory = GroupFactory(
+        factory = groups.GroupFactory(
             make_process_group,
             control.all_gather_bytes,
             timeout.total_seconds(),
@@ -111,11 +88,13 @@ class Exchange:
             shares_process_groups=shares_process_groups,
         )
 
-        def queue(name: str, requirements: GroupRequirements, existing: Sequence[Any] = ()) -> CommQueue:
+        def queue(
+            name: str, requirements: groups.GroupRequirements, existing: Sequence[Any] = ()
+        ) -> CommQueue:
             world = factory.make_group(name, placement, requirements, existing)
-            return CpuCommQueue(world) if gpu is None else StreamQueue(world, gpu)
+            return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
-        exact = RankGroup(
+        exact = groups.RankGroup(
             "exact",
             placement.rank,
             placement.hosts,
@@ -157,7 +136,7 @@ class Exchange:
         )
         return tensor
 
-    def _run_exact(self, collective: Collective, what: str) -> int:
+    def _run_exact(self, collective: groups.Collective, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
         with marking_failed_on_error(pending):

@@ -8,7 +8,7 @@ sees the same collectives in the same order on every rank, however the ranks' th
 however many collectives a rank has with other groups in between. Issuing the next collective "when the last
 one is done" breaks this, and Gloo then sums the wrong tensors without an error.
 
-A queue in host memory (`CpuCommQueue`) is driven by whatever thread has an event: the backward pass that
+A queue in host memory (`HostCommQueue`) is driven by whatever thread has an event: the backward pass that
 brings a bucket, or the thread of the collective that has finished. A gradient bucket that needs one
 collective is sent without an event: the backward pass that brings it issues the collective itself, so buckets
 issue theirs in the order in which they are brought. On a GPU (`StreamQueue`) streams keep the order, so a
@@ -44,16 +44,15 @@ _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
 HookRun = Generator[Collective, Tensor | None, Tensor]
 
 
-class CpuCommQueue:
-    """Drives payloads in host memory among the ranks of `world`; collectives overlap with the caller and with
-    each other.
+class HostCommQueue:
+    """Drives payloads in host memory among the ranks of `world`, on whichever thread has an event;
+    collectives overlap with the caller and with each other.
     """
 
     def __init__(self, world: RankGroup) -> None:
         self.world = world
+        # What broke the queue. A broken queue fails every payload, so that no caller waits for ever.
         self.error: BaseException | None = None
-        """What broke the queue. A broken queue fails every payload, so that no caller waits for ever."""
-
         self._lock = threading.Lock()  # guards the two below; never held while anything else is called
         self._events: deque[tuple[_BucketInFlight, Tensor | BaseException | None]] = deque()
         self._driving = False
@@ -162,9 +161,7 @@ class CpuCommQueue:
         self._issue_in_order()
 
     def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> Collective | None:
-        """Run a bucket's hooks up to their next collective; None: to their end, and the mean is in the
-        payload's memory.
-        """
+        """Run a bucket's hooks to their next collective, or (None) to the end: the mean is in the payload."""
         start, trace = now_us(), bucket.trace
         try:
             collective = next_collective(bucket.run, result, bucket.stack)
@@ -177,10 +174,8 @@ class CpuCommQueue:
         return collective
 
     def _issue_in_order(self) -> None:
-        """Issue every collective that the rule allows.
-
-        It is enough to ask the unfinished bucket just before: that one issued its k-th only after the one
-        before it had, and so on to the first.
+        """Issue every collective that the rule allows. It is enough to ask the unfinished bucket just before:
+        that one issued its k-th only after the one before it had, and so on to the first.
         """
         before: _BucketInFlight | None = None
         for bucket in list(self._in_flight):
@@ -250,9 +245,7 @@ _EXIT_WAIT_S = 1.0  # for collectives that never end
 
 
 def wait_for_at_exit(callback: _CallbackT) -> _CallbackT:
-    """Give `callback` back. When the process ends, it waits (a second at most) until nothing refers to the
-    callback any more.
-    """
+    """Give `callback` back; at exit, wait up to a second until nothing refers to it any more."""
     _callbacks_to_await.add(weakref.ref(callback, _callbacks_to_await.discard))
     return callback
 
@@ -269,8 +262,6 @@ def _wait_for_callbacks() -> None:
 
 @dataclass(slots=True, eq=False)
 class _BucketInFlight:
-    """One payload under way in a `CpuCommQueue`."""
-
     payload: Payload
     stack: Stack
     trace: BucketTrace[int]
@@ -298,17 +289,14 @@ class StreamQueue:
     def __init__(self, world: RankGroup, gpu: Gpu) -> None:
         self.world = world
         self.error: BaseException | None = None
-        self.detailed_timing = True
-        """Take timestamps of hooks' work and of collectives, too. Otherwise they count as from ready to
-        done."""
-
+        self.detailed_timing = True  # timestamps of hooks and collectives; else only ready and done
         self._gpu = gpu
         self._streams = [gpu.new_stream(urgent=True) for _ in range(_STREAM_COUNT)]
 
     def send(
         self, payload: Payload, stack: Stack, traces: list[Any], group: RankGroup | None = None
     ) -> Future[Tensor]:
-        """As `CpuCommQueue.send`; the future is set at once and carries the stream's events."""
+        """As `HostCommQueue.send`; the future is set at once and carries the stream's events."""
         gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
         ready = gpu.record_timestamp()
         trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
@@ -375,7 +363,7 @@ class StreamQueue:
             result = collective.output
 
 
-CommQueue = CpuCommQueue | StreamQueue
+CommQueue = HostCommQueue | StreamQueue
 
 
 def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
@@ -425,11 +413,8 @@ def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
 
 
 def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> Collective:
-    """Run a payload's hooks, with the result of their last collective, up to the next one.
-
-    Raises:
-        StopIteration: they have finished; its value is the mean.
-        ExchangeError: a hook awaits something that is not a collective.
+    """Run a payload's hooks, with the result of their last collective, up to the next. Raises StopIteration
+    with the mean at their end, ExchangeError if a hook awaits anything else.
     """
     awaited: object = run.send(result)
     if not isinstance(awaited, Collective):
@@ -442,11 +427,7 @@ def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> Collec
 
 
 def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
-    """Write what the hooks made into the payload's own memory.
-
-    Raises:
-        ExchangeError: another shape or dtype than the payload's. DDP itself would take it without a word.
-    """
+    """Write what the hooks made into the payload's memory; raises ExchangeError if shape or dtype differ."""
     target = payload.tensor
     if mean is target:
         return

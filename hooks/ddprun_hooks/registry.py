@@ -10,21 +10,15 @@ from pydantic import ValidationError
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.import_path import import_entry_point, import_trusted, installed_entry_points
 from ddprun_hooks.config.messages import describe_value, option_faults
-from ddprun_hooks.config.options import (
-    BUILT_IN,
-    ENTRY_POINT_GROUP,
-    HookSpec,
-    read_hook,
-    unknown_hook_message,
-)
+from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, read_hook, unknown_hook_message
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
 from ddprun_hooks.errors import HookSetupError, ImportPathError
 from ddprun_hooks.hook import FunctionHook, Hook, not_async_message
 from ddprun_hooks.stack import Stack
 
+# What `make_stack` and `register` take for a hook: as in a pipeline file, or the thing itself.
 AnyHook = HookSpec | Hook | Callable[..., Any]
-"""What `make_stack` and `register` take for a hook: as in a pipeline file, or the thing itself."""
 
 _ACCEPTED_HOOK_FORMS = (
     "a hook is a name, {name: {options}}, a ddprun_hooks.Hook, or an async function of payload and comm"
@@ -35,16 +29,11 @@ _EXPECTED_HOOK = ExpectedObject(
 
 
 def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
-    """Make one hook.
+    """Make one hook; raises HookSetupError for no such hook, wrong options, or what is none.
 
-    Args:
-        name: a built-in name, a name that an installed package adds under the entry point group
-            `ddprun.hooks`, or an import path of a class, a factory, an `async def hook(payload, comm)` or a
-            DDP communication hook, `def hook(state, bucket)`.
-        options: its keyword arguments; of a built-in hook as `config.options.read_hook` gives them.
-
-    Raises:
-        HookSetupError: no such hook, wrong options, or not a hook.
+    `name` is a built-in name, one that an installed package adds under the entry point group `ddprun.hooks`,
+    or an import path of a class, a factory, an `async def hook(payload, comm)` or a DDP communication hook,
+    `def hook(state, bucket)`; `options` are keyword arguments, of a built-in hook as `read_hook` gives them.
     """
     options = dict(options or {})
     if name in BUILT_IN:
@@ -67,12 +56,9 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
 def make_stack(hooks: AnyHook | Sequence[AnyHook]) -> Stack:
     """Make a stack from a list such as `["fp16", {"mylab.hooks.Mine": {"strength": 2}}]`, or from one hook.
 
-    Args:
-        hooks: each a name or `{name: {options}}` as in a pipeline file, a `Hook`, a class or a factory of one
-            that needs no arguments, or an async function.
-
-    Raises:
-        HookSetupError: a line for each fault with its place, or a stack that cannot work.
+    Each is a name or `{name: {options}}` as in a pipeline file, a `Hook`, a class or a factory of one that
+    needs no arguments, or an async function. Raises HookSetupError: a line for each fault with its place, or
+    a stack that cannot work.
     """
     chosen: list[Any] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
     named_hooks = _make_hooks(chosen, "hooks")

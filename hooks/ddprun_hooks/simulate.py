@@ -6,71 +6,45 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ddprun_hooks import queue
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import (
-    Collective,
-    GroupFactory,
-    GroupRequirements,
-    Placement,
-    RankGroup,
-    check_one_host,
-    merge_requirements,
-)
+from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import ExchangeError, HooksError
 from ddprun_hooks.payload import Payload, PayloadKind
-from ddprun_hooks.queue import (
-    check_rounds,
-    new_collective_trace,
-    new_trace,
-    next_collective,
-    start_hooks,
-    write_back,
-)
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
 
 
-def simulated_group(name: str, placement: Placement, requirements: GroupRequirements) -> RankGroup:
-    """The group that `GroupFactory.make_group` would give the rank of `placement`. Nothing can be sent over
-    it.
-
-    Raises:
-        HookSetupError: the ranks do not lie as a hook needs them.
-    """
+def simulated_group(
+    name: str, placement: groups.Placement, requirements: groups.GroupRequirements
+) -> groups.RankGroup:
+    """`GroupFactory.make_group`'s group of a rank, over which nothing can be sent; raises HookSetupError."""
     # Shared memory would be made at once, where a process group is only a name here.
-    unshared = merge_requirements(
+    unshared = groups.merge_requirements(
         {one._replace(shared=False): rounds} for one, rounds in requirements.items()
     )
-    factory = GroupFactory(lambda name, ranks: None, lambda data: [], 0.0, ProgressThread())
+    factory = groups.GroupFactory(lambda name, ranks: None, lambda data: [], 0.0, ProgressThread())
     return factory.make_group(name, placement, unshared)
 
 
-def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[int]:
-    """Carry one payload through a stack as if the other ranks of a group were there and had sent the same.
+def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketTrace[int]:
+    """Carry one payload through a stack as if the other ranks of a group (`simulated_group`) had sent the
+    same; raises HookSetupError, or ExchangeError if a hook breaks what it has declared.
 
     Collectives are counted as a run counts them; times are 0. The payload's memory and the hooks' state are
     changed as in a run: take a stack that nothing else uses, and one for each rank.
-
-    Args:
-        payload: of the rank that `group.rank` is.
-        stack: the hooks to go through.
-        group: made by `simulated_group`, or one of its splits.
-
-    Raises:
-        HookSetupError: the ranks do not lie as a hook needs them.
-        ExchangeError: a hook asks for more than it has declared, or returns something else than it was given.
     """
-    trace: BucketTrace[int] = new_trace(payload, stack, 0)
+    trace: BucketTrace[int] = queue.new_trace(payload, stack, 0)
     trace.handed_over = trace.done = 0
-    run = start_hooks(payload, stack, group)
+    run = queue.start_hooks(payload, stack, group)
     issued: Counter[str] = Counter()
     result: Tensor | None = None
     while True:
         try:
-            collective = next_collective(run, result, stack)
+            collective = queue.next_collective(run, result, stack)
         except StopIteration as stop:
-            write_back(cast(Tensor, stop.value), payload, stack)
+            queue.write_back(cast(Tensor, stop.value), payload, stack)
             return trace
         except HooksError:
             raise
@@ -82,10 +56,10 @@ def simulate(payload: Payload, stack: Stack, group: RankGroup) -> BucketTrace[in
                 f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
             ) from error
         group = collective.group
-        check_rounds(collective, issued[group.name], len(group.process_groups), stack)
+        queue.check_rounds(collective, issued[group.name], len(group.process_groups), stack)
         if collective.via_shared_memory:
-            check_one_host(group.hosts)
-        collective_trace = new_collective_trace(collective, issued[group.name], 0)
+            groups.check_one_host(group.hosts)
+        collective_trace = queue.new_collective_trace(collective, issued[group.name], 0)
         collective_trace.done = 0
         trace.collectives.append(collective_trace)
         issued[group.name] += 1
@@ -102,7 +76,7 @@ def example_payload(layout: BucketLayout, kind: PayloadKind, device: torch.devic
     return Payload(tensor, layout.params, kind, layout.index)
 
 
-def _simulated_result(collective: Collective) -> Tensor:
+def _simulated_result(collective: groups.Collective) -> Tensor:
     """What comes back if every rank has sent what this one sends."""
     output, group = collective.output, collective.group
     if output.is_meta:

@@ -42,12 +42,9 @@ class BroadcastFromRank(Hook):
 class Stack:
     """Hooks in order, ended by a reducer.
 
-    Args:
-        hooks: (name, hook) in the order in which a payload passes them; empty for plain all-reduce.
-        description: names and options as they were given, to compare between ranks; by default the names.
-
-    Raises:
-        HookSetupError: a stack that cannot work, with the reason.
+    `hooks`: (name, hook) in the order in which a payload passes them; empty for plain all-reduce.
+    `description`: names and options as given, to compare between ranks; by default the names. Raises
+    HookSetupError, with the reason, for a stack that cannot work.
     """
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]], description: str = "") -> None:
@@ -69,21 +66,19 @@ class Stack:
             self.hooks.append(AllReduce())
         *codecs, reducer = self.hooks
         passes = math.prod(hook.rounds for hook in codecs)
+        # The most collectives that one payload needs on its way through the whole stack, by ranks.
         self.requirements: GroupRequirements = {
             one: passes * rounds for one, rounds in reducer.requirements().items() if rounds
         }
-        """The most collectives that one payload needs on its way through the whole stack, by ranks."""
+        self.max_collectives = sum(self.requirements.values())  # of one payload, among any ranks
 
-        self.max_collectives = sum(self.requirements.values())
-        """The most that one payload needs, among any ranks."""
-
+        # Names of the hooks that are not built in.
         self.custom_hooks = [
             name
             for name, hook in self.named_hooks()
             if isinstance(hook, FunctionHook | DdpCommHook)
             or not type(hook).__module__.startswith("ddprun_hooks.")
         ]
-        """Names of the hooks that are not built in."""
 
     def named_hooks(self) -> Iterator[tuple[str, Hook]]:
         """Name and hook of all hooks that were given, those inside other hooks included. Names may repeat."""
@@ -128,10 +123,8 @@ class Stack:
                 hook.load_state_dict(state[name])
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One state that every rank of another world, or with another bucket layout, can load.
-
-        Args:
-            states: `state_dict` of each rank of the old world, in rank order.
+        """One state that every rank of another world, or with another bucket layout, can load, of those that
+        `state_dict` gave on each rank of the old world, in rank order.
         """
         merged = {
             name: hook.merge([state[name] for state in states if name in state])
@@ -168,9 +161,7 @@ class Stack:
             hook.rollback()
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
-        """Parameters' means, shape (numel,), are used on no rank: the first hook that keeps residuals of a
-        parameter keeps its mean for later steps.
-        """
+        """Means that no rank uses: the first hook that keeps residuals of a parameter keeps its mean."""
         for _, hook in self.named_hooks():
             hook.take_back(kind, means)
 

@@ -186,15 +186,12 @@ def register(
 
 
 def _backend_for(device: torch.device) -> str:
-    """`gloo` or `nccl`: what the default group has for tensors on a device. `get_backend` knows nothing of it
-    where `init_process_group` was not given a backend.
-    """
+    """`gloo` or `nccl`: the default group's for a device, which `get_backend` does not always know."""
     of_devices = dict(one.split(":") for one in dist.get_backend_config().split(","))
     return "nccl" if of_devices.get(device.type) == "nccl" else "gloo"
 
 
 def _payload_arrived(trace: BucketTrace[Any]) -> bool:
-    """Whether a payload has arrived; does not wait for a device."""
     if isinstance(trace.done, StreamTimestamp):
         return trace.done.has_passed()
     return trace.done is not None

@@ -30,7 +30,7 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
-from ddprun_hooks.queue import CpuCommQueue
+from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
@@ -78,7 +78,7 @@ class Rank:
         self.rank, self.world_size = group.rank, group.size
         self.stack = stack
         self.traces: list[BucketTrace[int]] = []  # what has been sent
-        self._queue = CpuCommQueue(group)
+        self._queue = HostCommQueue(group)
 
     def send(
         self,
@@ -111,10 +111,7 @@ class Rank:
 
 
 def run_hooks(
-    hooks: AnyHook | Sequence[AnyHook],
-    ranks: int,
-    body: Callable[[Rank], Any],
-    hosts: Sequence[str] = (),
+    hooks: AnyHook | Sequence[AnyHook], ranks: int, body: Callable[[Rank], Any], hosts: Sequence[str] = ()
 ) -> list[Any]:
     """Run `body` on each rank, with a stack of its own; gives what they return, in rank order.
 
@@ -259,27 +256,6 @@ def _empty_residuals(
             return came, left
 
 
-def residual_total(merged: dict[str, Any]) -> Tensor:
-    """The sum over ranks, and over the hooks of a stack, of their residuals, as `PARAMS` lie: shape (NUMEL,).
-
-    `merged` is `Stack.merge` of all ranks' states.
-    """
-    total = torch.zeros(NUMEL, dtype=torch.float64)
-    by_name = {param.name: param for param in PARAMS}
-    for name, value in residual_totals(merged):
-        by_name[name].of(total)[: value.numel()] += value.double()
-    return total
-
-
-def residual_totals(node: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Parameter and sum of residuals, wherever they lie in a merged state."""
-    found: list[tuple[str, Tensor]] = []
-    for key, value in node.items():
-        if isinstance(value, dict):
-            found += [(key, value["total"])] if "total" in value else residual_totals(value)
-    return found
-
-
 def _states_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_states_equal(one[key], other[key]) for key in one)
@@ -358,9 +334,7 @@ def run_ranks(
 
 
 def _free_groups() -> None:
-    """Free the groups of the call before. Those that something still holds are kept until it lets go of them;
-    they are waited for once, since collecting garbage takes long in a process that holds much.
-    """
+    """Free the last call's groups; those still held are waited for once, as collecting garbage takes long."""
     deadline = time.monotonic() + 0.5
     while _groups_still_held(_groups_to_free):
         gc.collect()

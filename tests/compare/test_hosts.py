@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ddprun.compare.hosts import ComparisonHosts, HostMessage, HostsError
+from ddprun.compare.hosts import ComparisonHosts, HostMessage
 from ddprun.doctor import Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
+from ddprun.launch.meeting import HostGroup, HostsError
 from ddprun.predict.links import parse_links
 from ddprun.telemetry.reader import Run
 from tests.namespaces import hosts, needs_namespaces
@@ -22,8 +23,9 @@ from tests.tune.test_command import PIPELINE, SLOW, VARY
 def waiting(said: Any) -> ComparisonHosts:
     """A host that waits for the first one, which says this."""
     host = object.__new__(ComparisonHosts)
-    host._store, host._message_number, host.index, host.count = HashStore(), 0, 1, 2
-    host._store.set("told/1", said if isinstance(said, str) else json.dumps(said))
+    host._group, host._message_number = HostGroup(HashStore(), ["host 0", "host 1"], 1), 0
+    host.index, host.count = 1, 2
+    host._group.store.set("told/1", said if isinstance(said, str) else json.dumps(said))
     return host
 
 
@@ -142,6 +144,6 @@ def test_hosts_with_other_files_say_so(tmp_path: Path) -> None:
         done = [first.wait(90), second.wait(60)]
     for found in done:
         assert found.code == 1, found.stderr
-        assert "have different pipelines or options: give the same command and the same files" in found.stderr
+        assert "have different pipelines or options\n  -> give the same command and the same" in found.stderr
         assert "Traceback" not in found.stderr
     assert not list(tmp_path.glob("*/runs/compare/*/*"))

@@ -1,4 +1,4 @@
-"""docs/pipeline.md says what the schema says, and docs/dev/reliability-tests.md names tests that there are."""
+"""docs/pipeline.md says what the schema says; docs/dev/reliability-tests.md names tests that there are."""
 
 import re
 import subprocess

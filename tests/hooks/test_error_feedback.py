@@ -16,10 +16,10 @@ from ddprun_hooks.testing import (
     Rank,
     bucket_slices,
     contribution,
-    residual_total,
     run_hooks,
     run_ranks,
 )
+from tests.hooks.residuals import residual_total
 from tests.hooks.test_stacks import LOSSY, Specs, assert_same, ranks_of, two_level
 
 

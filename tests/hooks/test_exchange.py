@@ -18,7 +18,7 @@ from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import CpuCommQueue
+from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.testing import run_ranks
 
 
@@ -202,7 +202,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
     """One message for each dtype; scalars and strided tensors keep their shapes."""
 
     def body(group: RankGroup) -> list[torch.Tensor]:
-        queue = CpuCommQueue(group)
+        queue = HostCommQueue(group)
         exchange = Exchange(queue, queue, queue, group, control(group))
         tensors = [
             torch.full((2, 3), float(group.rank)).t(),

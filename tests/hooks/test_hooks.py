@@ -7,7 +7,7 @@ from torch import Tensor
 from ddprun_hooks import Payload
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.queue import CpuCommQueue
+from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import run_ranks
 
@@ -23,7 +23,7 @@ def mean_by(names: list[str], size: int, make=gradient) -> tuple[list[Tensor], l
     def body(group: RankGroup) -> tuple[Tensor, BucketTrace[int]]:
         traces: list[BucketTrace[int]] = []
         payload = Payload(make(group.rank).mul_(1.0 / group.size), (), "gradient", 0)
-        result = CpuCommQueue(group).send(payload, make_stack(names), traces).wait()
+        result = HostCommQueue(group).send(payload, make_stack(names), traces).wait()
         return result.clone(), traces[0]
 
     results = run_ranks(size, body)
@@ -89,7 +89,7 @@ def test_bytes_between_hosts_are_those_of_the_ranks_whose_neighbour_is_away() ->
     def body(group: RankGroup) -> int:
         traces: list[BucketTrace[int]] = []
         payload = Payload(torch.ones(1000), (), "gradient", 0)
-        CpuCommQueue(group).send(payload, make_stack([]), traces).wait()
+        HostCommQueue(group).send(payload, make_stack([]), traces).wait()
         return traces[0].between_hosts_bytes
 
     assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == [0, 6000, 0, 6000]

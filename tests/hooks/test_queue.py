@@ -17,7 +17,7 @@ from torch import Tensor
 from ddprun_hooks import Communicator, ExchangeError, Hook, ParamSlice, Payload
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.config.options import HookSpec
-from ddprun_hooks.queue import CpuCommQueue, StreamQueue
+from ddprun_hooks.queue import HostCommQueue, StreamQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import run_ranks
@@ -54,7 +54,7 @@ def contribution(rank: int, step: int, bucket: int) -> Tensor:
 
 def send_all(group: RankGroup, *stacks: Stack, steps: int) -> int:
     """Send BUCKETS equal buckets a step, through the stacks in turn; gives how many came back wrong."""
-    queue, wrong = CpuCommQueue(group), 0
+    queue, wrong = HostCommQueue(group), 0
     pauses = random.Random(group.rank)
     for step in range(steps):
         futures = []
@@ -89,7 +89,7 @@ def test_a_bucket_of_one_collective_ends_without_the_thread_that_sent_it() -> No
     """Its hooks' rest runs where the collective has ended, and the trace is complete when the future is."""
 
     def body(group: RankGroup) -> None:
-        queue, traces = CpuCommQueue(group), list[Any]()
+        queue, traces = HostCommQueue(group), list[Any]()
         for bucket in range(20):
             payload = Payload(contribution(group.rank, 0, bucket), PARAMS, "gradient", bucket)
             assert queue.send(payload, make_stack(["fp16"]), traces).wait() is payload.tensor
@@ -151,7 +151,7 @@ def test_collectives_of_one_round_start_in_bucket_order_on_every_rank() -> None:
 
     def body(group: RankGroup) -> list[Any]:
         traces: list[Any] = []
-        queue = CpuCommQueue(group)
+        queue = HostCommQueue(group)
         stack = Stack([("d", Dawdling(group.rank))])
         futures = [
             queue.send(Payload(contribution(group.rank, 0, bucket), (), "gradient", bucket), stack, traces)
@@ -183,8 +183,8 @@ class Broken(Hook):
 def test_a_hook_that_raises_fails_every_future_and_hangs_nobody() -> None:
     """The bucket's future and all later ones carry the error; the queue keeps it as it was raised."""
 
-    def body(group: RankGroup) -> CpuCommQueue:
-        queue = CpuCommQueue(group)
+    def body(group: RankGroup) -> HostCommQueue:
+        queue = HostCommQueue(group)
         futures = [
             queue.send(Payload(torch.ones(4), (), "gradient", bucket), Stack([("b", Broken())]), [])
             for bucket in range(5)
@@ -226,9 +226,9 @@ def test_a_hook_that_cannot_be_ended_hangs_nobody_either(awaits: bool) -> None:
     def body(group: RankGroup) -> None:
         if group.rank == 1:  # late, so that rank 0's bucket 0 is under way when its bucket 1 fails
             assert rank_0_is_done.wait(30)
-            CpuCommQueue(group).send(Payload(torch.ones(4), (), "gradient", 0), Stack([]), []).wait()
+            HostCommQueue(group).send(Payload(torch.ones(4), (), "gradient", 0), Stack([]), []).wait()
             return
-        queue, stack = CpuCommQueue(group), Stack([("u", Unclean(awaits))])
+        queue, stack = HostCommQueue(group), Stack([("u", Unclean(awaits))])
         futures = [
             queue.send(Payload(torch.ones(4), (), "gradient", bucket), stack, []) for bucket in range(3)
         ]
@@ -245,7 +245,7 @@ def test_what_comes_to_a_broken_queue_leaves_no_coroutine_behind() -> None:
     """Python warned that it "was never awaited"."""
 
     def body(group: RankGroup) -> None:
-        queue = CpuCommQueue(group)
+        queue = HostCommQueue(group)
         queue.error = KeyboardInterrupt("broken before")
         assert queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([]), []).done()
 
@@ -272,7 +272,7 @@ def test_a_collective_that_cannot_be_started_has_failed(on_gpu: bool) -> None:
     def body(group: RankGroup) -> int:
         observer = Watched()
         watched = replace(group, sequences={"network": [observer]})
-        queue = StreamQueue(watched, FakeGpu()) if on_gpu else CpuCommQueue(watched)
+        queue = StreamQueue(watched, FakeGpu()) if on_gpu else HostCommQueue(watched)
         payload = Payload(torch.ones(4), (), "gradient", 0)
         with pytest.raises(Exception, match="root"):
             queue.send(payload, Stack([("of no rank", OfNoRank())]), []).wait()
@@ -296,7 +296,7 @@ def test_what_a_hook_returns_is_held_against_what_it_was_given(hook: Hook, what:
     """DDP would take a longer tensor without a word; the queue refuses it and names the hook."""
 
     def body(group: RankGroup) -> None:
-        queue = CpuCommQueue(group)
+        queue = HostCommQueue(group)
         future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("mine", hook)]), [])
         with pytest.raises((ExchangeError, RuntimeError), match=rf"\['mine'\] returned .*{what}"):
             future.wait()
@@ -317,7 +317,7 @@ def test_one_round_more_than_declared_is_an_error_that_says_what_to_set(on_gpu: 
     """No group was made for it, and none may be made in mid-step. On a GPU no other would be needed."""
 
     def body(group: RankGroup) -> None:
-        queue = StreamQueue(group, FakeGpu()) if on_gpu else CpuCommQueue(group)
+        queue = StreamQueue(group, FakeGpu()) if on_gpu else HostCommQueue(group)
         future = queue.send(Payload(torch.ones(4), (), "gradient", 0), Stack([("greedy", Greedy())]), [])
         with pytest.raises((ExchangeError, RuntimeError), match="set `rounds`"):
             future.wait()

@@ -15,7 +15,7 @@ from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
-from ddprun_hooks.queue import CpuCommQueue
+from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.simulate import example_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack, broadcast_stack
@@ -54,7 +54,7 @@ def real(specs: Sequence[HookSpec], names: tuple[str, ...]) -> list[Counted]:
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = Payload(contribution(group.rank, 0, group.size), PARAMS, "gradient", 0)
-        CpuCommQueue(group).send(payload, make_stack(specs), traces).wait()
+        HostCommQueue(group).send(payload, make_stack(specs), traces).wait()
         return counted(traces[0])
 
     return run_ranks(len(names), body, requirements=make_stack(specs).requirements, hosts=names)
@@ -87,7 +87,7 @@ def test_the_ranks_of_a_host_alone() -> None:
     def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = Payload(contribution(group.rank, 0, 2), PARAMS, "delta", 0)
-        CpuCommQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
+        HostCommQueue(group).send(payload, make_stack(["fp16"]), traces, group.splits[None][0]).wait()
         return counted(traces[0])
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
@@ -138,7 +138,7 @@ def test_a_hook_of_ones_own() -> None:
     def body(group: RankGroup) -> tuple[Counted, Tensor]:
         traces: list[Any] = []
         payload = example_payload(BUCKET, "gradient")
-        CpuCommQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
+        HostCommQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
         return counted(traces[0]), payload.tensor
 
     sizes = unequal(NUMEL, 4)

@@ -16,9 +16,9 @@ from ddprun_hooks.testing import (
     Rank,
     contribution,
     exact_mean,
-    residual_total,
     run_hooks,
 )
+from tests.hooks.residuals import residual_total
 
 Specs = list[HookSpec]
 

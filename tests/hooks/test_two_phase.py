@@ -13,7 +13,8 @@ from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8, WireFor
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
-from ddprun_hooks.testing import NUMEL, Rank, contribution, residual_total, run_hooks
+from ddprun_hooks.testing import NUMEL, Rank, contribution, run_hooks
+from tests.hooks.residuals import residual_total
 
 FINE = [8 + m for m in range(8)]
 E4M3 = [m * 2**-9 for m in range(8)] + [m * 2.0 ** (e - 3) for e in range(-6, 9) for m in FINE][:-1]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddprun_hooks
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.standalone import Handle
-from ddprun_hooks.testing import residual_totals
+from tests.hooks.residuals import residual_totals
 from tests.ranks import as_processes
 
 EXPERTS, STEPS, FLUSHING_STEPS = 2, 12, 14  # two: a host's shares are cut within the first one's weights

@@ -189,9 +189,9 @@ def test_a_store_listens_where_ranks_reach_it(
 ) -> None:
     """On one address where that is sure, else on every interface."""
     own = {"127.0.0.1": "lo", "10.0.0.1": "e0", "10.0.1.1": "e1"}
-    monkeypatch.setattr(tcp_store, "resolve_addresses", lambda name: found)
-    monkeypatch.setattr(tcp_store, "interface_by_address", lambda: own)
-    monkeypatch.setattr(tcp_store, "address_towards", lambda name: "10.0.0.1")
+    monkeypatch.setattr(network, "resolve_addresses", lambda name: found)
+    monkeypatch.setattr(network, "interface_by_address", lambda: own)
+    monkeypatch.setattr(network, "address_towards", lambda name: "10.0.0.1")
     assert tcp_store.listen_address(host) == address
 
 

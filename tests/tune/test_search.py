@@ -12,7 +12,7 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage, with_changes
 from ddprun.tune.choose import Floors
-from ddprun.tune.rounds import judge_round, short_run_overrides, turn_and_run_steps
+from ddprun.tune.rounds import short_run_overrides, turn_and_run_steps
 from ddprun.tune.search import SearchOutcome, why_not_run
 from ddprun.tune.text import render_text, to_json_data
 from tests.report.made_up import STEP_US, make
@@ -123,7 +123,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
         unmeasured_stacks=(),
         not_run_reason="",
     )
-    outcome.add(judge_round(outcome.baseline, entries, sides))
+    outcome.add_round(entries, sides)
     return outcome
 
 
@@ -133,7 +133,8 @@ def test_a_step_is_measured_as_it_is_and_compared_per_sample(tmp_path: Path) -> 
     (trial,) = outcome.trials
     assert trial.speed_ratio is not None
     assert trial.speed_ratio.mean == pytest.approx(2)
-    assert trial.step_s == outcome.baseline_step_s == pytest.approx(STEP_US / 1e6)
+    assert outcome.baseline_trial is not None
+    assert trial.step_s == outcome.baseline_trial.step_s == pytest.approx(STEP_US / 1e6)
     assert to_json_data(outcome, None)["candidates"][0]["measured"]["step_us"] == STEP_US
 
 
@@ -167,7 +168,7 @@ def test_what_keeps_training_the_same_comes_first(tmp_path: Path) -> None:
                 (1.5, {"hooks": ["shared_memory"]}),
             )
         ],
-        baseline_step_s=1e-3,
+        baseline_trial=figures.trial(1.0, changes={}),
     )
     lines = render_text(outcome, None).splitlines()
     names = [line.split("  ")[0] for line in lines if "±" in line]

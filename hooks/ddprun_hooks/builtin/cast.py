@@ -16,13 +16,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Cast(Hook):
-    """Send the payload in a narrower floating-point type.
+    """Send the payload in a narrower floating-point type, `fp16` or `bf16`.
 
     The payload comes divided by the world size, so the sum over ranks overflows only where the mean itself
     would. Rounding: once per rank in the cast and once per addition in the reduction.
-
-    Args:
-        name: `fp16` or `bf16`.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,13 +44,8 @@ class Cast(Hook):
 
 
 class CastFormat(WireFormat):
-    """The nearest numbers of a narrower floating-point type, which are summed in fp32.
-
-    Rounding: once per rank in the cast and once in the mean, whatever the number of ranks; error feedback
-    makes up for both.
-
-    Args:
-        name: `fp16` or `bf16`.
+    """The nearest numbers of a narrower floating-point type, `fp16` or `bf16`, which are summed in fp32.
+    Rounding: once per rank in the cast and once in the mean; error feedback makes up for both.
     """
 
     block = 1
@@ -128,21 +120,13 @@ def bf16(accumulate: Literal["fp32"] | None = None) -> Hook:
 
 
 def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
-    """Leave a finding of the cast `name` if `total`, the sum over ranks in 16 bits, is not finite; the
-    payload's tensor is still this rank's own.
-    """
+    """Leave a finding of the cast `name` if `total`, the ranks' 16-bit sum, is not finite."""
     if (finding := find_overflow(name, payload.tensor, total)) is not None:
         payload.findings.append(finding)
 
 
 def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
-    """What there is to say if `total`, the sum over ranks in 16 bits, is not finite.
-
-    Args:
-        name: of the cast.
-        own: this rank's payload.
-        total: the sum, in 16 bits.
-    """
+    """The finding of the cast `name` if `total`, the sum in 16 bits over ranks, is not finite."""
     # On a GPU to look would be to wait for it.
     if not own.numel() or (total.is_cpu and not _any_not_finite(total)):
         return None
@@ -155,5 +139,4 @@ def overflow_finding(name: str, code: Tensor) -> Finding:
 
 
 def _any_not_finite(x: Tensor) -> Tensor:
-    """Whether a value is not finite, shape ()."""
     return ~torch.isfinite(torch.stack(torch.aminmax(x))).all()

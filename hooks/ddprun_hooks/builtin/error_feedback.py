@@ -16,9 +16,9 @@ from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
+# A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
+# values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`.
 ResidualPiece = dict[str, Any]
-"""A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
-values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`."""
 
 
 @dataclass(slots=True)
@@ -40,20 +40,15 @@ class ErrorFeedback(Hook):
 
     def __init__(self) -> None:
         self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
+        # Of a loaded state or an older bucket layout, by kind of payload and parameter name.
         self._unclaimed_pieces: dict[tuple[str, str], ResidualPiece] = {}
-        """Of a loaded state or an older bucket layout, by kind of payload and parameter name."""
-
         self._can_roll_back = False
 
     def residual(self, payload: Payload, group_size: int) -> Tensor:
         """The residual of `payload`, to be overwritten with the new one: shape (numel,), at least fp32.
 
-        Args:
-            payload: its `compression_error` if a codec up the stack keeps the residual itself.
-            group_size: how many ranks hold the same elements.
-
-        Raises:
-            ExchangeError: the payload's elements belong to no parameters, so none can be kept by parameter.
+        It is the payload's `compression_error` if a codec up the stack keeps residuals itself; else
+        `group_size` ranks hold the same elements. Raises ExchangeError if these belong to no parameters.
         """
         if payload.compression_error is not None:
             return payload.compression_error

@@ -17,8 +17,6 @@ from ddprun_hooks.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class _ShardLayout:
-    """How a payload is divided among the ranks of a host."""
-
     params: tuple[ParamSlice, ...]
     sizes: list[int]  # elements of each rank's share
     shard_params: tuple[ParamSlice, ...]  # the parameters, and parts of them, in this rank's share
@@ -30,11 +28,6 @@ class Hierarchical(Hook):
     Between hosts each value travels once for a whole host, not once for each of its ranks (two-level
     all-reduce as in Jia et al. 2018, arXiv:1807.11205). Shares are cut at row boundaries of parameters, so
     that every one holds matrices.
-
-    Args:
-        within: for the collectives inside a host: a cast, shared_memory, or both.
-        across: for the exchange between hosts.
-        hosts: split the ranks into so many equal hosts; None: as they were launched.
     """
 
     role = "reducer"
@@ -42,9 +35,9 @@ class Hierarchical(Hook):
     def __init__(
         self, within: Stack | None = None, across: Stack | None = None, hosts: int | None = None
     ) -> None:
-        self.within = within or Stack([])
+        self.within = within or Stack([])  # a cast, shared_memory, or both
         self.across = across or Stack([])
-        self.hosts = hosts
+        self.hosts = hosts  # so many equal ones; None: as launched
         self._uses_shared_memory = "shared_memory" in self.within.names
         self._cast_name = next((name for name in self.within.names if name in DTYPES), None)
         self._shard_layouts: dict[tuple[str, int], _ShardLayout] = {}
@@ -114,7 +107,6 @@ class Hierarchical(Hook):
 
 def row_aligned_ends(params: Sequence[ParamSlice], numel: int, parts: int) -> list[int]:
     """Where each of `parts` shares ends: as even as whole rows of parameters allow, the last one at `numel`.
-
     A row is what one index of a parameter's first dimension holds; without parameters, one element.
     """
     ends: list[int] = []

@@ -25,9 +25,6 @@ class PowerSgd(ErrorFeedback):
     takes the mean Q, but it does not pile up the differences between ranks.
 
     All ranks have to compute the same P from the same sum. They do on equal machines with equal libraries.
-
-    Args:
-        rank: columns of each factor.
     """
 
     role = "codec"
@@ -35,11 +32,10 @@ class PowerSgd(ErrorFeedback):
 
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank = rank  # columns of each factor
+        # By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of the
+        # parameter, or -1 if it was merged from several.
         self._last_qs: dict[str, dict[str, dict[str, Any]]] = {}
-        """By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of
-        the parameter, or -1 if it was merged from several."""
-
         self._last_qs_before_step: dict[str, dict[str, dict[str, Any]]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:

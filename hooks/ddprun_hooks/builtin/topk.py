@@ -20,16 +20,13 @@ class TopK(ErrorFeedback):
 
     Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599). Values travel in the payload's own type,
     each with its index in 32 bits; the ranks' values are added in rank order.
-
-    Args:
-        density: share of a bucket's values that each rank sends, in (0, 1]; at least one value.
     """
 
     role = "reducer"
 
     def __init__(self, density: float = 0.01) -> None:
         super().__init__()
-        self.density = density
+        self.density = density  # share of a bucket's values that each rank sends, in (0, 1]; at least one
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         dtype, numel = payload.tensor.dtype, payload.tensor.numel()
@@ -50,10 +47,8 @@ class TopK(ErrorFeedback):
 
 
 def take_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
-    """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent.
-
-    Returns:
-        The message: indices, int32, then values of the payload's type, as bytes.
+    """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent. Gives
+    the message: indices, int32, then values of the payload's type, as bytes.
     """
     if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_run_on(payload, residual):
         from ddprun_hooks.kernels import largest
@@ -68,9 +63,6 @@ def take_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
 
 
 def drop_not_finite(residual: Tensor, sent: Tensor) -> None:
-    """Keep nothing, in place, of values that are not finite: as many as fit were passed on.
-
-    NaN and infinity count as the largest, so if there are any, one is among those sent.
-    """
+    """Keep nothing of values that are not finite: NaN and infinity count as the largest, so one was sent."""
     if not residual.is_cpu or not bool(torch.isfinite(sent).all()):
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

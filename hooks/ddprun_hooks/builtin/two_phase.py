@@ -16,8 +16,7 @@ from ddprun_hooks.payload import Finding, Payload
 class WireFormat:
     """How values travel. Messages have the shape of the values but for the last dimension."""
 
-    block: int
-    """Values that are encoded together. Only whole blocks are encoded."""
+    block: int  # Values that are encoded together. Only whole blocks are encoded.
 
     def encode(self, x: Tensor) -> Tensor:
         """The message of values x, shape (..., k * block), fp32 or fp64."""
@@ -41,17 +40,12 @@ class WireFormat:
 class TwoPhaseReduction:
     """What a rank computes of one payload before, between and after two collectives: the reference, in torch.
 
-    Args:
-        wire_format: how values travel.
-        payload: this rank's, shape (numel,); gets the sum over ranks.
-        residual: shape (numel,), at least fp32: is added to the payload, and gets what was not sent.
-        rank: this rank.
-        group_size: number of ranks. Each owns an equal share, in whole blocks; the last ones are padded
-            with zeros.
+    `payload`, shape (numel,), gets the sum over ranks. `residual`, shape (numel,), at least fp32, is added to
+    it, and gets what was not sent. Each of the `group_size` ranks owns an equal share, in whole blocks; the
+    last ones are padded with zeros.
     """
 
-    overflow: Finding | None = None
-    """Whether a sum has overflowed, once `decode` has looked; None: this format does not look."""
+    overflow: Finding | None = None  # of a sum, once `decode` has looked; None: it does not look
 
     def __init__(
         self, wire_format: WireFormat, payload: Tensor, residual: Tensor, rank: int, group_size: int
@@ -122,25 +116,17 @@ class BlockScaled(WireFormat):
 
     Block-wise quantisation as in Dettmers et al. 2022 (arXiv:2110.02861). A message is the codes, then the
     scales, as bytes. A block with a value that is not finite comes out not finite as a whole.
-
-    Args:
-        block: values per scale.
     """
 
-    largest: float
-    """The largest code."""
-
-    bits: int
-    """Bits of a code."""
-
-    name: str
-    """Name of the format in the kernels: `int8`, `int4` or `fp8`."""
+    largest: float  # the largest code
+    bits: int  # bits of a code
+    name: str  # name of the format in the kernels: `int8`, `int4` or `fp8`
 
     def __init__(self, block: int) -> None:
         codes = 4 * 8 // self.bits  # in 4 bytes: scales lie behind the codes, aligned
         if block % codes:
             raise ValueError(f"block: {block} is no multiple of {codes}")
-        self.block = block
+        self.block = block  # values per scale
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         """Codes, uint8, of values in [-largest, largest], which may be overwritten. NaN may become any."""
@@ -188,9 +174,8 @@ class BlockScaled(WireFormat):
 
 
 class FusedBlockReduction(TwoPhaseReduction):
-    """The same for block-scaled codes, by one kernel for each method, which reads and writes memory once.
-
-    The kernels of `encode` and `sum_shares` also bring the residual up to date.
+    """The same for block-scaled codes, by one kernel for each method, which reads and writes memory once. The
+    kernels of `encode` and `sum_shares` also bring the residual up to date.
     """
 
     wire_format: BlockScaled
@@ -227,9 +212,8 @@ class Int8(BlockScaled):
 
 
 class Int4(BlockScaled):
-    """The nearest multiples of a 7th of the block's largest.
-
-    Two codes that follow each other share a byte: the first one has the low bits.
+    """The nearest multiples of a 7th of the block's largest. Two codes that follow each other share a byte:
+    the first one has the low bits.
     """
 
     name, largest, bits = "int4", 7, 4
@@ -245,9 +229,8 @@ class Int4(BlockScaled):
 
 
 class Fp8(BlockScaled):
-    """The nearest numbers of e4m3 (arXiv:2209.05433), in units of a 448th of the block's largest.
-
-    They have 4 bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
+    """The nearest numbers of e4m3 (arXiv:2209.05433), in units of a 448th of the block's largest. They have 4
+    bits of exponent and 3 of significand, from 2^-9 to 448, and no infinity.
     """
 
     name, largest, bits = "fp8", 448, 8

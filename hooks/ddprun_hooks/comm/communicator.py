@@ -133,8 +133,6 @@ class Communicator:
 
 
 def view_per_rank(gathered: Tensor, size: int) -> Tensor:
-    """What each of `size` ranks has sent, shape (size, n). Without values (on the meta device) it is the
-    first rank's alone, shape (1, n): the others' are alike, and a loop over many ranks would only take time.
-    """
+    """What each of `size` ranks sent, shape (size, n); on the meta device the first one's alone, (1, n)."""
     whole = gathered.view(size, -1)
     return whole[:1] if whole.is_meta else whole

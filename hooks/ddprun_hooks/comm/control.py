@@ -38,12 +38,7 @@ class PendingMessage:
 
 
 class ControlChannel:
-    """Numbers and bytes of every rank, a barrier, and agreement.
-
-    Args:
-        group: a Gloo process group that nothing else uses, unless in an order that all ranks keep.
-        observer: sees what is exchanged.
-    """
+    """Numbers and bytes of every rank, a barrier, and agreement, over a Gloo group used in one order."""
 
     def __init__(self, group: dist.ProcessGroup, observer: Observer = NULL_OBSERVER) -> None:
         self.group = group
@@ -54,12 +49,7 @@ class ControlChannel:
     def all_gather_async(
         self, numbers: Sequence[float] | Tensor, what: str = "the control message"
     ) -> PendingMessage:
-        """Send this rank's numbers to all ranks without waiting. All ranks send messages of one length.
-
-        Args:
-            numbers: shape (length,); not to be changed before they have been sent.
-            what: what they are, for the observer.
-        """
+        """Send numbers, shape (length,), to all ranks, as many on each; leave them until they are sent."""
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gather_sequence.issue("all_gather", what=what)
@@ -89,11 +79,7 @@ class ControlChannel:
         self.all_gather([0.0], what)
 
     def check_agreement(self, what: str, description: str) -> None:
-        """Make sure that every rank describes `what` alike.
-
-        Raises:
-            DisagreementError: names the ranks that differ from rank 0.
-        """
+        """Raise DisagreementError, which names the ranks, unless all describe `what` alike."""
         digest = hashlib.sha256(description.encode()).digest()
         if odd := self.differing_ranks(digest, f"agreement on {what}"):
             raise DisagreementError(

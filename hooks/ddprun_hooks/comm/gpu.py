@@ -29,9 +29,7 @@ class StreamTimestamp:
         return self._event
 
     def has_passed(self) -> bool:
-        """Whether the device has passed it. Any thread may ask; nothing waits, and a timestamp that was
-        read asks no device.
-        """
+        """Whether the device has passed it: on any thread, without waiting, and once read without asking."""
         event = self._event
         if event is None:
             return True
@@ -45,9 +43,7 @@ class StreamTimestamp:
 
 
 class Gpu:
-    """One GPU, as this rank uses it. Events are used again once they were read: to make and destroy one costs
-    more than to record it.
-    """
+    """One GPU, as this rank uses it. Events are used again: making one costs more than recording it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,9 +71,7 @@ class Gpu:
             torch.cuda.set_stream(before)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that a stream uses a tensor of another stream, so that its memory is not given
-        away before the stream is done with it.
-        """
+        """Tell the allocator that a stream uses another one's tensor, whose memory stays until it is done."""
         tensor.record_stream(stream)
 
     def record_timestamp(self, stream: torch.cuda.Stream | None = None) -> StreamTimestamp:
@@ -102,16 +96,12 @@ class Gpu:
         self._events.append(event)
 
     def on_this_thread(self) -> AbstractContextManager[None]:
-        """Inside, the calling thread asks this GPU. A thread that has not said which one it means would make
-        a context on the first GPU, hundreds of megabytes for each rank.
-        """
+        """Inside, the calling thread asks this GPU; else it would make a large context on the first one."""
         context: AbstractContextManager[None] = torch.cuda.device(self.device)
         return context
 
     def future(self) -> Future[Tensor]:
-        """A future to be completed on the current stream; whoever waits for it has their own stream wait for
-        that one.
-        """
+        """A future to be completed on the current stream, for which its waiter's own stream then waits."""
         return Future(devices=[self.device])
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -124,9 +114,7 @@ class Gpu:
 
 
 def copy_scalar_to_host(number: Tensor) -> Tensor:
-    """A copy of a number, shape (), in page-locked memory: there when the current stream has come so far.
-    Nothing waits for it.
-    """
+    """A copy of a number, shape (), in pinned memory, valid once the current stream has come so far."""
     return torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
 
 
@@ -155,9 +143,7 @@ class CopyStream:
         self._moved: list[Tensor] = []
 
     def copy_to_gpu(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor; `wait_for_copies` comes before it is used. One that is there already is
-        given back.
-        """
+        """Start to copy a tensor, unless it is there; `wait_for_copies` comes before it is used."""
         with self._gpu.use_stream(self._stream):
             moved = tensor.to(self._gpu.device, non_blocking=True)
         if moved is not tensor:
@@ -175,9 +161,7 @@ class CopyStream:
 
 
 class PinnedStaging:
-    """Page-locked memory through which tensors of a GPU reach the host while it computes on. It is kept:
-    page-locking takes longer than copying.
-    """
+    """Pinned memory through which tensors reach the host; kept, for pinning takes longer than copying."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._stream, self._done = gpu, gpu.new_stream(), gpu.take_event()
@@ -202,9 +186,7 @@ class PinnedStaging:
         return target
 
     def mark_all_started(self) -> None:
-        """All copies were started. Later work of the current stream waits for them: it may overwrite what is
-        copied.
-        """
+        """All copies were started; later work of the current stream, which may overwrite, waits for them."""
         self._done.record(self._stream)
         self._gpu.current_stream().wait_event(self._done)
 

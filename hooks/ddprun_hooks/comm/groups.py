@@ -22,20 +22,15 @@ from ddprun_hooks.shm.setup import open_shm_groups
 class GroupRequirement(NamedTuple):
     """Ranks among which a stack exchanges: process groups are made for them before the first step."""
 
+    # `world`: all ranks that the stack reduces over. `within`, `across`: the two legs of `hierarchical`.
+    # `part`: the groups of a partition, as a sync policy may want them.
     leg: str
-    """`world`: all ranks that the stack reduces over. `within`, `across`: the two legs of `hierarchical`.
-    `part`: the groups of a partition, as a sync policy may want them."""
-
-    hosts: int | None = None
-    """Into how many hosts `hierarchical` splits the ranks; None: as they were launched."""
-
+    hosts: int | None = None  # into how many `hierarchical` splits the ranks; None: as launched
     shared: bool = False  # through shared memory
-    parts: tuple[tuple[int, ...], ...] = ()
-    """For the leg `part`: the ranks of each group; every rank is in one."""
+    parts: tuple[tuple[int, ...], ...] = ()  # of the leg `part`: the ranks of each group, each rank once
 
 
-GroupRequirements = Mapping[GroupRequirement, int]
-"""How many collectives one payload needs among which ranks."""
+GroupRequirements = Mapping[GroupRequirement, int]  # how many collectives one payload needs among which ranks
 
 
 Op = Literal["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast"]
@@ -44,19 +39,15 @@ Transport = Literal["network", "shared_memory"]
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """A collective that a hook asks for: `await` it to have it done.
-
-    It is a request: the queue decides on which process group it travels and when it starts, so that all ranks
-    issue collectives in one order.
+    """A collective that a hook asks for: `await` it to have it done. It is a request: the queue decides on
+    which process group it travels and when it starts, so that all ranks issue collectives in one order.
     """
 
     group: RankGroup
     op: Op
     tensor: Tensor
     output: Tensor
-    sizes: Sequence[int] | None = None
-    """Elements of each rank's part, where a tensor is cut into parts; None: equal parts."""
-
+    sizes: Sequence[int] | None = None  # elements of each rank's part of a tensor; None: equal parts
     source: int = 0
     via_shared_memory: bool = False
     take_max: bool = False  # all-reduce to the largest value instead of the sum
@@ -79,15 +70,13 @@ class RankGroup:
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
     progress_thread: ProgressThread | None = None  # runs what goes through shared memory
+    # For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
+    # rank's host, and the ranks of the same index on every host.
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
-    """For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
-    rank's host, and the ranks of the same index on every host."""
-
+    # For each partition of this group's ranks: the part with this rank.
     partition_groups: Mapping[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
-    """For each partition of this group's ranks: the part with this rank."""
-
+    # Observes the collectives of each round.
     sequences: Mapping[Transport, Sequence[CollectiveSequence]] = field(default_factory=dict)
-    """Observes the collectives of each round."""
 
     @property
     def size(self) -> int:
@@ -195,10 +184,8 @@ class Placement:
         return len(self.hosts)
 
     def ranks_by_host(self) -> list[list[int]]:
-        """Ranks by host, in the order of their first ranks.
-
-        Several launchers under one host name count as hosts of their own: the name's ranks are cut into runs
-        of `local_sizes`.
+        """Ranks by host, in the order of their first ranks. Several launchers under one host name count as
+        hosts of their own: the name's ranks are cut into runs of `local_sizes`.
         """
         of_name: dict[str, list[int]] = {}
         for rank, name in enumerate(self.hosts):
@@ -213,10 +200,7 @@ class Placement:
 
     def split_by_host(self, host_count: int | None) -> list[list[int]]:
         """The ranks of each host, in rank order as process groups have them: of `host_count` equal hosts,
-        ranks of one host together as far as possible, or (None) as they were launched.
-
-        Raises:
-            UnequalHostsError: the hosts would not hold equally many ranks.
+        those of one host together as far as possible, or (None) as launched. Raises UnequalHostsError.
         """
         launched = self.ranks_by_host()
         if host_count is None:
@@ -236,13 +220,10 @@ class Placement:
 
 
 def check_placement(placement: Placement, requirements: GroupRequirements) -> None:
-    """Make sure that groups with these requirements can be made.
+    """Raise HookSetupError if the ranks do not lie as groups with these requirements need them.
 
     Every rank finds the same, before any group is made: while one is, a rank whose peer has raised and ended
     would wait for it until the timeout.
-
-    Raises:
-        HookSetupError: the ranks do not lie as a hook needs them.
     """
     everybody = list(range(placement.size))
     for one in requirements:
@@ -272,9 +253,7 @@ def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupR
 def requirements_within_hosts(
     requirements: GroupRequirements, host_count: int | None
 ) -> dict[GroupRequirement, int]:
-    """What a stack requires whose payloads go through the ranks of one host only; `host_count` is
-    `hosts` of `GroupRequirement`.
-    """
+    """What a stack requires for the ranks of one host only; `host_count` is `GroupRequirement.hosts`."""
     return merge_requirements(
         {GroupRequirement("within", host_count, one.shared): rounds} for one, rounds in requirements.items()
     )
@@ -284,10 +263,9 @@ def requirements_within_hosts(
 class GroupFactory:
     """Makes rank groups. Every rank makes the same ones, in the same order."""
 
+    # Makes a new process group of a unique name and these ranks. Every rank calls it for every set of ranks,
+    # as `new_group` demands; the result is dropped for sets without this rank.
     make_process_group: Callable[[str, list[int]], Any]
-    """Makes a new process group of a unique name and these ranks. Every rank calls it for every set of ranks,
-    as `new_group` demands; the result is dropped for sets without this rank."""
-
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes
     timeout_s: float
     progress_thread: ProgressThread
@@ -299,10 +277,8 @@ class GroupFactory:
     ) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
 
-        `existing` process groups of all ranks serve the first rounds among these, instead of new ones.
-
-        Raises:
-            HookSetupError: the ranks do not lie as a hook needs them; on all ranks alike.
+        `existing` process groups of all ranks serve the first rounds among these, instead of new ones. Raises
+        HookSetupError, on all ranks alike, if the ranks do not lie as a hook needs them.
         """
         check_placement(placement, requirements)
         splits, partition_groups = {}, {}
@@ -314,16 +290,11 @@ class GroupFactory:
             # In rank order, which torch's process groups have whatever order they are given.
             columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
             tag = "" if host_count is None else f"/{host_count}"
-            within, across = (
-                self._make_own_group(
-                    f"{prefix}{leg}{tag}",
-                    placement,
-                    groups,
-                    _rounds_by_transport(requirements, leg, host_count),
-                )
-                for leg, groups in (("within", blocks), ("across", columns))
-            )
-            splits[host_count] = within, across
+            made = []
+            for leg, groups in (("within", blocks), ("across", columns)):
+                by_transport = _rounds_by_transport(requirements, leg, host_count)
+                made.append(self._make_own_group(f"{prefix}{leg}{tag}", placement, groups, by_transport))
+            splits[host_count] = made[0], made[1]
         for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
             rounds: dict[Transport, int] = {
                 "network": requirements[GroupRequirement("part", parts=partition)]

@@ -30,13 +30,8 @@ class CollectiveSequence(Protocol):
     def issue(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
     ) -> PendingCollective:
-        """This rank issues the sequence's next collective now.
-
-        Args:
-            op: of the collective.
-            payload: what it carries.
-            what: what it carries, in words, if it carries no payload.
-            peers: the ranks it waits for; None: those of the sequence that have not issued theirs.
+        """This rank issues the sequence's next collective now: an `op`, and `payload`, or in words `what` it
+        carries. `peers`: the ranks it waits for; None: those of the sequence that have not issued theirs.
         """
 
 
@@ -45,7 +40,6 @@ class Observer(Protocol):
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         """A new sequence of the collectives that `ranks` (of the whole run) issue on what is called `name`.
-
         All ranks of a run make theirs in one order, groups that exist side by side at once.
         """
 
@@ -66,8 +60,7 @@ class _NullObserver:
     def done_when(self, has_ended: Callable[[], bool]) -> None: ...
 
 
-NULL_OBSERVER = _NullObserver()
-"""The observer, the sequence and the pending collective where there is no observer."""
+NULL_OBSERVER = _NullObserver()  # observer, sequence and pending collective where there is no observer
 
 
 @contextmanager

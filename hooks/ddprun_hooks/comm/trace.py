@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ddprun_hooks.payload import Finding, ParamSlice, PayloadKind
 
-TimeT = TypeVar("TimeT")
-"""A moment: microseconds of this rank's monotonic clock, or a `gpu.StreamTimestamp` until that is read."""
+TimeT = TypeVar("TimeT")  # microseconds of this rank's monotonic clock, or an unread `StreamTimestamp`
 
 
 def now_us() -> int:
@@ -48,14 +47,10 @@ class Span(Generic[TimeT]):
 class Fidelity:
     """A bucket's mean as the hooks gave it (h), against the exact mean over ranks (e)."""
 
-    cosine: float
-    """<h, e> / (|h| |e|), in [-1, 1]; 1 is the same direction. NaN if either is zero."""
-
+    cosine: float  # <h, e> / (|h| |e|), in [-1, 1]; 1 is the same direction. NaN if either is zero.
     relative_l2: float  # |h - e| / |e|; 0 is the same
     norm_ratio: float  # |h| / |e|
-    residual_norm: float
-    """2-norm of what this rank has kept back of the bucket so far, in units of its share of the mean."""
-
+    residual_norm: float  # 2-norm of what this rank has kept of the bucket, in units of its share of the mean
     wire_bytes: int  # what this rank sent to know the exact mean
 
 
@@ -71,15 +66,12 @@ class BucketTrace(Generic[TimeT]):
     bytes: int
     ready: TimeT  # the payload was complete on this rank: the hook was entered
     done: TimeT | None = None  # the mean was in the payload's memory
-    handed_over: TimeT | None = None
-    """The hook returned to the caller (the backward pass) with a future in its hand."""
-
+    handed_over: TimeT | None = None  # the hook returned to the caller (backward), future in hand
     collectives: list[CollectiveTrace[TimeT]] = field(default_factory=list)
     spans: list[Span[TimeT]] = field(default_factory=list)
     findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
     params: Sequence[ParamSlice] = ()  # the parameters in it
-    fidelity: Fidelity | None = None
-    """How the mean that came back compares with the exact one, if somebody has looked."""
+    fidelity: Fidelity | None = None  # how the mean compares with the exact one, if measured
 
     def in_microseconds(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
         """The same trace with every moment in microseconds, as `to_us` converts it."""
@@ -108,9 +100,7 @@ class BucketTrace(Generic[TimeT]):
 
 
 def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
-    """Replace the codes in findings, which are tensors, by numbers, all in one reading; the traces are
-    complete.
-    """
+    """Replace the tensor codes in complete traces' findings by numbers, all in one reading."""
     findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
     if findings:
         codes = torch.stack([torch.as_tensor(one.code) for one in findings]).tolist()

@@ -9,8 +9,7 @@ from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
 CASTS = frozenset({"fp16", "bf16"})
 CODE_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 ALLOWED_WITHIN = CASTS | {"shared_memory"}  # hooks that "within" takes
-LEVELS = ("within", "across")
-"""Of `hierarchical`: inside a host, and between hosts."""
+LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,8 @@ class StackEntry:
 
     name: str
     role: Role | None  # None for a dotted or installed hook, known once it is imported
+    # The stacks of `hierarchical`, by level.
     inner_stacks: Mapping[str, "tuple[StackEntry, ...]"] = field(default_factory=dict)
-    """The stacks of `hierarchical`, by level."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,7 @@ def stack_problems(stack: Sequence[StackEntry]) -> list[StackProblem]:
 def _problems(
     stack: Sequence[StackEntry], path: tuple[int | str, ...], previous_names: tuple[str, ...], level: str = ""
 ) -> Iterator[StackProblem]:
-    """`previous_names`: the hooks that the payload has passed on its way to this stack; `level`: that of the
-    stack in `hierarchical`, if it is in one.
-    """
+    """`previous_names`: hooks before this stack on the payload's way; `level`: its own in `hierarchical`."""
     reducer: str | None = None
     for index, hook in enumerate(stack):
         here, name = (*path, index), hook.name

@@ -1,6 +1,4 @@
-"""The one place where a name of the user's becomes an object: an import path, or what an installed package
-adds by an entry point (hooks here; in ddprun sync policies, trackers and cluster backends).
-"""
+"""The one place where a name of the user's becomes an object: an import path, or an installed entry point."""
 
 import functools
 import importlib
@@ -8,31 +6,25 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
+from ddprun_hooks.config import trust
 from ddprun_hooks.config.messages import format_message, suggest
-from ddprun_hooks.config.trust import (
-    ExpectedObject,
-    TrustPolicy,
-    TrustSettingError,
-    UntrustedError,
-    read_trust_policy,
-)
 from ddprun_hooks.errors import ImportPathError
 
 
-def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
+def import_trusted(name: str, expected: trust.ExpectedObject | None = None) -> Any:
     """Import `package.module.attribute` (the attribute may itself be dotted).
 
     Where `DDPRUN_TRUSTED` sets a limit, it must lead to the kind of object that is `expected`.
 
     Raises:
         ImportPathError: no such module or attribute. What the module's own code raises passes through.
-        UntrustedError: `DDPRUN_TRUSTED` does not allow it; nothing untrusted has been imported then.
-        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+        trust.UntrustedError: `DDPRUN_TRUSTED` does not allow it; nothing untrusted has been imported then.
+        trust.TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ImportPathError(f'"{name}" is not an import path such as package.module.Name')
-    trust_policy = read_trust_policy()
+    trust_policy = trust.read_trust_policy()
     kind = expected.kind if expected is not None else ""
     trust_policy.admit_name(name, kind)
     for length in range(len(parts) - 1, 0, -1):
@@ -55,7 +47,9 @@ def import_trusted(name: str, expected: ExpectedObject | None = None) -> Any:
     raise AssertionError("unreachable: the loop returns or raises at its last length")
 
 
-def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: TrustPolicy, kind: str) -> Any:
+def _resolve_attribute(
+    owner: Any, where: str, path: list[str], trust_policy: trust.TrustPolicy, kind: str
+) -> Any:
     for part in path:
         trust_policy.admit_step(owner, where, part, kind)
         if not hasattr(owner, part):
@@ -68,9 +62,8 @@ def _resolve_attribute(owner: Any, where: str, path: list[str], trust_policy: Tr
 
 @functools.cache
 def installed_entry_points(group: str) -> Mapping[str, tuple[str, ...]]:
-    """The names in a group of entry points, each with the import paths that it stands for; imports nothing.
-
-    A name stands for several if more than one package adds it.
+    """The names in a group of entry points, each with the import paths of all packages that add it; imports
+    nothing.
     """
     found: dict[str, set[str]] = {}
     for point in _all_entry_points().select(group=group):
@@ -84,13 +77,9 @@ def _all_entry_points() -> Any:
     return entry_points()
 
 
-def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
-    """Import what an installed package adds under a name, which is one of `installed_entry_points(group)`.
-
-    Raises:
-        ImportPathError: several packages add the name, or it cannot be imported.
-        UntrustedError: `DDPRUN_TRUSTED` does not allow it.
-        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+def import_entry_point(group: str, name: str, expected: trust.ExpectedObject) -> Any:
+    """Import what an installed package adds under a name of `installed_entry_points(group)`. Raises
+    ImportPathError if several do, or it cannot be imported; trust.UntrustedError; trust.TrustSettingError.
     """
     target, *others = installed_entry_points(group)[name]
     if others:
@@ -100,7 +89,7 @@ def import_entry_point(group: str, name: str, expected: ExpectedObject) -> Any:
         )
     try:
         return import_trusted(target, expected)
-    except (UntrustedError, TrustSettingError):
+    except (trust.UntrustedError, trust.TrustSettingError):
         raise
     except Exception as error:  # a stranger's module may raise anything
         raise ImportPathError(

@@ -10,15 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-MessageParts = tuple[str, str | None, str | None]
-"""What is wrong, what is allowed, and what was probably meant."""
+MessageParts = tuple[str, str | None, str | None]  # what is wrong, what is allowed, what was meant
+KeyPath = tuple[str | int, ...]  # keys and list indices, such as `("stages", 2, "train", "steps")`
+OWN_ERROR_TYPE = "ddprun"  # type of an error that brings its own message; every other type is pydantic's
 
-KeyPath = tuple[str | int, ...]
-"""Keys and list indices, such as `("stages", 2, "train", "steps")`."""
-
-OWN_ERROR_TYPE = "ddprun"
-"""Type of an error that brings its own message; every other type is pydantic's."""
-
+# What was expected, by pydantic's type of error, where that only says which type a value must have.
 EXPECTED_BY_ERROR_TYPE = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -30,8 +26,8 @@ EXPECTED_BY_ERROR_TYPE = {
     "model_type": "a mapping",
     "dict_type": "a mapping",
 }
-"""What was expected, by pydantic's type of error, where that only says which type a value must have."""
 
+# Pydantic's types of error about a bound: its words, and where the error has it.
 BOUND_ERROR_TYPES = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -39,7 +35,6 @@ BOUND_ERROR_TYPES = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-"""Pydantic's types of error about a bound: its words, and where the error has it."""
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str | None:
@@ -95,9 +90,8 @@ def problem(
     at: str | KeyPath = (),
     on_key: bool = False,
 ) -> ValidationError:
-    """An error that says `text; allowed (did you mean suggestion?)`; `allowed` may also say what to do.
-
-    It is shown at the value that is being validated, or `at` a place below it; `on_key`: at the key there.
+    """An error that says `text; allowed (did you mean suggestion?)`; `allowed` may also say what to do. It is
+    shown at the value that is being validated, or `at` a place below it; `on_key`: at the key there.
     """
     context = {"problem": text, "allowed": allowed, "suggestion": suggestion, "on_key": on_key}
     return _error("{problem}", context, at)
@@ -156,9 +150,8 @@ def message_parts(item: ErrorDetails, got: str) -> MessageParts:
 
 
 def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`.
-
-    The errors' own paths begin with the choice's name; `models` has the options of each choice.
+    """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`. The
+    errors' own paths begin with the choice's name; `models` has the options of each choice.
     """
     lines = []
     for item in error.errors(include_url=False):

@@ -53,11 +53,7 @@ ENTRY_POINT_GROUP = "ddprun.hooks"
 
 
 def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple[str, dict[str, Any]]:
-    """Name and options of `name` or `{name: options}`, not checked; a message lists what is `known`.
-
-    Raises:
-        ValidationError: it is neither.
-    """
+    """Name and options of `name` or `{name: options}`, not checked; ValidationError lists what is `known`."""
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or not spec or not all(isinstance(name, str) for name in spec):
@@ -72,11 +68,7 @@ def parse_spec(spec: Any, known: Callable[[], list[str]] | None = None) -> tuple
 
 
 def read_hook(spec: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options of a hook; those of a built-in one are checked, and its defaults filled in.
-
-    Raises:
-        ValidationError: each fault with its place below the hook.
-    """
+    """Name and options of a hook, a built-in one's checked and complete; raises ValidationError by place."""
     name, options = parse_spec(spec)
     if name in BUILT_IN:
         try:
@@ -133,8 +125,6 @@ Options = TypeVar("Options", bound=HookOptions)
 
 
 def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Options]], type[Options]]:
-    """Register the options of a built-in hook."""
-
     def register(options: type[Options]) -> type[Options]:
         options.role, options.implementation = role, implementation
         BUILT_IN[name] = options

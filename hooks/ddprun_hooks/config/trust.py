@@ -24,14 +24,11 @@ from ddprun_hooks.errors import ImportPathError
 
 TRUST_VARIABLE = "DDPRUN_TRUSTED"
 
-FOLDER_PREFIX = "./"
-"""Before a package in `DDPRUN_TRUSTED`: it may come from the pipeline file's own folder."""
+FOLDER_PREFIX = "./"  # before a package in `DDPRUN_TRUSTED`: it may come from the pipeline file's own folder
 
+# Kinds of choices that are called with the file's options and nothing else, so that a method's `self` is one
+# of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
 _CALLED_WITH_OPTIONS = ("", "model", "data")
-"""Kinds of choices that are called with the file's options and nothing else, so that a method's `self` is one
-of these; "" are objects in options. Methods of other kinds would be called on the model, or a batch.
-"""
-
 _IS_METHOD_TEXT = "is a method, which is called on an object"
 _METHOD_ALTERNATIVES_TEXT = (
     "name a class, a function (such as one that calls it), or a class method or static method"
@@ -52,7 +49,11 @@ _LOSSES = r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits
 _SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"
 _SAMPLERS = r"(Weighted|Subset)?RandomSampler|SequentialSampler"
 _DTYPES = r"dtype|bool|b?float(16|32|64)|u?int(8|16|32|64)|complex(32|64|128)"
+_MODELS, _TRANSFORMS = r"(?!Weights)[A-Za-z]\w*", r"[A-Z]\w*(\.[A-Z]\w*)?"
 _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
+# All that may be named of well-known packages. What these classes and functions do with options is to
+# compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules,
+# methods and everything elsewhere can do more.
 _OPEN_PLACES = (
     _OpenPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
     _OpenPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
@@ -65,12 +66,7 @@ _OPEN_PLACES = (
     _OpenPlace("torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)),
     _OpenPlace("torch", _DTYPES, "the types of tensors in torch", ()),
     *(
-        _OpenPlace(
-            f"torchvision.models{task}",
-            r"(?!Weights)[A-Za-z]\w*",
-            "the models in torchvision.models",
-            ("model",),
-        )
+        _OpenPlace(f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",))
         for task in ("", ".detection", ".segmentation", ".video")
     ),
     # LSUN unpickles a file that it finds among the images.
@@ -80,10 +76,7 @@ _OPEN_PLACES = (
     _OpenPlace("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
     *(
         _OpenPlace(
-            f"torchvision.transforms{version}",
-            r"[A-Z]\w*(\.[A-Z]\w*)?",
-            "the transforms in torchvision.transforms",
-            (),
+            f"torchvision.transforms{version}", _TRANSFORMS, "the transforms in torchvision.transforms", ()
         )
         for version in ("", ".v2")
     ),
@@ -92,19 +85,13 @@ _OPEN_PLACES = (
     _OpenPlace("timm", "create_model", "create_model in timm", ("model",)),
     _OpenPlace("numpy", _DTYPES, "the types of numbers in numpy", ()),
 )
-"""All that may be named of well-known packages. What these classes and functions do with options is to
-compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules, methods
-and everything elsewhere can do more.
-"""
 
+# Packages of which open places may be named and nothing else.
 WELL_KNOWN = frozenset(place.module.partition(".")[0] for place in _OPEN_PLACES)
-"""Packages of which open places may be named and nothing else."""
 
 
 class UntrustedError(ImportPathError):
-    """A name that leads to what is not trusted, or to something of another kind; `allowed` says what may be
-    named.
-    """
+    """A name that leads to what is not trusted, or to another kind; `allowed` says what may be named."""
 
     def __init__(self, problem: str, allowed: str) -> None:
         super().__init__(problem)
@@ -123,10 +110,7 @@ class ExpectedObject:
     base: type | tuple[type, ...] | None = None  # a class must be derived from it; None refuses every class
     methods: tuple[str, ...] = ()  # a class that has one of these will do as well
     returns: type | None = None  # a function whose annotation names another class is refused
-    kind: str = ""
-    """The kind of choice that this is, as `model`. It decides what may be named of well-known packages; ""
-    is any.
-    """
+    kind: str = ""  # of the choice, as `model`: decides what may be named of well-known packages; "" is any
 
 
 @dataclass(frozen=True)
@@ -134,8 +118,7 @@ class TrustPolicy:
     """What `DDPRUN_TRUSTED` says."""
 
     prefixes: tuple[str, ...] | None  # packages and prefixes of import paths; None sets no limit
-    in_folder: frozenset[str] = frozenset()
-    """Those of the prefixes whose packages may come from the pipeline file's own folder."""
+    in_folder: frozenset[str] = frozenset()  # prefixes of packages in the pipeline file's own folder
 
     @property
     def restricts_imports(self) -> bool:
@@ -149,17 +132,12 @@ class TrustPolicy:
         listed = (FOLDER_PREFIX + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
         return f"{TRUST_VARIABLE} allows {', '.join(listed)}"
 
-    def top_level_packages(self) -> frozenset[str]:
-        """The top-level packages of the prefixes."""
-        return frozenset(prefix.partition(".")[0] for prefix in self.prefixes or ())
-
     def folder_packages(self) -> frozenset[str]:
         """The top-level packages that may come from the pipeline file's own folder."""
         return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
 
     def refusal(self, name: str, kind: str = "") -> str | None:
         """Why a name, as a user wrote it or from `implementation_names`, is not trusted; None if it is.
-
         `kind` is that of the choice for which it is named, as `model`; "" is any.
         """
         if self.prefixes is None:
@@ -168,9 +146,8 @@ class TrustPolicy:
         if root in sys.stdlib_module_names:
             return "Python's own library is never trusted"
         if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
-            return (
-                f'"{root}" is not trusted' if root not in self.top_level_packages() else "it is not trusted"
-            )
+            known = {prefix.partition(".")[0] for prefix in self.prefixes}
+            return "it is not trusted" if root in known else f'"{root}" is not trusted'
         return _place_refusal(name, kind) if root in WELL_KNOWN else None
 
     def name_refusal(self, name: str, kind: str = "") -> str | None:
@@ -180,11 +157,7 @@ class TrustPolicy:
         return self.refusal(name, kind)
 
     def admit_name(self, name: str, kind: str = "") -> None:
-        """Judge a name before anything is imported.
-
-        Raises:
-            UntrustedError: it is not trusted.
-        """
+        """Judge a name before anything is imported: raises UntrustedError if it is not trusted."""
         if reason := self.name_refusal(name, kind):
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed_message())
 
@@ -195,9 +168,8 @@ class TrustPolicy:
         A name goes through modules and classes. It ends at a method that is called on an object only where
         the object is an option (`_takes_method`): `mutate: Model.save` would be called with the model.
 
-        Raises:
-            UntrustedError: `owner` is another module than the name says and not trusted, or is neither module
-                nor class; or the attribute is a method and cannot be one.
+        Raises UntrustedError if `owner` is another module than the name says and not trusted, or neither
+        module nor class; or if the attribute is a method and cannot be one.
         """
         if not self.restricts_imports:
             return
@@ -220,11 +192,7 @@ class TrustPolicy:
                 raise UntrustedError(f'"{where}.{part}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
 
     def admit(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
-        """Judge the object that a name has led to.
-
-        Raises:
-            UntrustedError: it comes from elsewhere, or is of another kind than `expected`.
-        """
+        """Judge the object that a name has led to: raises UntrustedError by its origin and its kind."""
         if not self.restricts_imports:
             return
         self._admit_origins(name, found, expected.kind if expected is not None else "")
@@ -245,11 +213,7 @@ def _takes_method(kind: str) -> bool:
 
 
 def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolicy:
-    """What the environment says.
-
-    Raises:
-        TrustSettingError: the variable holds something that is not a package.
-    """
+    """What the environment says; raises TrustSettingError if that is not a list of packages."""
     text = environment.get(TRUST_VARIABLE)
     if text is None:
         return TrustPolicy(None)
@@ -310,9 +274,7 @@ def _class_of(owner: Any) -> type:
 
 
 def _full_name(found: Any) -> str:
-    """`module.qualified_name`, of a well-known package the public name if one may be named; what does not
-    tell its module belongs to nobody who is trusted.
-    """
+    """`module.name`, or the public name in a well-known package; what tells no module is nobody's."""
     if public := _public_name(found):
         return public
     module = getattr(found, "__module__", None)

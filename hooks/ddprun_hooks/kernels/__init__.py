@@ -1,5 +1,4 @@
-"""Triton kernels, which do in one pass over memory what the hooks' torch code does in several, on GPUs that
-have Triton.
+"""Triton kernels, which do in one pass over memory what the hooks' torch code does in several.
 
 The torch code of the hooks is the reference, and runs everywhere else. Kernels give its bits; each module
 says where they may not. Triton is imported when the first payload on a GPU comes, and never without one.
@@ -13,17 +12,13 @@ import warnings
 import torch
 from torch import Tensor
 
-MAX_BLOCK_SIZE = 4096
-"""Values that a program can hold in its registers."""
+MAX_BLOCK_SIZE = 4096  # values that a program can hold in its registers
 
-_MIN_COMPUTE_CAPABILITY = (8, 0)
-"""Lowest compute capability on which kernels run: the one for which tests compile them."""
+_MIN_COMPUTE_CAPABILITY = (8, 0)  # the lowest for which tests compile kernels
 
 
 def can_run_on(payload: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether kernels can compute on a payload and its residual, both of shape (numel,): on a GPU on which
-    Triton works, and of types that they know.
-    """
+    """Whether a payload and its residual, both (numel,), are on a GPU and of types that kernels know."""
     if payload.device.type != "cuda":
         return False
     return supports_dtypes(payload, residual) and _triton_works(payload.device)

@@ -6,7 +6,7 @@ there the largest value of each block, the codes, and what they lack.
 Arithmetic is that of `ddprun_hooks.builtin.two_phase.BlockScaled`, operation by operation, in fp32: divisions
 are rounded to the nearest, no product is fused with a sum, and denormal numbers are kept. The bits are the
 same, with one exception: the codes of a block that is not finite may be others. It comes out as not finite
-either way.
+either way. Arguments in upper case are fixed when a kernel is compiled.
 """
 
 import torch
@@ -31,40 +31,29 @@ def encode(
     blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,  # values
-    COLUMNS: tl.constexpr,  # the power of two above
+    COLS: tl.constexpr,  # the power of two above
     ROWS: tl.constexpr,  # blocks of a program
 ):
     """Encode payload and residual. One program for `ROWS` blocks of a share."""
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
-    if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
-        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    if (BLOCK == COLS) & (first + ROWS <= blocks_per_share) & (end <= numel):
+        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, True)
     else:
-        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+        _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, False)
 
 
 @triton.jit
-def _encode_tile(
-    payload,
-    residual,
-    message,
-    numel,
-    blocks_per_share,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _encode_tile(payload, residual, message, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
-    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
-    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    at = _tile_offsets(ROWS, BLOCK, COLS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
     residual += start + at
     x = load_fp32(payload + start + at, mask) + load_fp32(residual, mask)
     codes, scales, left = _quantise(x, FORMAT)
     tl.store(residual, left, mask)
-    _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
 
 
 @triton.jit(do_not_specialize=["ranks", "numel", "blocks_per_share"])
@@ -77,68 +66,35 @@ def sum_and_encode(
     blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Encode the sum over ranks, in rank order, of a share. One program for `ROWS` blocks."""
     first = tl.program_id(0) * ROWS
-    if (
-        (BLOCK == COLUMNS)
-        & (first + ROWS <= blocks_per_share)
-        & ((first + ROWS).to(tl.int64) * BLOCK <= numel)
-    ):
+    end = (first + ROWS).to(tl.int64) * BLOCK
+    if (BLOCK == COLS) & (first + ROWS <= blocks_per_share) & (end <= numel):
         _sum_and_encode_tile(
-            arrived,
-            residual_share,
-            message,
-            ranks,
-            numel,
-            blocks_per_share,
-            FORMAT,
-            BLOCK,
-            COLUMNS,
-            ROWS,
-            True,
+            arrived, residual_share, message, ranks, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, True
         )
     else:
         _sum_and_encode_tile(
-            arrived,
-            residual_share,
-            message,
-            ranks,
-            numel,
-            blocks_per_share,
-            FORMAT,
-            BLOCK,
-            COLUMNS,
-            ROWS,
-            False,
+            arrived, residual_share, message, ranks, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, False
         )
 
 
 @triton.jit
 def _sum_and_encode_tile(
-    arrived,
-    residual_share,
-    message,
-    ranks,
-    numel,
-    blocks_per_share,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    arrived, residual_share, message, ranks, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE
 ):
     first = tl.program_id(0) * ROWS
-    total = _load(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    total = _load(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     for rank in range(1, ranks):
-        total += _load(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+        total += _load(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     codes, scales, left = _quantise(total, FORMAT)
-    _store(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    _store(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     start = first.to(tl.int64) * BLOCK
-    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
-    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    at = _tile_offsets(ROWS, BLOCK, COLS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
     residual_share += start + at
     tl.store(residual_share, load_fp32(residual_share, mask) + left, mask)
 
@@ -151,53 +107,43 @@ def decode(
     blocks_per_share,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Decode a message. One program for `ROWS` blocks of a share."""
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
     end = (share.to(tl.int64) * blocks_per_share + first + ROWS) * BLOCK
-    if (BLOCK == COLUMNS) & (first + ROWS <= blocks_per_share) & (end <= numel):
-        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, True)
+    if (BLOCK == COLS) & (first + ROWS <= blocks_per_share) & (end <= numel):
+        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, True)
     else:
-        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, False)
+        _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, False)
 
 
 @triton.jit
-def _decode_tile(
-    message,
-    values,
-    numel,
-    blocks_per_share,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
-    decoded = _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLUMNS, ROWS, WHOLE)
+    decoded = _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
-    at = _tile_offsets(ROWS, BLOCK, COLUMNS)
-    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLUMNS) & (at < numel - start)
+    at = _tile_offsets(ROWS, BLOCK, COLS)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
     tl.store(values + start + at, decoded.to(values.dtype.element_ty), mask)
 
 
 @triton.jit
-def _tile_offsets(ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Indices of values in a tile, (ROWS, COLUMNS), from its first one on."""
-    return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, COLUMNS)[None, :]
+def _tile_offsets(ROWS, BLOCK, COLS):
+    """Indices of values in a tile, (ROWS, COLS), from its first one on."""
+    return tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
-def _tile_mask(first, blocks_per_share, ROWS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS):
     """Which of a tile's values, or codes, a share has."""
-    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    rows, columns = first + tl.arange(0, ROWS), tl.arange(0, COLS)
     return (rows < blocks_per_share)[:, None] & (columns < BLOCK)[None, :]
 
 
 @triton.jit
-def _quantise(x, FORMAT: tl.constexpr):
+def _quantise(x, FORMAT):
     """Codes (int32) and scales of blocks (rows of x), and what they lack; zeros where a block is lost."""
     largest: tl.constexpr = 127.0 if FORMAT == "int8" else 7.0 if FORMAT == "int4" else 448.0
     # As whole numbers magnitudes have the same order, and NaN is the largest.
@@ -232,7 +178,6 @@ def _to_fp8(x):
 
 @triton.jit
 def _from_fp8(codes):
-    """The values of codes of e4m3."""
     size = (codes & 0x7F) << 20
     value = size.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     bits = tl.where(size == 0x7F << 20, 0x7FC00000, value.to(tl.int32, bitcast=True))
@@ -240,49 +185,27 @@ def _from_fp8(codes):
 
 
 @triton.jit
-def _store(
-    message,
-    codes,
-    scales,
-    first,
-    share,
-    blocks_per_share,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     """Write codes and scales of a tile into a share of a message."""
     packed: tl.constexpr = 2 if FORMAT == "int4" else 1  # in a byte
     if packed == 2:
-        low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
+        low, high = tl.split(tl.reshape(codes, [ROWS, COLS // 2, 2]))
         codes = low & 15 | high << 4
     to_codes, to_scales = _message_pointers(message, first, share, blocks_per_share, BLOCK // packed)
-    at = _tile_offsets(ROWS, BLOCK // packed, COLUMNS // packed)
-    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    at = _tile_offsets(ROWS, BLOCK // packed, COLS // packed)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLS // packed)
     rows = tl.arange(0, ROWS)
     tl.store(to_codes + at, codes.to(tl.uint8), mask)
     tl.store(to_scales + rows, scales, None if WHOLE else first + rows < blocks_per_share)
 
 
 @triton.jit
-def _load(
-    message,
-    first,
-    share,
-    blocks_per_share,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     """The values of a tile from a share of a message."""
     packed: tl.constexpr = 2 if FORMAT == "int4" else 1
     to_codes, to_scales = _message_pointers(message, first, share, blocks_per_share, BLOCK // packed)
-    at = _tile_offsets(ROWS, BLOCK // packed, COLUMNS // packed)
-    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLUMNS // packed)
+    at = _tile_offsets(ROWS, BLOCK // packed, COLS // packed)
+    mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK // packed, COLS // packed)
     rows = tl.arange(0, ROWS)
     codes = tl.load(to_codes + at, mask).to(tl.int32)
     scales = tl.load(to_scales + rows, None if WHOLE else first + rows < blocks_per_share)
@@ -290,7 +213,7 @@ def _load(
         values = _from_fp8(codes)
     else:
         if FORMAT == "int4":
-            codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLUMNS])
+            codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLS])
             codes = (codes << 24) >> 28
         else:
             codes = (codes << 24) >> 24
@@ -299,7 +222,7 @@ def _load(
 
 
 @triton.jit
-def _message_pointers(message, first, share, blocks_per_share, BYTES: tl.constexpr):
+def _message_pointers(message, first, share, blocks_per_share, BYTES):
     """Where in a message the codes of a tile lie, and where its scales; `BYTES` of codes make a block."""
     words: tl.constexpr = BYTES // 4  # places are counted in words, so that four bytes go at a time
     start = share * blocks_per_share.to(tl.int64) * (words + 1)
@@ -310,18 +233,8 @@ def _message_pointers(message, first, share, blocks_per_share, BYTES: tl.constex
 def launch_encode(
     payload: Tensor, residual: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
 ) -> Tensor:
-    """Launch `encode`.
-
-    Args:
-        payload: shape (numel,), fp32 or 16 bits.
-        residual: fp32, shape (numel,). Gets what is not sent.
-        format: `int8`, `int4` or `fp8`.
-        block: values for each scale.
-        ranks: shares in the message.
-        blocks_per_share: blocks of a share.
-
-    Returns:
-        The message, shape (ranks, bytes).
+    """Launch `encode` of a payload, (numel,), fp32 or 16 bits; `residual`, fp32, gets what is not sent. Gives
+    the message, shape (ranks, bytes).
     """
     message = _empty_message(payload, format, block, ranks, blocks_per_share)
     grid, options = _grid_and_options(block, blocks_per_share, ranks)
@@ -332,18 +245,8 @@ def launch_encode(
 def launch_sum_and_encode(
     arrived: Tensor, residual_share: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
 ) -> Tensor:
-    """Launch `sum_and_encode`.
-
-    Args:
-        arrived: a share of each rank's message, shape (ranks * bytes,).
-        residual_share: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
-        format: `int8`, `int4` or `fp8`.
-        block: values for each scale.
-        ranks: how many.
-        blocks_per_share: blocks of a share.
-
-    Returns:
-        The message of the sum, shape (bytes,).
+    """Launch `sum_and_encode` of a share of each rank's message, shape (ranks * bytes,). This rank's share of
+    the residual is fp32; of the last ranks it is shorter, or empty. Gives the sum's message, shape (bytes,).
     """
     message = _empty_message(arrived, format, block, 1, blocks_per_share)
     grid, options = _grid_and_options(block, blocks_per_share, 1)
@@ -383,7 +286,7 @@ def _grid_and_options(
     columns = triton.next_power_of_2(block)
     rows = max(1, _TILE_SIZE // columns)
     options = {
-        "COLUMNS": columns,
+        "COLS": columns,
         "ROWS": rows,
         "num_warps": rows * columns // 256,
         "enable_fp_fusion": False,

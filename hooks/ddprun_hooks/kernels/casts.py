@@ -31,9 +31,7 @@ def downcast(
 
 
 @triton.jit
-def _downcast_tile(
-    payload, residual, message, flags, numel, message_numel, first, TILE: tl.constexpr, WHOLE: tl.constexpr
-):
+def _downcast_tile(payload, residual, message, flags, numel, message_numel, first, TILE, WHOLE):
     at = tl.arange(0, TILE)
     mask = None if WHOLE else at < numel - first
     own = load_fp32(payload + first + at, mask)
@@ -65,9 +63,7 @@ def sum_and_downcast(
 
 
 @triton.jit
-def _sum_and_downcast_tile(
-    arrived, residual_share, message, ranks, numel, count, first, TILE: tl.constexpr, WHOLE: tl.constexpr
-):
+def _sum_and_downcast_tile(arrived, residual_share, message, ranks, numel, count, first, TILE, WHOLE):
     at = tl.arange(0, TILE)
     mask = None if WHOLE else at < numel - first
     travels = None if WHOLE else at < count - first
@@ -99,7 +95,7 @@ def upcast(
 
 
 @triton.jit
-def _upcast_tile(total, values, flags, numel, first, TILE: tl.constexpr, WHOLE: tl.constexpr):
+def _upcast_tile(total, values, flags, numel, first, TILE, WHOLE):
     at = tl.arange(0, TILE)
     mask = None if WHOLE else at < numel - first
     wide = load_fp32(total + first + at, mask)
@@ -117,7 +113,6 @@ def _rounding_error(x, sent):
 
 @triton.jit
 def _any_not_finite(x):
-    """Whether a value is not finite."""
     return tl.max((~is_finite(x)).to(tl.int32), 0) > 0
 
 
@@ -137,17 +132,10 @@ def load_fp32(pointers, mask):
 def launch_downcast(
     payload: Tensor, residual: Tensor | None, dtype: torch.dtype, message_numel: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch `downcast`.
+    """Launch `downcast` of a payload, shape (numel,), fp32 or 16 bits, to fp16 or bf16.
 
-    Args:
-        payload: shape (numel,), fp32 or 16 bits.
-        residual: fp32, shape (numel,). Is added to the payload, and gets what is rounded off. None: nothing
-            is added or kept.
-        dtype: fp16 or bf16.
-        message_numel: length of the message, which zeros fill up; None: numel.
-
-    Returns:
-        The message, shape (message_numel,), and flags for `launch_upcast`.
+    `residual`, fp32, is added, and gets what is rounded off. Gives the message, shape (message_numel,), which
+    zeros fill up (None: numel), and flags for `launch_upcast`.
     """
     message_numel = payload.numel() if message_numel is None else message_numel
     message = torch.empty(message_numel, dtype=dtype, device=payload.device)
@@ -159,15 +147,8 @@ def launch_downcast(
 
 
 def launch_sum_and_downcast(arrived: Tensor, residual_share: Tensor, ranks: int) -> Tensor:
-    """Launch `sum_and_downcast`.
-
-    Args:
-        arrived: a share of each rank's message, shape (ranks * count,), 16 bits.
-        residual_share: this rank's share of the residual, fp32; of the last ranks it is shorter, or empty.
-        ranks: how many.
-
-    Returns:
-        The sum, shape (count,), in 16 bits.
+    """Launch `sum_and_downcast` of a share of each rank's message, shape (ranks * count,), 16 bits. This
+    rank's share of the residual is fp32, of the last ranks shorter or empty. Gives the sum, shape (count,).
     """
     count = arrived.numel() // ranks
     message = torch.empty(count, dtype=arrived.dtype, device=arrived.device)

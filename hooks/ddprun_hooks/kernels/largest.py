@@ -147,9 +147,7 @@ def _magnitude_bits(x):
 
 @triton.jit
 def _threshold(bins, k, LEVELS: tl.constexpr):
-    """The uppermost 8 * LEVELS bits of the k-th largest magnitude, and how many are wanted of those that have
-    them.
-    """
+    """The top 8 * LEVELS bits of the k-th largest magnitude, and how many of those with them are wanted."""
     every = tl.arange(0, _BINS)
     upper = 0
     for level in tl.static_range(LEVELS):
@@ -162,10 +160,8 @@ def _threshold(bins, k, LEVELS: tl.constexpr):
 
 
 def take_largest(payload: Tensor, residual: Tensor, k: int) -> Tensor:
-    """Add `payload` to `residual`, both of shape (numel,), take the k largest, and leave what they lack.
-
-    Returns:
-        The message: k indices, int32, then k values of the payload's type, as bytes.
+    """Add `payload` to `residual`, both (numel,), take the k largest, and leave what they lack. Gives the
+    message: k indices, int32, then k values of the payload's type, as bytes.
     """
     numel, device = payload.numel(), payload.device
     message = torch.empty(k * (4 + payload.element_size()), dtype=torch.uint8, device=device)

@@ -24,9 +24,7 @@ from torch import Tensor
 
 from ddprun_hooks.errors import ExchangeError, format_ranks
 
-SLOT_BYTES = 1 << 21
-"""Bytes that a rank puts into memory at a time: small enough for all slots to stay in a cache."""
-
+SLOT_BYTES = 1 << 21  # that a rank puts into memory at a time: small enough for all slots to stay in a cache
 CACHE_LINE_BYTES: Final = 64  # no two ranks write to one cache line
 _ARRIVED_BYTE: Final = b"\1"
 
@@ -46,10 +44,9 @@ class PeerSocket(socket.socket):
         self.close()
 
 
+# An operation under way: it runs until it has to wait, and yields the peers that it waits for. Resume it when
+# one of them is readable or the group's deadline has passed; the next may begin when it has ended.
 ShmOperation = Generator[Sequence[PeerSocket], None, None]
-"""An operation under way: it runs until it has to wait, and yields the peers that it waits for. Resume it
-when one of them is readable or the group's deadline has passed; the next may begin when it has ended."""
-
 _open_sockets: "WeakSet[PeerSocket]" = WeakSet()
 
 
@@ -69,11 +66,8 @@ class ShmGroup:
     contiguous, in host memory, and alike in length and dtype on all ranks. Every element is summed by one
     rank, in rank order, and fp16 and bf16 in fp32: all ranks get the same bits.
 
-    Args:
-        rank: this rank in the group.
-        memory: (2, size, slot_bytes), uint8, shared.
-        peers: a socket to each other rank, in rank order.
-        timeout_s: how long an operation waits for a peer.
+    `memory` is (2, size, slot_bytes), uint8, shared; `peers` has a socket to each other rank, in rank order.
+    An operation waits `timeout_s` for a peer.
     """
 
     def __init__(self, rank: int, memory: Tensor, peers: Sequence[PeerSocket], timeout_s: float) -> None:
@@ -95,8 +89,7 @@ class ShmGroup:
             return
         plan = self._transfer_plan(flat.dtype, flat.numel())
         chunks, rank = plan.split_to_chunks(flat), self.rank
-        # A piece is summed in the phase in which the next is put in: one barrier more than there are pieces,
-        # not twice as many.
+        # A piece is summed as the next is put in: one barrier more than pieces, not twice as many.
         for turn in range(len(plan.pieces) + 1 if plan.pieces else 0):
             half = self.phase & 1
             if turn < len(plan.pieces):
@@ -113,9 +106,7 @@ class ShmGroup:
                     chunks[part][turn - 1].copy_(view)
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
-        """Sum the ranks' parts of `tensor`, (sum(sizes),), and write this rank's sum into `output`,
-        (sizes[rank],), which may be its part of `tensor`.
-        """
+        """Sum parts of `tensor`, (sum(sizes),), into `output`, (sizes[rank],), maybe its part of `tensor`."""
         tensor, output = tensor.detach(), output.detach()
         if self.size == 1:
             output.copy_(tensor)
@@ -132,9 +123,7 @@ class ShmGroup:
                 self._sum(piece.incoming_parts[half], chunks[rank][turn], outputs[turn])
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int], output: Tensor) -> ShmOperation:
-        """Gather the ranks' tensors, (sizes[rank],), in rank order into `output`, (sum(sizes),), of which
-        `tensor` may be this rank's part.
-        """
+        """Gather tensors, (sizes[rank],), into `output`, (sum(sizes),), of which `tensor` may be a part."""
         tensor, output = tensor.detach(), output.detach()
         rank, start = self.rank, sum(sizes[: self.rank])
         output[start : start + sizes[rank]].copy_(tensor)
@@ -152,11 +141,7 @@ class ShmGroup:
                     chunks[part][turn].copy_(view)
 
     def _barrier(self) -> ShmOperation:
-        """Wait until every rank is here.
-
-        Raises:
-            ExchangeError: names the peers that are gone, or that have not come in time.
-        """
+        """Wait until every rank is here; raises ExchangeError with the peers that are gone or late."""
         missing: Sequence[PeerSocket] = self._peers
         for peer in missing:
             try:
@@ -174,7 +159,6 @@ class ShmGroup:
         self.phase += 1
 
     def _peers_not_arrived(self, peers: Sequence[PeerSocket]) -> Sequence[PeerSocket]:
-        """Those of `peers` that have not arrived."""
         silent, gone = [], []
         for peer in peers:
             try:
@@ -194,9 +178,7 @@ class ShmGroup:
         return self.error
 
     def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
-        """Sum the peers' parts in `slots` and this rank's `own`, in rank order, into `out`, which may be
-        `own`; all of one length.
-        """
+        """Sum the peers' `slots` and this rank's `own`, in rank order, into `out`, which may be `own`."""
         terms = [*slots[: self.rank], own, *slots[self.rank + 1 :]]
         if self.size == 2:  # torch adds halves in fp32 and rounds once
             torch.add(terms[0], terms[1], out=out)
@@ -243,11 +225,10 @@ class _TransferPlan:
         align = CACHE_LINE_BYTES // memory.element_size()
         room = memory.shape[2] - align * len(sizes)
         count = -(-sum(sizes) // room)
+        # Elements of each part's chunks but the last.
         self.chunk_sizes = (
             [round_up(-(-size // count), align) for size in sizes] if count else [0] * len(sizes)
         )
-        """Elements of each part's chunks but the last."""
-
         made: dict[tuple[int, ...], _PieceViews] = {}
         self.pieces: list[_PieceViews] = []
         for turn in range(count):
@@ -276,26 +257,23 @@ class _PieceViews:
     __slots__ = ("incoming_parts", "lengths", "outgoing_parts", "own_part", "result_parts")
 
     def __init__(self, rank: int, chunk_sizes: Sequence[int], lengths: Sequence[int], memory: Tensor) -> None:
-        self.lengths = lengths
-        """Elements of each part, which begins where whole chunks of the parts before it would end."""
-
+        self.lengths = lengths  # elements of each part, which begins where those before it would end whole
         starts = [sum(chunk_sizes[:part]) for part in range(len(chunk_sizes))]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         filled = [part for part, length in enumerate(lengths) if length]
+        # Other ranks' parts in this rank's slot.
         self.outgoing_parts = [
             [(part, half[rank, starts[part] : ends[part]]) for part in filled if part != rank]
             for half in memory
         ]
-        """Other ranks' parts in this rank's slot."""
 
+        # This rank's part in every slot.
         self.incoming_parts = [list(half[:, starts[rank] : ends[rank]]) for half in memory]
-        """This rank's part in every slot."""
 
+        # Every part in the slot of its own rank.
         self.result_parts = [
             [(part, half[part, starts[part] : ends[part]]) for part in filled] for half in memory
         ]
-        """Every part in the slot of its own rank."""
-
         self.own_part = [slots[rank] for slots in self.incoming_parts]  # this rank's part in its own slot
 
 

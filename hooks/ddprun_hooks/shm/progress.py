@@ -13,8 +13,7 @@ from torch.futures import Future
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.shm.group import PeerSocket, ShmGroup, ShmOperation
 
-SPIN_S = 50e-6
-"""How long to look out for a peer before doing something else: about what it takes to wake a thread."""
+SPIN_S = 50e-6  # how long to look out for a peer first: about what it takes to wake a thread
 
 
 class ProgressThread:
@@ -26,10 +25,9 @@ class ProgressThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the five below; never held while anything else is called
+        # Operations of each group that a thread is running: one thread at a time, which alone steps the first
+        # and removes it, and which leaves when there is none.
         self._queues: dict[ShmGroup, deque[tuple[ShmOperation, Future[None]]]] = {}
-        """Operations of each group that a thread is running: one thread at a time, which alone steps the
-        first and removes it, and which leaves when there is none."""
-
         self._handed_over: list[ShmGroup] = []
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -73,9 +71,8 @@ class ProgressThread:
         os.close(self._wake)
 
     def _advance(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
-        """Run a group's operations, on the one thread that does, until one has to wait.
-
-        Gives the peers it waits for, or None when there are no more operations, and the group is free.
+        """Run a group's operations, on the one thread that does, until one has to wait. Gives the peers it
+        waits for, or None when there are no more operations, and the group is free.
         """
         queue = self._queues[group]
         while True:
@@ -92,8 +89,7 @@ class ProgressThread:
                     group.error = ExchangeError(f"an operation has failed before: {error!r}")
                     group.error.__cause__ = error
             operation.close()
-            # Set before the next begins, so that futures are set in order; and without the lock, since
-            # callbacks submit.
+            # Before the next begins, to keep their order, and without the lock: callbacks submit.
             if failure is None:
                 future.set_result(None)
             else:
@@ -105,7 +101,6 @@ class ProgressThread:
                     return None
 
     def _hand_over(self, group: ShmGroup) -> None:
-        """Leave `group` to the thread."""
         with self._lock:
             self._handed_over.append(group)
             if self._thread is None:

@@ -30,8 +30,7 @@ _HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this ran
 _BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
 _RETRY_S: Final = 2e-3  # between two attempts to connect when even that many wait
 
-Descriptors = list[int]
-"""Of one group: of its memory, and of the sockets to the other ranks, in rank order."""
+Descriptors = list[int]  # of one group: of its memory, and of the sockets to the other ranks, in rank order
 
 
 def open_shm_groups(
@@ -44,19 +43,12 @@ def open_shm_groups(
     slot_bytes: int = SLOT_BYTES,
     rank_labels: Sequence[int] | None = None,
 ) -> list[ShmGroup]:
-    """Make groups among the ranks of one host. Every one of them has to call this, with equal arguments.
+    """Make `count` groups among the `size` ranks of one host. Each of them has to call this, with equal
+    arguments; raises ExchangeError if some do not arrive, are another user's, or have no memory to share.
 
-    Args:
-        rank: this rank among them.
-        size: how many they are.
-        count: how many groups to make.
-        broadcast_bytes: gives rank 0's argument (32 bytes at most) to every rank; called once on each.
-        timeout_s: how long making them, and then any one wait in an operation, may take.
-        slot_bytes: bytes that each rank puts into memory at a time, at least 128 for each rank.
-        rank_labels: what errors call the ranks, if not 0, 1, ….
-
-    Raises:
-        ExchangeError: ranks that did not arrive, belong to another user, or have no memory to share.
+    `broadcast_bytes` gives rank 0's argument (32 bytes at most) to every rank; it is called once on each.
+    Making the groups, and then any one wait in an operation, may take `timeout_s`. A rank puts `slot_bytes`
+    into memory at a time, at least 128 for each rank. Errors name ranks by `rank_labels`; None: by number.
     """
     slot_bytes = round_up(slot_bytes, mmap.PAGESIZE)
     if slot_bytes < 2 * CACHE_LINE_BYTES * size:
@@ -143,13 +135,10 @@ def _distribute_descriptors(
 def _accept_ranks(
     listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket], deadline: float
 ) -> None:
-    """Accept connections until `peers` has one of every other rank.
+    """Accept connections until `peers` has one of every other rank; raises TimeoutError.
 
     Every user of the host can connect. A connection of another user, or one that does not begin with the
     secret, is closed; one that says nothing keeps nobody waiting.
-
-    Raises:
-        TimeoutError: some rank has not come.
     """
     refused: set[int] = set()
     listener.setblocking(False)
@@ -202,7 +191,6 @@ def _receive_descriptors(
     secret: bytes,
     deadline: float,
 ) -> None:
-    """Take what rank 0 hands out."""
     if secret == _NO_LISTENER:
         raise ExchangeError(f"rank {rank_labels[0]} cannot listen")
     try:
@@ -252,16 +240,13 @@ def _address(secret: bytes) -> bytes:
 
 
 def _peer_uid(peer: socket.socket) -> int:
-    """Whose process the other end is."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED_STRUCT.size)
     _, uid, _ = _PEERCRED_STRUCT.unpack(credentials)
     return int(uid)
 
 
 def _claimed_rank(peer: socket.socket, secret: bytes, size: int) -> int | None:
-    """The rank that a connection claims to be; None if it does not know the secret, or no rank has that
-    number.
-    """
+    """The rank that a connection claims to be; None if it does not know the secret, or there is none such."""
     try:
         said, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
     except (OSError, struct.error):

@@ -14,6 +14,7 @@ from ddprun.cli.run import format_option
 
 _WIDTH = 100
 
+# How a file names an entry, by kind; others as in `model: mlp`.
 _YAML_FORMS = {
     "hook": "hooks: [{}]",
     "tracker": "track: [{}]",
@@ -22,12 +23,9 @@ _YAML_FORMS = {
     "update": "stages: [{{forward: {{steps: …, update: {}}}}}]",
     "metric": "stages: [{{evaluate: {{metrics: [{}]}}}}]",
 }
-"""How a file names an entry, by kind; others as in `model: mlp`."""
 
 
 class _KindOrName(StringParamType):
-    """Completes to kinds and to names of entries."""
-
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
@@ -35,7 +33,6 @@ class _KindOrName(StringParamType):
 
 
 def _words() -> list[str]:
-    """The kinds, and the names of entries."""
     from ddprun.config.catalog import KIND_HEADINGS, names_of_kind
 
     return [*KIND_HEADINGS, *(name for kind in KIND_HEADINGS for name in names_of_kind(kind))]
@@ -84,7 +81,6 @@ def catalog(what: str | None, form: str) -> int:
 
 
 def _format_entry(entry: dict[str, Any]) -> str:
-    """An entry on its own, and how a file names it."""
     kind, name, options = entry["kind"], entry["name"], entry["options"]
     needed = ", ".join(f"{option['name']}: …" for option in options if option["required"])
     written = f"{name}: {{{needed}}}" if needed or kind == "cluster" else name

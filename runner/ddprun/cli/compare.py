@@ -11,12 +11,7 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.hosts import add_rendezvous_flags, rendezvous_flags, run_on_all_hosts
-from ddprun.cli.run import (
-    FlagValue,
-    format_option,
-    override_option,
-)
+from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
 from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import is_terminal
 
@@ -48,22 +43,10 @@ _SEEDS_NOTE = (
     "--seeds",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Run all of them under so many seeds, one after the other: it takes several to compare learning.",
 )
-@click.option(
-    "--turn",
-    type=click.IntRange(min=2),
-    default=20,
-    show_default=True,
-    help="Steps that a run takes at a time.",
-)
-@click.option(
-    "--control/--no-control",
-    default=True,
-    help="Run the first one twice, to know what is noise.",
-    show_default=True,
-)
+@click.option("--turn", type=click.IntRange(min=2), default=20, help="Steps that a run takes at a time.")
+@click.option("--control/--no-control", default=True, help="Run the first one twice, to know what is noise.")
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", help="Ranks per host, as in `ddprun run`.")
 @click.option(
@@ -126,6 +109,8 @@ def compare(
     try:
         if rendezvous is None:
             return work(None)
+        from ddprun.compare.hosts import run_on_all_hosts
+
         inputs = [[one.digest() for one in loaded], run_seeds, turn]
         return run_on_all_hosts("compare", rendezvous, inputs, work)
     except KeyboardInterrupt:
@@ -144,21 +129,15 @@ def _compare(
     form: str,
     hosts: "ComparisonHosts | None",
 ) -> int:
-    """Run the variants, and show what differs; gives the exit code.
-
-    Of several hosts, the first one names the folder, reads the records and shows what differs.
-    """
+    """Run the variants, and show on the first host what differs; gives the exit code."""
     from ddprun.cli import printing
     from ddprun.compare import runs as comparing
     from ddprun.compare.hosts import HostMessage
 
     def run_all(name: str) -> Sequence["VariantRuns"]:
         folder = output or _RUNS / name
-        progress = printing.ProgressLine("ddprun compare")
-        try:
+        with printing.ProgressLine("ddprun compare") as progress:
             return comparing.run_all(variants, seeds, folder, turn, arguments, progress, hosts)
-        finally:
-            progress.close()
 
     if hosts is not None and not hosts.is_first:
         return hosts.follow(lambda message: run_all(message.folder))

@@ -28,7 +28,6 @@ _WIDTH, _INDENT = 110, 24
     "timeout_s",
     type=click.FloatRange(min=1, max=3600),
     default=30,
-    show_default=True,
     metavar="SECONDS",
     help="How long to wait for the other hosts, and for a collective.",
 )

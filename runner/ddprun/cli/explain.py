@@ -13,7 +13,7 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import forecast_options, format_option, override_option
+from ddprun.cli.run import bad_parameter, forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explanation
@@ -36,15 +36,6 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
         hosts.append(first)
         first *= 2
     return [*hosts, last]
-
-
-def _parse_links(rate: str | None, latency: str | None, flags: str) -> "Links":
-    from ddprun.predict.links import parse_links
-
-    try:
-        return parse_links(rate, latency)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=flags) from None
 
 
 @click.command()
@@ -90,6 +81,7 @@ def explain(
     from ddprun.config.secrets import Secrets
     from ddprun.host.code_folders import ForeignFolderError
     from ddprun.predict import ShortRunError
+    from ddprun.predict.links import parse_links
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):
@@ -98,8 +90,10 @@ def explain(
         raise click.UsageError("--no-import: a prediction needs the model, and so your code")
     if cores is not None and not predicts:
         raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
-    links = _parse_links(link, latency, "--link or --latency")
-    measured_links = _parse_links(from_link, from_latency, "--from-link or --from-latency")
+    with bad_parameter("--link or --latency"):
+        links = parse_links(link, latency)
+    with bad_parameter("--from-link or --from-latency"):
+        measured_links = parse_links(from_link, from_latency)
     secrets = Secrets()
     try:
         loaded = load(pipeline, overrides)

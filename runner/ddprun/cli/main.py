@@ -15,9 +15,8 @@ from ddprun.cli import catalog, check, compare, doctor, explain, init, report, r
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 
 _RUN_COMMANDS = ("run", "resume")
+# Environment variables whose paths this process and its children keep, wherever the user's code goes.
 _PATH_VARIABLES = ("TMPDIR", "TEMP", "TMP", "TORCHELASTIC_ERROR_FILE")
-"""Environment variables whose paths this process and its children keep, wherever the user's code goes."""
-
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
@@ -26,7 +25,6 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. If its output could not be written, as on a full disk, the exit code is a failure.
-
         Not for `run` and `resume`, whose result does not depend on their last line.
         """
         result = super().invoke(ctx)
@@ -115,6 +113,7 @@ def _is_key_value(word: str) -> bool:
     cls=_Commands,
     context_settings={
         "help_option_names": ["-h", "--help"],
+        "show_default": True,
         "token_normalize_func": lambda text: text.replace("_", "-"),
     },
     no_args_is_help=True,

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import click
 
@@ -68,7 +68,7 @@ def _escape_property(value: str) -> str:
 
 
 class ProgressLine:
-    """A progress line: overwritten in place on a terminal; elsewhere only every tenth text is printed."""
+    """A progress line of a block: overwritten on a terminal; elsewhere only every tenth text is printed."""
 
     def __init__(self, command: str) -> None:
         self._command, self._terminal, self._count, self._open = command, is_terminal(sys.stderr), 0, False
@@ -89,7 +89,9 @@ class ProgressLine:
             self._open = False
         click.echo(f"{self._command}: {text}", err=True)
 
-    def close(self) -> None:
-        """End the line."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._open:
             click.echo("", err=True)

@@ -27,11 +27,7 @@ from ddprun.run_files import replace_atomically
     "--trace/--no-trace", default=True, help="Whether trace.json is written into each run's folder."
 )
 def report(
-    runs: tuple[Path, ...],
-    output: Path | None,
-    predicted: IO[bytes] | None,
-    steps: str | None,
-    trace: bool,
+    runs: tuple[Path, ...], output: Path | None, predicted: IO[bytes] | None, steps: str | None, trace: bool
 ) -> int:
     """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
 

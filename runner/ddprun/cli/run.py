@@ -1,7 +1,8 @@
 """`ddprun run` and `ddprun resume`, and the options that several commands take."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,28 @@ def add_torchrun_flags(command: click.Command) -> click.Command:
     return command
 
 
+def add_rendezvous_flags(command: click.Command) -> click.Command:
+    """Add those of torchrun's flags by which several hosts find each other for a comparison."""
+    for name in ("rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr"):
+        kind, text = TORCHRUN_FLAGS[name]
+        command.params.append(click.Option([f"--{name}"], type=kind, help=text))
+    return command
+
+
+def rendezvous_flags(flags: Mapping[str, FlagValue], hosts: int) -> dict[str, str] | None:
+    """Torchrun's flags by which so many hosts meet; None: no endpoint was given. Raises BadParameter."""
+    from ddprun.host.network import host_and_port
+
+    if (endpoint := flags["rdzv_endpoint"]) is None:
+        return None
+    if hosts == 1:
+        raise click.BadParameter("there is one host: name more with --nnodes", param_hint="--rdzv-endpoint")
+    with bad_parameter("--rdzv-endpoint"):
+        host_and_port(str(endpoint))
+    given = {name: str(value) for name, value in flags.items() if value is not None}
+    return {"nnodes": str(hosts), **given}
+
+
 def given_flags(flags: Mapping[str, FlagValue]) -> dict[str, str | bool]:
     """Torchrun's own flags that were given."""
     return {
@@ -46,6 +69,15 @@ def given_flags(flags: Mapping[str, FlagValue]) -> dict[str, str | bool]:
         for name, value in flags.items()
         if value is not None and value is not False
     }
+
+
+@contextmanager
+def bad_parameter(hint: str) -> Iterator[None]:
+    """Inside, a ValueError is a fault of what the options named in `hint` say."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=hint) from None
 
 
 def override_option(text: str) -> Callable[[Any], Any]:
@@ -62,7 +94,7 @@ def override_option(text: str) -> Callable[[Any], Any]:
 def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
     """`--format`; the first is the default."""
     choice = click.Choice(names)
-    return click.option("--format", "form", type=choice, default=names[0], show_default=True, help=text)
+    return click.option("--format", "form", type=choice, default=names[0], help=text)
 
 
 def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,9 +181,8 @@ def _load_and_launch(
     resuming: ResumeMode,
     folder: Path | None = None,
 ) -> int:
-    """Load a pipeline and launch it, or join a launched run as a rank; gives the exit code.
-
-    For a resumed run, `folder` is the folder of the original pipeline file, to which relative paths refer.
+    """Load a pipeline and launch it, or join a launched run as a rank; gives the exit code. For a resumed
+    run, `folder` is the folder of the original pipeline file, to which relative paths refer.
     """
     from ddprun.cli import printing
     from ddprun.config import load

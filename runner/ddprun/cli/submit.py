@@ -104,10 +104,7 @@ def submit(
 def _collect_modules(
     loaded: "LoadedPipeline", to: str, cluster: type["Cluster"], *, with_modules: bool
 ) -> dict[str, bytes]:
-    """The module files beside the pipeline's that the job takes along, by path.
-
-    Prints a warning for those that it needs but does not take.
-    """
+    """The module files beside the pipeline's that the job takes along, by path; warns of others needed."""
     from ddprun.cluster.modules import modules_beside
     from ddprun.units import format_bytes
 
@@ -142,7 +139,6 @@ def _collect_modules(
 
 
 def _follow(job: "Cluster", job_id: str) -> int:
-    """Show a job's output until it is over; gives the exit code."""
     try:
         outcome = job.follow(job_id, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
@@ -153,7 +149,6 @@ def _follow(job: "Cluster", job_id: str) -> int:
 
 
 def _holds_secret(loaded: "LoadedPipeline") -> bool:
-    """Whether the pipeline file, which such a job contains, holds a secret."""
     from ddprun.config.secrets import REDACTED
 
     text = loaded.path.read_text("utf-8")

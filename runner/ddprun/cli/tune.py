@@ -13,12 +13,14 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.hosts import add_rendezvous_flags, rendezvous_flags, run_on_all_hosts
 from ddprun.cli.run import (
     FlagValue,
+    add_rendezvous_flags,
+    bad_parameter,
     forecast_options,
     format_option,
     override_option,
+    rendezvous_flags,
 )
 
 if TYPE_CHECKING:
@@ -50,11 +52,7 @@ if TYPE_CHECKING:
     "the file's own.",
 )
 @click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=10.0,
-    show_default=True,
-    help="How long it may take.",
+    "--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, help="How long it may take."
 )
 @click.option(
     "--output",
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs") / "tune",
-    show_default=True,
     help="Folder for the short runs; the same command continues with what is there.",
 )
 @format_option("text", "json", text="For a reader, or one JSON object with every candidate.")
@@ -98,10 +95,8 @@ def tune(
     from ddprun.config import load
     from ddprun.predict.links import parse_links
 
-    try:
+    with bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--link or --latency") from None
     loaded = load(pipeline, overrides)
     loaded.check_environment()
     printing.print_faults(loaded.warnings)
@@ -111,26 +106,18 @@ def tune(
     from ddprun.tune.choose import parse_quality_floors
     from ddprun.tune.search import SearchRequest
 
-    try:
+    with bad_parameter("--floor"):
         parsed_floors = parse_quality_floors(floors)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--floor") from None
     hosts = nnodes or loaded.pipeline.launch.host_range[1]
     rendezvous = rendezvous_flags(flags, hosts)
     _check_links_and_floors(hosts, rendezvous is not None, links, parsed_floors)
+    tried = _parse_vary_options(loaded, vary)
     request = SearchRequest(
-        loaded,
-        nnodes,
-        nproc_per_node,
-        links,
-        measured,
-        _parse_vary_options(loaded, vary),
-        parsed_floors,
-        minutes,
-        runs,
+        loaded, nnodes, nproc_per_node, links, measured, tried, parsed_floors, minutes, runs
     )
     if rendezvous is None:
         return _search(request, output, form, None)
+    from ddprun.compare.hosts import run_on_all_hosts
     from ddprun.host.device import default_rank_count
 
     ranks = nproc_per_node or loaded.pipeline.launch.nproc_per_node or default_rank_count(loaded)
@@ -139,11 +126,10 @@ def tune(
 
 
 def _search(request: "SearchRequest", output: Path, form: str, hosts: "ComparisonHosts | None") -> int:
-    """Search, write the winner and say what was found; gives the exit code."""
     from ddprun.cli import printing
-    from ddprun.compare.hosts import HostsError
     from ddprun.config import PipelineError
     from ddprun.host.code_folders import ForeignFolderError
+    from ddprun.launch.meeting import HostsError
     from ddprun.predict import ShortRunError
     from ddprun.predict.costs import CostsUnknownError
     from ddprun.telemetry.reader import NoRunError
@@ -152,17 +138,15 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
     from ddprun.tune.search import Search
 
     loaded, secrets = request.loaded, request.loaded.secrets
-    progress, search = printing.ProgressLine("ddprun tune"), None
+    search = None
     try:
-        try:
+        with printing.ProgressLine("ddprun tune") as progress:
             search = Search(request, progress.say, progress, hosts)
             if hosts is not None and not hosts.is_first:
                 return search.follow()
             outcome = search.run()
             written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
             search.mark_finished()
-        finally:
-            progress.close()
     except KeyboardInterrupt:
         kept = f"; {search.folder} keeps what was measured: the same command continues" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)
@@ -237,7 +221,6 @@ def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
 
 
 def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Path) -> str:
-    """Write the winner; gives where."""
     from ddprun.config import load
     from ddprun.tune import write
     from ddprun.tune.text import winner_changes, winner_file_comment

@@ -1,15 +1,13 @@
 """A comparison on several hosts: the first host decides what runs, and tells the others.
 
-Every host runs the same command, `ddprun compare` or `ddprun tune`, with torchrun's flags. The hosts find
-each other as those of a run do (`doctor/run.py`). The first one, on which a run's rank 0 will be, decides;
-the others start their part of each run. They are told through the store of the rendezvous. What they are told
-is checked like anything that comes from elsewhere: JSON of this form, and a folder below their own.
+Every host runs the same command, `ddprun compare` or `ddprun tune`, with torchrun's flags. The hosts meet as
+those of a run do (`launch/meeting.py`). The first one, on which a run's rank 0 will be, decides; the others
+start their part of each run. They are told through the store of the rendezvous. What they are told is checked
+like anything that comes from elsewhere: JSON of this form, and a folder below their own.
 """
 
 import hashlib
 import json
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,23 +15,20 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
-from ddprun.doctor import first_line
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED
 from ddprun.doctor import links as doctor_links
-from ddprun.doctor.run import UnreachableError, join_rendezvous
+from ddprun.launch import meeting
 from ddprun.predict.links import Link, Links
 from ddprun.run_files import parse_json
+from ddprun.standard_streams import print_stderr
 
 TIMEOUT_S = 300.0  # for which hosts wait for each other
 _COLLECTIVE_TIMEOUT_S = 60.0
 _STORE_TIMEOUT = timedelta(seconds=60)
-_TICK_S = 0.2
+_LEAVE_S = 30.0
 _MAX_MESSAGE_BYTES = 1 << 20
-
-
-class HostsError(Exception):
-    """The hosts do not find each other, or one is lost; says what to do."""
 
 
 class HostMessage(BaseModel):
@@ -51,24 +46,18 @@ class HostMessage(BaseModel):
 
 
 class ComparisonHosts:
-    """This host's connection to the other hosts.
-
-    Args:
-        command: `compare` or `tune`.
-        flags: torchrun's, of which `nnodes` and `rdzv_endpoint` are there.
-    """
+    """This host's connection to the others, for `compare` or `tune`; `flags` are torchrun's."""
 
     def __init__(self, command: str, flags: Mapping[str, str]) -> None:
         self._flags = {"rdzv_backend": "c10d", "rdzv_id": command, **flags}
         try:
-            self._handler, info = join_rendezvous(self._flags, TIMEOUT_S, command)
-        except UnreachableError as error:
-            raise HostsError(f"{error}\n  -> {error.advice}") from None
+            self._handler, info = meeting.join_rendezvous(self._flags, TIMEOUT_S, command)
         except ValueError as error:  # torchrun's way to refuse flags
-            raise HostsError(str(error)) from None
-        self._store: Store = PrefixStore(command, info.store)
-        self._store.set_timeout(_STORE_TIMEOUT)
+            raise meeting.HostsError(str(error)) from None
+        store: Store = PrefixStore(command, info.store)
+        store.set_timeout(_STORE_TIMEOUT)
         self.index, self.count = info.rank, info.world_size
+        self._group = meeting.HostGroup(store, [f"host {index}" for index in range(self.count)], self.index)
         self._message_number = 0
 
     @property
@@ -86,29 +75,17 @@ class ComparisonHosts:
         ]
 
     def check_same_inputs(self, inputs: Sequence[Any]) -> None:
-        """Compare the inputs, which go into JSON, with those of the other hosts.
-
-        Raises:
-            HostsError: they are not the same on all, or a host is gone.
-        """
+        """Raise HostsError unless the inputs, which go into JSON, are the same on all hosts."""
         own = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-        keys = [f"inputs/{index}" for index in range(self.count)]
         try:
-            self._store.set(keys[self.index], own)
-            self._wait_for(keys, time.monotonic() + TIMEOUT_S)
-            others = [index for index, key in enumerate(keys) if self._store.get(key).decode() != own]
-        except (DistError, RuntimeError) as error:
-            raise HostsError(f"lost contact between the hosts: {first_line(error)}") from None
-        if others:
-            raise HostsError(
-                f"hosts {self.index} and {others[0]} have different pipelines or options: give the same "
-                "command and the same files on each"
+            digests = self._group.gather("inputs", own, TIMEOUT_S)
+        except RuntimeError as error:
+            raise meeting.lost_contact(error) from None
+        if others := [index for index, digest in enumerate(digests) if digest != own]:
+            raise meeting.HostsError(
+                f"hosts {self.index} and {others[0]} have different pipelines or options",
+                "give the same command and the same files on each",
             )
-
-    def _wait_for(self, keys: Sequence[str], until: float) -> None:
-        """Wait in short steps, so that Ctrl-C is heard."""
-        while not self._store.check(list(keys)) and time.monotonic() < until:
-            time.sleep(_TICK_S)
 
     def measure_link(self, device: torch.device) -> Links | None:
         """The link between the first two hosts; None on the others."""
@@ -117,54 +94,66 @@ class ComparisonHosts:
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             found = doctor_links.measure(
-                PrefixStore("link", self._store), self.index, backend, device, _COLLECTIVE_TIMEOUT_S
+                PrefixStore("link", self._group.store), self.index, backend, device, _COLLECTIVE_TIMEOUT_S
             )
         except (RuntimeError, ValueError) as error:
-            raise HostsError(f"the link between hosts cannot be measured: {error}") from None
+            raise meeting.HostsError(f"the link between hosts cannot be measured: {error}") from None
         link = Link.from_measurement(backend, found.latency_s, found.both_mbit, found.both_by_bytes)
         return Links(across=link)
 
     def send_to_others(self, message: HostMessage) -> None:
         """Send a message to all other hosts."""
         self._message_number += 1
-        self._store.set(f"told/{self._message_number}", json.dumps(message.model_dump(mode="json")))
+        self._group.store.set(f"told/{self._message_number}", json.dumps(message.model_dump(mode="json")))
 
     def receive(self) -> HostMessage:
-        """Wait for the next message of the first host.
-
-        Raises:
-            HostsError: it is gone, or what it says makes no sense.
-        """
+        """Wait for the next message of the first host; raises HostsError if it is gone or makes no sense."""
         self._message_number += 1
         key = f"told/{self._message_number}"
         try:
-            self._wait_for([key], math.inf)
-            data = self._store.get(key)
-        except (DistError, RuntimeError) as error:
-            raise HostsError(f"the first host is gone: {first_line(error)}") from None
+            meeting.wait_for_keys(self._group.store, [key])
+            data = self._group.store.get(key)
+        except RuntimeError as error:  # the store's
+            raise meeting.HostsError(f"the first host is gone: {meeting.first_line(error)}") from None
         try:
             if len(data) > _MAX_MESSAGE_BYTES:
                 raise ValueError(f"longer than {_MAX_MESSAGE_BYTES:,} bytes")
             return HostMessage.model_validate(parse_json(data))
         except ValueError as error:
-            raise HostsError(f"what the first host says makes no sense: {error}") from None
+            raise meeting.HostsError(f"what the first host says makes no sense: {error}") from None
 
     def follow(self, take_part: Callable[[HostMessage], object]) -> int:
-        """Take part in the runs that the first host tells of, until it tells the end; gives the exit code.
-
-        Raises:
-            HostsError: it is gone, or what it says makes no sense.
-        """
+        """Take part in the runs that the first host tells of, until it tells the end; gives the exit code."""
         while (message := self.receive()).end is None:
             take_part(message)
         return message.end
 
-    def wait_for_all_to_leave(self, seconds: float = 30.0) -> None:
-        """Wait until all hosts have come here: the store ends with the process that holds it."""
-        try:
-            self._store.set(f"parting/{self.index}", "")
-            keys = [f"parting/{index}" for index in range(self.count)]
-            self._wait_for(keys, time.monotonic() + seconds)
-            time.sleep(_TICK_S)
-        except (DistError, RuntimeError):
-            return  # it has ended already
+    def leave(self) -> None:
+        """Wait until all hosts have come here."""
+        meeting.leave_together(self._group.store, self.index, self.count, _LEAVE_S)
+
+
+def run_on_all_hosts(
+    command: str, flags: Mapping[str, str], inputs: Sequence[Any], work: Callable[[ComparisonHosts], int]
+) -> int:
+    """Meet the other hosts, which run the same command, and do this host's part; gives the exit code.
+
+    `inputs` must be the same on all, and go into JSON. `work` gives the exit code; that of the first host is
+    told to the others at the end.
+    """
+    hosts, code = None, EXIT_FAILURE
+    try:
+        hosts = ComparisonHosts(command, flags)
+        hosts.check_same_inputs(inputs)
+        code = work(hosts)
+    except meeting.HostsError as error:
+        advice = f"\n  -> {error.advice}" if error.advice else ""
+        print_stderr(f"ddprun {command}: {error}{advice}")
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    finally:
+        if hosts is not None:
+            if hosts.is_first:
+                hosts.send_to_others(HostMessage(end=code))
+            hosts.leave()
+    return code

@@ -26,10 +26,8 @@ _STUDENT_T_QUANTILES = (
 )
 # fmt: on
 SAME, WORSE, BETTER = "learns the same", "learns worse", "learns better"
-NO_CLEAR_DIFFERENCE, ONE_SEED_CANNOT_TELL = (
-    "shows no clear difference in learning",
-    "one seed cannot tell",
-)
+NO_CLEAR_DIFFERENCE = "shows no clear difference in learning"
+ONE_SEED_CANNOT_TELL = "one seed cannot tell"
 NOT_FINITE = "is not finite"
 TOO_FEW_TURNS = "too few turns to tell"  # a verdict on speed
 
@@ -76,10 +74,8 @@ class SeedDifferences:
 
 
 def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, Any]]:
-    """How well each variant learns, as numbers and in words.
-
-    `variants`: for each its runs by seed, none if one of them failed. The first variant is what others are
-    compared with.
+    """How well each variant learns, as numbers and in words, compared with the first; `variants`: for each
+    its runs by seed, none if one of them failed.
     """
     seen = [run.run.summary and run.run.summary.samples for runs in variants for run in runs]
     samples = min((one or 0 for one in seen), default=0)
@@ -159,9 +155,7 @@ def loss_after(run: Run, samples: int) -> float | None:
 
 
 def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
-    """After how many samples, of all ranks, the mean loss over a tenth of `samples` is for the first time at
-    most `loss`; None: not within `samples`.
-    """
+    """After how many of `samples` the mean loss over a tenth of them is first at most `loss`; None: never."""
     known, tenth = _loss_history(run), samples * _LOSS_WINDOW_SHARE
     for total, _, _ in known:
         if tenth <= total <= samples:
@@ -172,7 +166,6 @@ def samples_until_loss(run: Run, loss: float, samples: int) -> int | None:
 
 
 def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, most: int) -> float | None:
-    """The mean loss of the samples beyond `above`, up to `most`."""
     counted = [(loss, own) for total, loss, own in known if above < total <= most]
     weights = sum(own for _, own in counted)
     return sum(loss * own for loss, own in counted) / weights if weights else None
@@ -275,10 +268,7 @@ def _sentence(row: Row) -> str:
 
 
 def choose_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
-    """The row to choose: the fastest that does not learn worse; None if that is not known.
-
-    `allowed`: whether a row is one to choose; what sends nothing is not.
-    """
+    """The fastest row of those that are `allowed` and do not learn worse; None if that is not known."""
     if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None
     left = [row for row, is_allowed in zip(rows, allowed, strict=True) if is_allowed]

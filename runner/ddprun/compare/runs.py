@@ -77,10 +77,8 @@ def make_variants(
     noop: bool,
     twin: bool,
 ) -> list[Variant]:
-    """All variants, in the order of the table: every combination of the values of the `vary` keys, which are
-    YAML.
-
-    `noop` adds the first one with nothing sent, `twin` the first one once more. `overrides` are for all.
+    """All combinations of the values of the `vary` keys, which are YAML, in the order of the table; `noop`
+    adds the first one with nothing sent, `twin` the first one once more. `overrides` are for all.
     """
     found = []
     settings = list(product(*([f"{key}={value}" for value in values] for key, values in vary)))
@@ -99,12 +97,7 @@ def make_variants(
 
 
 def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant:
-    """The variant with overrides added: `steps` for its one stage that takes any, and for the noop variant
-    `hooks: [noop]` in each stage that has hooks of its own.
-
-    Raises:
-        PipelineError: faults of the pipeline, or several of its stages take steps.
-    """
+    """The variant with `steps` for its one stage that takes any (else PipelineError), noop in each stage."""
     if steps is None and not variant.noop:
         return variant
     loaded = load(variant.pipeline, variant.overrides)
@@ -122,17 +115,12 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
 
 
 def load_variant(variant: Variant) -> tuple[Variant, LoadedPipeline]:
-    """The variant's pipeline, and the variant with a name that shows no secret of it.
-
-    Raises:
-        PipelineError: faults of the pipeline.
-    """
+    """The variant's pipeline, and the variant with a name that shows no secret; raises PipelineError."""
     loaded = load(variant.pipeline, variant.overrides)
     return replace(variant, name=loaded.secrets.redact(variant.name)), loaded
 
 
 def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str:
-    """The override that gives a stage so many steps."""
     if loaded.root.data().get("stages") is None:
         return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
     value = loaded.stage_with_steps(stage, steps)
@@ -218,8 +206,7 @@ def run_all(
     """Run the variants in turns of `turn_steps`, under one seed after the other, and read what they left.
 
     `arguments` of `ddprun run` are the same for all; `progress` takes what is going on now. On several
-    `hosts`, each does the same: the turns come in one order on all, and no host is a turn ahead, for ranks
-    wait for each other.
+    `hosts` the turns come in one order on all, and no host is a turn ahead, for ranks wait for each other.
     """
     sides = [VariantRuns(variant, []) for variant in chosen]
     for seed in seeds:
@@ -454,9 +441,7 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
 
 
 def _sends_nothing(side: VariantRuns) -> bool:
-    """Whether a hook discards what ranks should exchange. Such a variant is an upper bound of speed, and not
-    one to train with.
-    """
+    """Whether a hook discards what ranks should exchange: an upper bound of speed, not one to train with."""
     stages = [stage for digest in side.digests for stage in digest.stages]
     return any("noop" in sent.hooks for stage in stages for sent in stage.traffic)
 
@@ -470,10 +455,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
 
 
 def render(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """At least one row as text, json, csv or markdown.
-
-    `width`: columns of text; None: those of the terminal, on which it will be shown.
-    """
+    """At least one row as text, json, csv or markdown; `width` of text: None is the terminal's."""
     out = io.StringIO()
     if form == "json":
         return json.dumps(nonfinite_to_none(list(rows)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -10,17 +10,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 _HELLO_BYTES = 1024
-_HELLO_S = 5.0
-"""How long a connection may take to say which rank it is. Every user of this host can connect, so nothing
-waits for it meanwhile."""
-
+_HELLO_S = 5.0  # to say which rank it is; any user of this host can connect, so nothing waits for it
 _POLL_S = 0.2
 
 
 @dataclass(slots=True)
 class _ScheduledRun:
-    """One run, as the scheduler sees it."""
-
     alive: Callable[[], bool]  # whether its process still runs
     ranks: int | None = None  # how many it has; None until one has connected
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -86,7 +81,6 @@ class TimeSliceScheduler:
         return [run for run in waiting if self._runs[run].alive()]
 
     async def _wait_for_turn_end(self, scheduled: _ScheduledRun) -> None:
-        """Wait until a run waits for its turn or has ended."""
         while scheduled.alive() and not scheduled.waits_for_turn():
             self._changed.clear()
             with suppress(TimeoutError):

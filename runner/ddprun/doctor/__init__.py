@@ -6,29 +6,19 @@ from typing import Any, Literal
 
 Level = Literal["ok", "note", "warning", "problem"]
 
-LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
-"""From harmless to what keeps a run from working."""
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")  # from harmless to what breaks runs
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""
 
-    where: str
-    """A host, or two of them: `node0 - node1`."""
-
-    check: str
-    """What was checked: `ports`, `clock` …"""
-
+    where: str  # a host, or two of them: `node0 - node1`
+    check: str  # what was checked: `ports`, `clock` …
     level: Level
-    found: str
-    """The result, in one line."""
-
-    do: str = ""
-    """What to do about it; empty only where all is ok."""
-
-    value: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured, with units in the names, for programs."""
+    found: str  # the result, in one line
+    do: str = ""  # what to do about it; empty only where all is ok
+    value: Mapping[str, Any] = field(default_factory=dict)  # what was measured, with units, for programs
 
     def __post_init__(self) -> None:
         assert self.level in LEVELS
@@ -39,9 +29,7 @@ class Finding:
 class Report:
     """What was found on one host, or on all of them and between them."""
 
-    hosts: Sequence[Mapping[str, Any]]
-    """Facts of each host."""
-
+    hosts: Sequence[Mapping[str, Any]]  # facts of each host
     findings: Sequence[Finding]
 
     @property
@@ -56,11 +44,6 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """As JSON can carry it."""
         return {"fit": self.fit, "counts": {level: self.count(level) for level in LEVELS}, **asdict(self)}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says; its name if it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def pair_label(one: str, other: str) -> str:

@@ -15,27 +15,12 @@ import psutil
 
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
-from ddprun.host.dev_shm import (
-    REMEDY,
-    ROOM_FOR_NCCL_BYTES,
-    ShmSpace,
-    shm_space,
-    startup_bytes,
-)
-from ddprun.host.network import (
-    INTERFACE_VARIABLES,
-    NetworkError,
-    check_interfaces_exist,
-    interface_by_address,
-    is_loopback,
-    resolve_addresses,
-)
+from ddprun.host import network
+from ddprun.host.dev_shm import REMEDY, ROOM_FOR_NCCL_BYTES, ShmSpace, shm_space, startup_bytes
 from ddprun.host.processes import cores
 from ddprun.units import format_binary_bytes, format_bit_rate
 
-_LOADERS = 4
-"""Loading processes of a rank for which there should be room."""
-
+_LOADERS = 4  # loading processes of a rank for which there should be room
 _ENOUGH_SHM_BYTES = 256 << 20
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NVIDIA_SMI_S = 20.0
@@ -45,19 +30,12 @@ _NVIDIA_SMI_S = 20.0
 class Gpus:
     """What torch and the driver say about the GPUs."""
 
-    names: tuple[str, ...] = ()
-    """Of those that torch sees."""
-
-    without_peer_access: tuple[tuple[int, int], ...] = ()
-    """Pairs that cannot read each other's memory directly."""
-
+    names: tuple[str, ...] = ()  # of those that torch sees
+    without_peer_access: tuple[tuple[int, int], ...] = ()  # pairs without direct access to each other's
     driver: str | None = None
     nccl: str | None = None
-    topology: str = ""
-    """What `nvidia-smi topo -m` prints."""
-
-    why_unusable: str = ""
-    """Why torch sees none although the driver does."""
+    topology: str = ""  # what `nvidia-smi topo -m` prints
+    why_unusable: str = ""  # why torch sees none although the driver does
 
 
 def examine_host(ranks: int | None) -> Report:
@@ -94,9 +72,9 @@ def interfaces() -> list[dict[str, Any]]:
     """Network interfaces that are up and have an address, without the loopback."""
     states = psutil.net_if_stats()
     found: dict[str, dict[str, Any]] = {}
-    for address, name in interface_by_address().items():
+    for address, name in network.interface_by_address().items():
         state = states.get(name)
-        if is_loopback(address) or state is None or not state.isup:
+        if network.is_loopback(address) or state is None or not state.isup:
             continue
         entry = found.setdefault(name, {"name": name, "addresses": [], "mbit_per_s": state.speed or None})
         entry["addresses"].append(address)
@@ -106,19 +84,21 @@ def interfaces() -> list[dict[str, Any]]:
 def bad_interface_variables() -> dict[str, str]:
     """Environment variables that name a missing interface, and what is wrong."""
     found = {}
-    for name in INTERFACE_VARIABLES:
+    for name in network.INTERFACE_VARIABLES:
         if os.environ.get(name):
             try:
-                check_interfaces_exist(name, os.environ[name])
-            except NetworkError as error:
+                network.check_interfaces_exist(name, os.environ[name])
+            except network.NetworkError as error:
                 found[name] = str(error)
     return found
 
 
 def loopback_variables() -> dict[str, str]:
     """Environment variables that name the loopback, which leads to no other host, and its name."""
-    loopbacks = {name for address, name in interface_by_address().items() if is_loopback(address)}
-    named = {name: os.environ.get(name, "").lstrip("=") for name in INTERFACE_VARIABLES}
+    loopbacks = {
+        name for address, name in network.interface_by_address().items() if network.is_loopback(address)
+    }
+    named = {name: os.environ.get(name, "").lstrip("=") for name in network.INTERFACE_VARIABLES}
     return {name: value for name, value in named.items() if value in loopbacks}
 
 
@@ -145,7 +125,7 @@ def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterat
 
 
 def _own_name_finding(name: str) -> Finding:
-    found = resolve_addresses(name)
+    found = network.resolve_addresses(name)
     listed = ", ".join(dict.fromkeys(found))
     if not found:
         text = (
@@ -156,7 +136,7 @@ def _own_name_finding(name: str) -> Finding:
             "the host of --rdzv-endpoint, --rdzv-conf is_host=1"
         )
         return Finding(name, "own name", "warning", text, do)
-    if all(map(is_loopback, found)):
+    if all(map(network.is_loopback, found)):
         text = f"{name} leads to {listed}, the loopback, where other hosts cannot reach Gloo"
         do = "for scripts without ddprun, which chooses itself, set GLOO_SOCKET_IFNAME or correct /etc/hosts"
         return Finding(name, "own name", "note", text, do)

@@ -2,121 +2,41 @@
 
 import itertools
 import json
-import math
 import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddprun import EXIT_FAILURE
-from ddprun.doctor import Finding, Level, Report, first_line, links, pair_label
+from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import bad_interface_variables, loopback_variables, unusable_interface_finding
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
+from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together, wait_for_keys
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.standard_streams import print_stderr
 
-_EXAMINE_TIMEOUT_S = 60.0
-"""Longest time for a host to examine itself: drivers of GPUs may need long to start."""
-
+_EXAMINE_TIMEOUT_S = 60.0  # longest time for a host to examine itself: drivers of GPUs may need long to start
 _PORTS_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _MANY_ROUNDS = 3
-_TICK_S = 0.05
-_GRACE_S, _STORE_TIMEOUT_S = 5.0, 5.0
 
-CHECK_HOST_ADVICE = "check that host and the link to it"
 RUN_AGAIN_ADVICE = (
     "see the other findings; run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
     "TORCH_CPP_LOG_LEVEL=INFO set, which name the collective"
 )
 
 
-class HostLostError(RuntimeError):
-    """Hosts that were there do not answer any more; says which."""
-
-
-@contextmanager
-def exit_on_timeout(within_s: float) -> Iterator[None]:
-    """Exit this process if the block takes much longer than `within_s`.
-
-    A dead link raises no error, and calls to the store would block.
-    """
-
-    def end() -> None:
-        print_stderr(
-            f"ddprun doctor: the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}"
-        )
-        os._exit(EXIT_FAILURE)
-
-    timer = threading.Timer(within_s + _GRACE_S, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class HostGroup:
-    """The hosts, in rank order."""
-
-    store: dist.Store
-    names: tuple[str, ...]
-    index: int
-    """Of this host."""
-
-    def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
-        """Every host's value on every host, as JSON can carry it; a key is used once.
-
-        Raises:
-            HostLostError: some did not answer in time.
-        """
-        names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
-        with exit_on_timeout(_STORE_TIMEOUT_S):
-            self.store.set(f"{key}/{self.index}", json.dumps(value))
-        if missing := _wait_for_keys(self.store, [*names], within_s):
-            late = ", ".join(names[one] for one in missing)
-            raise HostLostError(f"{late} did not answer within {within_s:g} s ({key})")
-        with exit_on_timeout(_STORE_TIMEOUT_S):
-            return [json.loads(self.store.get(one)) for one in names]
-
-
-def _wait_for_keys(store: dist.Store, keys: list[str], within_s: float = math.inf) -> list[str]:
-    """Wait until a store holds all keys; gives those that it does not hold in time."""
-    until = time.monotonic() + within_s
-    while True:
-        with exit_on_timeout(_STORE_TIMEOUT_S):
-            if store.check(keys):
-                return []
-            if time.monotonic() > until:
-                return [key for key in keys if not store.check([key])]
-        time.sleep(_TICK_S)
-
-
 def examine_hosts(
     own_report: Report, timeout_s: float, base_store: Any, extra: Sequence[Finding]
 ) -> tuple[Report | None, bool]:
-    """Examine all hosts; each rank of the launch has to call it.
+    """Examine all hosts; each rank of the launch has to call it. Gives the report, on rank 0 alone, and
+    whether there is no problem; raises HostsError, NetworkError or RuntimeError if hosts are lost.
 
-    Args:
-        own_report: what this host found out about itself.
-        timeout_s: how long others may take to come, and a collective to end.
-        base_store: a store that has been reached; None: by what the environment says.
-        extra: further findings about this host.
-
-    Returns:
-        The report, on rank 0 alone, and whether there is no problem.
-
-    Raises:
-        HostLostError, NetworkError, RuntimeError: hosts cannot be reached any more.
+    Others may take `timeout_s` to come, and a collective to end. `base_store` has been reached before; None:
+    go by what the environment says. `extra`: further findings about this host.
     """
     (facts,) = own_report.hosts
     loopbacks = loopback_variables()
@@ -144,14 +64,10 @@ def examine_hosts(
         report = _measure_between_hosts(group, facts, findings, timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
-    _wait_for_keys(store, ["fit"])  # however long that takes
-    with exit_on_timeout(_STORE_TIMEOUT_S):
+    wait_for_keys(store, ["fit"])  # however long that takes
+    with exit_on_timeout(_SHUTDOWN_TIMEOUT_S):
         fit = bool(json.loads(store.get("fit")))
-    # Whoever holds the store should be the last to end.
-    with exit_on_timeout(_SHUTDOWN_TIMEOUT_S), suppress(RuntimeError):
-        store.set(f"bye/{ranks.rank}", "")
-        _wait_for_keys(store, [f"bye/{rank}" for rank in range(environment.world_size)], _SHUTDOWN_TIMEOUT_S)
-        time.sleep(_TICK_S)
+    leave_together(store, ranks.rank, environment.world_size, _SHUTDOWN_TIMEOUT_S)
     return (report if ranks.rank == 0 else None), fit
 
 
@@ -199,7 +115,6 @@ def _measure_links(
     blocked_pairs: set[tuple[int, int]],
     timeout_s: float,
 ) -> list[Finding]:
-    """Measure the links between all hosts that can reach each other."""
     kinds = [("gloo", torch.device("cpu"))]
     if all(host["gpus"] and host["versions"]["NCCL"] for host in hosts):
         kinds.append(("nccl", torch.device("cuda", 0)))
@@ -231,7 +146,6 @@ def _measure_links(
 def _measure_pair(
     group: HostGroup, pair: tuple[int, int], backend: str, device: torch.device, timeout_s: float
 ) -> dict[str, Any] | str:
-    """What was measured, or why it could not be."""
     store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", group.store)
     try:
         with exit_on_timeout(links.MAX_MEASURING_S + 2 * timeout_s):

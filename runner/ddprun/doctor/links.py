@@ -29,37 +29,25 @@ from ddprun.units import format_bit_rate, format_duration
 _CLOCK_ROUNDS = 10
 _CLOCK_WARNING_S = 1.0
 
-ELASTIC_TIMEOUT_S = 5.0
-"""Elastic runs consider a host lost that has given no sign of life for so long, by its own wall clock
-(`ddprun.launch.flags`)."""
-
+ELASTIC_TIMEOUT_S = 5.0  # without a sign of life, by its own clock, elastic runs take a host for lost
 _CONNECT_TIMEOUT_S = 3.0
-_PORT_COUNT = 3
-"""A firewall may leave some ports open; so many are tried."""
-
+_PORT_COUNT = 3  # a firewall may leave some ports open; so many are tried
 _MAX_CONNECTIONS = 32
 _TOKEN_BYTES = 16
 
 _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
 _MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
 _REPEATS, _REPEATS_S = 5, 2.0
-_LONG_CALL_S = 0.25
-"""Once a message takes so long, no longer ones are measured."""
-
+_LONG_CALL_S = 0.25  # once a message takes so long, no longer ones are measured
 _WARM_UP_BARRIERS, _MOST_BARRIERS, _TOTAL_BARRIERS_S = 5, 200, 1.0
 _MAX_CPU_SHARE = 0.25
 
-MAX_MEASURING_S = 60.0
-"""What measuring a link takes at most, but for a collective that fails."""
-
+MAX_MEASURING_S = 60.0  # what measuring a link takes at most, but for a collective that fails
 _SLOW_MBIT, _HIGH_LATENCY_S = 1000.0, 2e-3
-_ONE_STREAM_MBIT = 10_000.0
-"""One stream of Gloo's is not to be expected faster, whatever the interface."""
-
+_ONE_STREAM_MBIT = 10_000.0  # one stream of Gloo's is not to be expected faster, whatever the interface
 _MIN_FRACTION_OF_SPEED = 0.3
 _MAX_ASYMMETRY = 2.0
-_MAX_SEQUENTIAL_HOSTS = 8
-"""So many hosts are measured one pair after the other."""
+_MAX_SEQUENTIAL_HOSTS = 8  # so many hosts are measured one pair after the other
 
 
 def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> tuple[float, float]:
@@ -117,10 +105,7 @@ class ListeningPorts:
 
     address: str
     ports: tuple[int, ...]
-    token: str
-    """What the host answers to a connection; it tells the host from another program that listens at the same
-    address and port.
-    """
+    token: str  # its answer to a connection, to tell it from another program at the same address and port
 
 
 @contextmanager
@@ -207,12 +192,8 @@ def port_findings(
 def route_findings(
     names: Sequence[str], used_interfaces: Sequence[str], routes: Sequence[Sequence[str | None]]
 ) -> list[Finding]:
-    """Which interfaces lead from host to host, and whether they are those that are used.
-
-    Args:
-        names: of the hosts.
-        used_interfaces: interface that Gloo uses on each; empty: its own choice.
-        routes: `routes[i][j]`: interface of host i on the way to host j; None: there is none.
+    """Which interfaces lead from host to host, and whether they are those that Gloo uses (empty: its own
+    choice). `routes[i][j]` is the interface of host i on the way to host j; None: there is none.
     """
     findings = []
     for one, other in itertools.combinations(range(len(names)), 2):
@@ -259,23 +240,15 @@ class LinkMeasurement:
     """A link, by a process group of its two hosts alone; medians."""
 
     backend: str
-    latency_s: float
-    """A small all-reduce."""
-
-    there_mbit: float
-    """Megabits a second from the first host to the second, by a broadcast."""
-
+    latency_s: float  # a small all-reduce
+    there_mbit: float  # Megabits a second from the first host to the second, by a broadcast
     back_mbit: float
-    both_mbit: float
-    """Each way, by an all-reduce, which sends both ways at once."""
-
-    nbytes: int
-    """Largest message."""
-
+    both_mbit: float  # each way, by an all-reduce, which sends both ways at once
+    nbytes: int  # largest message
+    # Bytes of an all-reduce, and Mbit/s each way without the latency, by increasing size: a link may carry
+    # long messages at another rate than short ones. Without sizes that say more of the hosts than of the
+    # link: most of their time is latency, or a quarter the work of a CPU.
     both_by_bytes: Sequence[tuple[int, float]]
-    """Bytes of an all-reduce, and Mbit/s each way without the latency, by increasing size: a link may carry
-    long messages at another rate than short ones. Without sizes that say more of the hosts than of the link:
-    most of their time is latency, or a quarter the work of a CPU."""
 
 
 def measure(
@@ -283,15 +256,8 @@ def measure(
 ) -> LinkMeasurement:
     """Measure with the other host of a pair, which has to call this, too; both get the result.
 
-    Args:
-        store: of the pair and for this measurement alone.
-        rank: in the pair: 0 or 1.
-        backend: gloo or nccl.
-        device: where the messages are.
-        timeout_s: how long a collective may take.
-
-    Raises:
-        RuntimeError: a collective failed.
+    `store` is for this measurement alone, `rank` in the pair 0 or 1. Raises RuntimeError if a collective
+    fails, or takes longer than `timeout_s`.
     """
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
@@ -309,11 +275,8 @@ def measure(
 
 
 class _Call(NamedTuple):
-    """One timed call."""
-
     wall_s: float
-    cpu_s: float
-    """Processor time of all threads of the first host's process."""
+    cpu_s: float  # processor time of all threads of the first host's process
 
 
 def _median_s(calls: Sequence[_Call]) -> float:
@@ -321,17 +284,13 @@ def _median_s(calls: Sequence[_Call]) -> float:
 
 
 class _LinkBenchmark:
-    """Timed collectives between two hosts.
-
-    Both make the same calls and use the first host's times, so that they choose the same message sizes.
-    """
+    """Timed collectives between two hosts, both by the first one's times, so that they choose equal sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._small = torch.zeros(1, device=device)
         self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
-        self.largest_bytes = 0
-        """Size of the largest message."""
+        self.largest_bytes = 0  # size of the largest message
 
     def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_Call]:
         """`count` calls of `send`, each followed by a small all-reduce."""
@@ -361,9 +320,7 @@ class _LinkBenchmark:
     def bandwidth_by_bytes(
         self, collective: Callable[[torch.Tensor], object], latency_s: float
     ) -> list[tuple[int, float]]:
-        """Sizes in bytes, and the median bandwidth in Mbit/s without the latency: the collective's own, and
-        that of the small all-reduce after it.
-        """
+        """Sizes in bytes, and the median Mbit/s without the latency of the collective and the small one."""
         found, nbytes, took_s = list[tuple[int, float]](), _FIRST_BYTES, 0.0
         while nbytes <= _MAX_MESSAGE_BYTES and took_s < _LONG_CALL_S:
             calls = self._repeat(collective, nbytes)

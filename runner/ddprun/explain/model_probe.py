@@ -30,7 +30,7 @@ from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import Placement, RankGroup
-from ddprun_hooks.queue import CpuCommQueue
+from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.stack import Stack
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -306,7 +306,7 @@ def _bucket_layouts_from_ddp(
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
-        queue = CpuCommQueue(RankGroup("world", 0, ("here",)))
+        queue = HostCommQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
         settle_bucket_layout(replica, objective, precision, feed, barrier=lambda: None)
         layout = replica.dispatcher.layout

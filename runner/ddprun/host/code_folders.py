@@ -26,16 +26,11 @@ def own_code_folders(scratch: Path) -> Iterator[None]:
     """Set the variables that say where libraries keep code, for this process and those that it starts.
 
     They name folders below `$XDG_CACHE_HOME/ddprun` (`~/.cache/ddprun`); where that cannot be written, below
-    `scratch`. Folders that the user has set are judged and kept. Temporary files go below `scratch` (if its
-    path is too long for sockets, to a folder in `/tmp`), and with them what libraries look for there,
-    whatever is set.
-
-    Args:
-        scratch: a folder of this run's own, gone after it.
-
-    Raises:
-        ForeignFolderError: others may write to one of the folders.
-        OSError: `scratch` cannot be written.
+    `scratch`, a folder of this run's own that is gone after it. Folders that the user has set are judged and
+    kept. Temporary files go below `scratch` (if its path is too long for sockets, to a folder in `/tmp`), and
+    with them what libraries look for there, whatever is set.
+    Raises ForeignFolderError if others may write to one of the folders, OSError if `scratch` cannot be
+    written.
     """
     found: dict[str, str] = {}
     for name in (*_KEPT, *_IN_HOME):

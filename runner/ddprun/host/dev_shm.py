@@ -14,15 +14,11 @@ from ddprun.units import format_binary_bytes
 
 SHM_FOLDER = Path("/dev/shm")
 PAGE_BYTES = 4096
-PREFETCHED_BATCHES = 2
-"""Batches that torch's DataLoader has each loading process make in advance."""
-
+PREFETCHED_BATCHES = 2  # batches that torch's DataLoader has each loading process make in advance
 _LOADER_SEMAPHORES = 8
+# Of an event and a queue, and of each loading process's queue (Python's multiprocessing); a page each.
 _WORKER_SEMAPHORES = 3
-"""Of an event and a queue, and of each loading process's queue (Python's multiprocessing); a page each."""
-
-ROOM_FOR_NCCL_BYTES = 1 << 30
-"""Commonly enough for NCCL between the GPUs of a host."""
+ROOM_FOR_NCCL_BYTES = 1 << 30  # commonly enough for NCCL between the GPUs of a host
 
 REMEDY = (
     "docker run --shm-size=1g (or --ipc=host); in Kubernetes mount an emptyDir with medium: Memory at "
@@ -40,11 +36,8 @@ class ShmSpace(NamedTuple):
 class Shortage(NamedTuple):
     """There is not enough room."""
 
-    message: str
-    """What is missing, in one line."""
-
-    certain: bool
-    """Loading processes cannot even be started; else batches that are large may not fit."""
+    message: str  # what is missing, in one line
+    certain: bool  # loading processes cannot even be started; else batches that are large may not fit
 
 
 def shm_space(folder: Path = SHM_FOLDER) -> ShmSpace | None:
@@ -70,9 +63,8 @@ def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
 def shortage(
     ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None
 ) -> Shortage | None:
-    """What a run would miss, with so many ranks on the host and loading processes (workers) for each of them.
-
-    None: there is enough room, nothing is put there, or the host has no `/dev/shm`.
+    """What so many ranks on the host, with so many loading processes (workers) each, would miss; None:
+    nothing, or the host has no `/dev/shm`.
     """
     if not workers or space is None:
         return None

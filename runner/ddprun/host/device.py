@@ -16,8 +16,7 @@ class DeviceAndBackend:
     """The device of one rank and how it talks to the others."""
 
     device: torch.device
-    backend: str
-    """`gloo` or `nccl`."""
+    backend: str  # `gloo` or `nccl`
 
 
 def gpu_count() -> int:
@@ -52,11 +51,7 @@ class RankLaunchFacts(NamedTuple):
 
 
 def check_launch(loaded: LoadedPipeline, local_ranks: int) -> None:
-    """Refuse, before ranks are started, what this host cannot give so many of them.
-
-    Raises:
-        PipelineError: CUDA without a GPU, or NCCL with more ranks than GPUs.
-    """
+    """Refuse, before ranks are started, what this host cannot give so many of them; raises PipelineError."""
     gpus, on_gpu = gpu_count(), device_of(loaded, 0).type == "cuda"
     if on_gpu and loaded.pipeline.launch.backend == "nccl" and local_ranks > gpus:
         raise loaded.error(
@@ -68,13 +63,11 @@ def check_launch(loaded: LoadedPipeline, local_ranks: int) -> None:
 
 
 def device_of(loaded: LoadedPipeline, local_rank: int) -> torch.device:
-    """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU.
+    """The device of a rank of this host; `device: auto` takes CUDA where there is a GPU. Raises PipelineError
+    if there is none and CUDA or NCCL is wanted.
 
     A launcher may show each of its ranks one GPU alone (`srun --gpus-per-task=1`): which it is, only its
     identifier says (`launch_facts`).
-
-    Raises:
-        PipelineError: CUDA or NCCL without a GPU.
     """
     launch, gpus = loaded.pipeline.launch, gpu_count()
     if launch.device == "cuda" and not gpus:
@@ -98,9 +91,8 @@ def agree_on_backend(loaded: LoadedPipeline, facts: Sequence[RankLaunchFacts]) -
     """The backend of all ranks, by the facts of each, in rank order. `backend: auto` takes NCCL where every
     rank has a GPU of its own, else Gloo.
 
-    Raises:
-        PipelineError: the ranks were asked for different things, some have a GPU and some have none, or NCCL
-            is wanted and two have the same one; on all ranks alike.
+    Raises PipelineError, on all ranks alike, if they were asked for different things, only some have a GPU,
+    or NCCL is wanted and two have the same one.
     """
 
     def named(rank: int) -> str:

@@ -12,14 +12,11 @@ from ddprun.host.processes import in_background
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 
-_NOBODYS_ADDRESS = "192.0.2.1"
-"""No host has it (RFC 5737), so the way there is the default route."""
-
+_NOBODYS_ADDRESS = "192.0.2.1"  # no host has it (RFC 5737), so the way there is the default route
 _ANY_PORT = 9
 _LOOK_UP_S = 2.0
 _CONNECT_S = 3.0
-_RENDEZVOUS_PORT = 29400
-"""torchelastic's own, of an endpoint without one."""
+_RENDEZVOUS_PORT = 29400  # torchelastic's own, of an endpoint without one
 
 
 class NetworkError(RuntimeError):
@@ -27,13 +24,11 @@ class NetworkError(RuntimeError):
 
 
 def choose_interface(host: str) -> None:
-    """Have Gloo and NCCL use the interface that leads to another host, unless the user has named one.
+    """Have Gloo and NCCL use the interface that leads to another host, unless the user has named one; raises
+    NetworkError if that does not exist, or nothing leads to the host.
 
     Left to themselves, Gloo takes the one that this host's own name leads to, and NCCL the first that is up:
     on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
-
-    Raises:
-        NetworkError: there is no interface of the name that the user has given, or no way to the host.
     """
     for name in INTERFACE_VARIABLES:
         if os.environ.get(name):
@@ -93,11 +88,7 @@ def host_of(endpoint: str) -> str:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT or [IPv6]:PORT.
-
-    Raises:
-        ValueError: it is none of these, or its port is above 65535.
-    """
+    """Host and port of HOST, HOST:PORT or [IPv6]:PORT; raises ValueError for anything else."""
     host, has_port = host_of(endpoint), endpoint.count(":") == 1 or "]:" in endpoint
     port = endpoint.rpartition(":")[2] if has_port else str(_RENDEZVOUS_PORT)
     if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
@@ -106,9 +97,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def endpoint_answers(endpoint: str) -> bool:
-    """Whether somebody listens at an endpoint, or at one of several with commas between them; takes a few
-    seconds for each at most.
-    """
+    """Whether somebody listens at one of the endpoints, with commas between them; takes seconds at most."""
     for address in endpoint.split(","):
         with suppress(OSError, ValueError):
             socket.create_connection(host_and_port(address.strip()), timeout=_CONNECT_S).close()
@@ -117,12 +106,8 @@ def endpoint_answers(endpoint: str) -> bool:
 
 
 def public_address(endpoint: str) -> str | None:
-    """The first address behind a rendezvous endpoint that the whole internet can route to.
-
-    None if there is none, or if a name cannot be looked up at once: then no run can use it anyway.
-
-    Args:
-        endpoint: `host`, `host:port`, `[IPv6]:port`, or several with commas between them.
+    """The first address behind rendezvous endpoints that the whole internet can route to; None also for a
+    name that cannot be looked up at once, which no run can use anyway.
     """
     for one in endpoint.split(","):
         for text in resolve_addresses(host_of(one.strip())):
@@ -148,9 +133,7 @@ def public_warning(endpoint: str) -> str | None:
 
 
 def resolve_addresses(host: str) -> list[str]:
-    """The addresses of a host, given by name or address; none if the name cannot be looked up within two
-    seconds.
-    """
+    """The addresses of a name or address; none if it cannot be looked up within two seconds."""
     if is_address(host):
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
     if host:  # a name server that does not answer must not hold the run up
@@ -182,12 +165,8 @@ def interface_by_address() -> dict[str, str]:
 
 
 def check_interfaces_exist(variable: str, value: str) -> None:
-    """Check that the interfaces that a variable names exist.
-
-    NCCL takes prefixes, exact names, and such that it shall not take: `eth,ib`, `=eth0`, `^docker`.
-
-    Raises:
-        NetworkError: one is not; says which are.
+    """Raise NetworkError unless the interfaces that a variable names exist. NCCL takes prefixes, exact names,
+    and such that it shall not take: `eth,ib`, `=eth0`, `^docker`.
     """
     if value.startswith("^"):
         return  # those need not be here

@@ -15,10 +15,7 @@ def make_folder_importable(folder: Path) -> None:
 
     Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
     Another one that it lists may not be installed, and what is installed may try to import more than that:
-    either would be found in a stranger's folder.
-
-    Raises:
-        TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+    either would be found in a stranger's folder. Raises TrustSettingError if the variable cannot be read.
     """
     path, trust_policy = str(folder), read_trust_policy()
     if not trust_policy.restricts_imports:

@@ -18,21 +18,16 @@ from ddprun import standard_streams
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"
-"""Environment variable of ranks: their launcher's process id. What a rank starts will not see it."""
-
-SIGNAL_EXIT_BASE = 128
-"""Exit codes of processes that a signal ended: this and its number."""
-
+LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"  # of ranks, which take it away from what they start
+SIGNAL_EXIT_BASE = 128  # exit codes of processes that a signal ended: this and its number
 _PARENT_TICK_S = 1.0
 _END_S = 10.0
 _LEFTOVER_S = 2.0  # how long processes that have outlived a rank may take to end by themselves
 _TERMINATE_S = 1.0
 _TICK_S = 0.05
 _COMMAND_LENGTH = 80
+# How EMFILE reads where torch or Python has wrapped it; the latter when a descriptor was sent along.
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
-"""How EMFILE reads where torch or Python has wrapped it; the latter when a descriptor was sent along."""
-
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _T = TypeVar("_T")
 
@@ -113,17 +108,13 @@ def _describe(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
 
 
 def _send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each of them that still lives."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
-    """End what ranks, of these process ids, have started and left behind, and name it.
-
-    Each rank leads a session of its own. A process that has left it is meant to live on.
-    """
+    """End what ranks, of these process ids, left behind in the sessions that they lead, and name it."""
 
     def left_after(limit_s: float) -> dict[int, str]:
         end = time.monotonic() + limit_s
@@ -140,8 +131,8 @@ def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
 
 
 def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
-    """Have this process, whose rank is done, end within `_END_S` with this exit code, and say what it would
-    have waited for.
+    """Have this process, whose rank is done, end within `_END_S` with this exit code, and say what holds it
+    up.
 
     Python's own end waits for threads, child processes and exit functions of the pipeline's code, for ever.
     """
@@ -187,11 +178,7 @@ def file_limit_hint(error: BaseException) -> str:
 def handle_signal_unless_ignored(
     number: int, handler: Callable[[int, FrameType | None], Any] | signal.Handlers
 ) -> None:
-    """Put a handler over a signal, unless this process was started with the signal ignored.
-
-    `nohup` ignores SIGHUP, and a shell ignores SIGINT in what a script starts in the background: both want
-    the process to live on.
-    """
+    """Put a handler over a signal, unless it was ignored from the start (`nohup`, a shell's background)."""
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, handler)
 

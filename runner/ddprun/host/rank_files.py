@@ -12,23 +12,18 @@ from pathlib import Path
 from ddprun.host.processes import state_and_parent
 from ddprun.run_files import replace_atomically
 
-SCRATCH_VARIABLE = "DDPRUN_SCRATCH"
-"""Environment variable: a folder of this launcher's own, gone when it ends."""
-
+SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
 _PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _ERROR = "error"
 _OUTCOME_WIDTH = 4
-_OUTCOME_NOT_REPORTED = 1
-"""Exit code of a rank that has finished the run and cannot say so."""
+_OUTCOME_NOT_REPORTED = 1  # exit code of a rank that has finished the run and cannot say so
 
 
 @contextmanager
 def launcher_folder() -> Iterator[Path]:
-    """A temporary folder for a launcher, gone afterwards.
-
-    A launcher that is killed has no time to clear up. Its folder is then no longer locked, and the next
-    launcher of the same user on the same host removes it.
+    """A temporary folder for a launcher, gone afterwards. A launcher that is killed has no time to clear up.
+    Its folder is then no longer locked, and the next launcher of the same user on the same host removes it.
     """
     remove_old_folders()
     while True:
@@ -64,9 +59,7 @@ def remove_old_folders() -> None:
 
 
 def attempt_folder() -> Path | None:
-    """The folder of this start of this host's ranks: torchelastic makes a new one each time; None outside of
-    torchelastic.
-    """
+    """The folder of this start of the host's ranks, new each time; None outside of torchelastic."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     folder = Path(error_file).parent.parent
     return folder if error_file and folder.is_dir() else None
@@ -89,10 +82,8 @@ def read_run_dir(scratch: Path | None = None) -> Path | None:
 
 
 def report_outcome(code: int) -> int:
-    """Report to the launcher how the run has ended: starting the ranks again would change nothing.
-
-    Gives the exit code for this process: 0 if a launcher of ddprun's reads the outcome, and so starts nothing
-    again; else `code`.
+    """Report to the launcher how the run has ended: starting the ranks again would change nothing. Gives this
+    process's exit code: 0 if a launcher of ddprun's reads the outcome, else `code`.
     """
     if SCRATCH_VARIABLE not in os.environ:
         return code
@@ -113,9 +104,7 @@ def read_outcome(scratch: Path) -> int | None:
 
 
 def report_checkpoint(enqueued_ns: int, written: bool) -> None:
-    """Report to the launcher whether a checkpoint was written; `enqueued_ns`: when it was enqueued,
-    by the monotonic clock.
-    """
+    """Tell the launcher whether the checkpoint enqueued then, by the monotonic clock, was written."""
     _write(_CHECKPOINT, json.dumps([enqueued_ns, written]).encode())
 
 
@@ -134,9 +123,7 @@ def report_error(error: list[str | int | None]) -> None:
 
 
 def error_before() -> list[str | int | None] | None:
-    """How a rank of this host has failed the last time, when these ranks had not been started; None if none
-    has, or under other launchers than ddprun's own.
-    """
+    """How a rank of this host failed when they last ran; None if none did, or under another launcher."""
     try:
         start, error = json.loads((Path(os.environ[SCRATCH_VARIABLE]) / _ERROR).read_bytes())
     except (KeyError, OSError, ValueError):
@@ -164,10 +151,7 @@ def unregister_pid() -> None:
 
 
 def live_rank_pids(scratch: Path) -> list[int]:
-    """The ranks that are children of this process now, and do not fail.
-
-    A number may have been given to another process since.
-    """
+    """The ranks that are children of this process now (numbers are given again), and do not fail."""
     try:
         found = [int(entry.name) for entry in (scratch / _PIDS).iterdir()]
     except OSError:

@@ -8,14 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from ddprun.host.network import (
-    LOOPBACK,
-    address_towards,
-    interface_by_address,
-    is_address,
-    is_loopback,
-    resolve_addresses,
-)
+from ddprun.host import network
 
 _BACKLOG = 2048  # connections that wait to be accepted, as with the listener of c10d itself
 
@@ -23,18 +16,11 @@ _BACKLOG = 2048  # connections that wait to be accepted, as with the listener of
 def open_store(
     host: str, port: int, *, serve: bool, timeout: timedelta, world_size: int | None = None
 ) -> TCPStore:
-    """A store at `host:port`.
+    """A store at `host:port`, an address that every rank reaches.
 
-    Args:
-        host: name or address at which every rank reaches it.
-        port: of the server; 0 takes a free one if this process serves.
-        serve: the server runs in this process, and ends with it.
-        timeout: of each question to the store, and of connecting.
-        world_size: wait until so many processes have connected; None: do not wait.
-
-    Raises:
-        OSError: this process serves, and the port is in use.
-        DistError: the server cannot be reached in time.
+    If this process is to `serve`, the store ends with it, and port 0 takes a free one. `timeout` is of each
+    question to the store, and of connecting; with `world_size`, wait until so many processes have connected.
+    Raises OSError if the port is in use here, DistError if the server cannot be reached in time.
     """
     address = listen_address(host) if serve else None
     wait = world_size is not None
@@ -57,12 +43,11 @@ def listen_address(host: str) -> str | None:
     elsewhere than here: it counts if it leads to exactly one address of this host, which is also the one by
     which this host reaches the network.
     """
-    own = interface_by_address()
-    here = list(
-        dict.fromkeys(found for found in resolve_addresses(host) if found in own or is_loopback(found))
-    )
+    own = network.interface_by_address()
+    found = network.resolve_addresses(host)
+    here = [*dict.fromkeys(one for one in found if one in own or network.is_loopback(one))]
     if host == "localhost":
-        return LOOPBACK
-    if len(here) == 1 and (is_address(host) or here[0] == address_towards("")):
+        return network.LOOPBACK
+    if len(here) == 1 and (network.is_address(host) or here[0] == network.address_towards("")):
         return here[0]
     return None

@@ -28,17 +28,10 @@ def start(
     *,
     resuming: "ResumeMode" = "no",
 ) -> int:
-    """Run the pipeline; gives the exit code.
+    """Run the checked pipeline, with those of torchrun's flags that were given; gives the exit code.
 
-    Args:
-        loaded: the checked pipeline.
-        flags: torchrun's own flags that were given, such as `nproc_per_node`.
-        overrides: the `--set` options, for the ranks.
-        run_dir: where the run's files go; None makes a new folder.
-        resuming: whether `run_dir` holds a run to resume.
-
-    Raises:
-        PipelineError: the pipeline cannot run on this machine.
+    `overrides` are the `--set` options, for the ranks. `run_dir`: where the run's files go, or what is
+    resumed; None makes a new folder. Raises PipelineError if the pipeline cannot run on this machine.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         print_stderr(

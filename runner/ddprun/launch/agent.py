@@ -27,23 +27,17 @@ from ddprun.watchdog.launcher_watchdog import connecting_ranks
 from ddprun_hooks.errors import format_ranks
 
 SHUTDOWN_TIMEOUT_S = "10"
-_CHECKPOINT_S = 30.0
-"""Longest wait for a checkpoint before ranks are ended that have not failed."""
+_CHECKPOINT_S = 30.0  # longest wait for a checkpoint before ranks are ended that have not failed
 
-_EXIT_BARRIER_S = 30.0
-"""Hosts wait so long for each other at the end, which all ranks reach at about the same time."""
-
-_FORCED_KILL_S = 1
-"""From SIGTERM to SIGKILL where somebody has asked twice."""
-
+_EXIT_BARRIER_S = 30.0  # hosts wait so long for each other at the end, to which all come at about one time
+_FORCED_KILL_S = 1  # from SIGTERM to SIGKILL where somebody has asked twice
 _TICK_S = 0.05
 
 _ASK_EVERY_S = 1.0
-_CONNECTING_S = 5.0
-"""For so long ranks may wait to be connected, after the run has ended on another host."""
+_CONNECTING_S = 5.0  # for so long ranks may wait to be connected, after the run has ended on another host
 
+# Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too.
 CheckpointResult = Literal["new", "old", "none", "failing"]
-"""Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too."""
 
 _RESTART_MESSAGES: dict[CheckpointResult, str] = {
     "new": "another host has joined: restarting from a new checkpoint",
@@ -54,9 +48,8 @@ _RESTART_MESSAGES: dict[CheckpointResult, str] = {
 
 
 class Agent(LocalElasticAgent):
-    """Starts this host's ranks, and again after a failure, or when hosts have come or gone.
-
-    Ranks of the pipeline `loaded` leave notes in `scratch`, this launcher's folder.
+    """Starts this host's ranks, and again after a failure, or when hosts have come or gone. Ranks of the
+    pipeline `loaded` leave notes in `scratch`, this launcher's folder.
     """
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
@@ -70,21 +63,14 @@ class Agent(LocalElasticAgent):
         self._failures = 0
         self._next_question_at = 0.0  # whether the run has ended on another host
         self._ended_elsewhere_at: float | None = None
-        self.kill_at_once = False
-        """Set by a signal handler: ranks that do not end when asked to are killed."""
-
-        self.leaving_signal: signal.Signals | None = None
-        """Set by a signal handler: this host leaves the run, after a checkpoint."""
-
+        self.kill_at_once = False  # set by a signal handler: ranks that do not end when asked to are killed
+        self.leaving_signal: signal.Signals | None = None  # set by a handler: this host leaves
+        # Set by a signal handler: ranks were asked to stop, and so are not started again if they fail.
         self.stop_signal: signal.Signals | None = None
-        """Set by a signal handler: ranks were asked to stop, and so are not started again if they fail."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for the other hosts.
-
-        Raises:
-            RendezvousError: hosts whose clocks are far apart consider each other lost, and torchelastic would
-                continue with too few.
+        """Wait for the other hosts. Raises RendezvousError where clocks that are far apart make hosts
+        consider each other lost, and torchelastic would continue with too few.
         """
         in_background(partial(super()._rendezvous, worker_group)).result()
         present = worker_group.group_world_size or 0
@@ -128,12 +114,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _check_other_hosts(self, worker_group: WorkerGroup) -> None:
-        """End ranks that wait to be connected to those of a host on which the run has ended. One that was
-        killed there could not tell them.
-
-        Raises:
-            RendezvousClosedError: there are such ranks.
-        """
+        """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""
         hosts, now = worker_group.group_world_size or 1, time.monotonic()
         if hosts == 1 or now < self._next_question_at:
             return
@@ -219,10 +200,8 @@ def make_agent(
 
 
 def unexplained_exits(failures: Mapping[int, ProcessFailure]) -> str:
-    """Which ranks have ended without a message of their own: killed, or with exit code 0 before the run was
-    over; nothing if none has.
-
-    When one has failed torchelastic ends the others with SIGTERM.
+    """Which ranks have ended without a message of their own: killed, or with exit code 0 too early; else
+    nothing. When one has failed torchelastic ends the others with SIGTERM.
     """
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
     if early := [rank for rank, code in codes.items() if code == 0]:

@@ -17,15 +17,15 @@ from ddprun.host.device import default_rank_count
 from ddprun.launch.launcher import flag_or_variable
 from ddprun.standard_streams import print_stderr
 
+# For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
+# enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
+# With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost.
 _ELASTIC_CONF = {
     "last_call_timeout": "3",
     "keep_alive_interval": "1",
     "keep_alive_max_attempt": "5",
     "read_timeout": "15",
 }
-"""For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
-enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
-With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost."""
 
 
 def flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
@@ -72,10 +72,7 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
     """Refuse flags for several hosts that do not say where the others are, or which of them this host is.
 
     Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
-    itself, and wait for the others in silence.
-
-    Raises:
-        ValueError: which flag is missing.
+    itself, and wait for the others in silence. Raises ValueError that names the missing flag.
     """
     given = partial(flag_or_variable, flags)
     hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
@@ -102,11 +99,7 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
 
 
 def _prepare_restarts(arguments: Any) -> bool:
-    """Set what torchelastic needs to start ranks again; whether torchrun's arguments may come to that.
-
-    Raises:
-        ValueError: it may come to that, and could not work.
-    """
+    """Set what torchelastic needs to restart ranks; whether that may come. Raises ValueError if it cannot."""
     least, most = torchrun.parse_min_max_nnodes(arguments.nnodes)
     if most > 1 and arguments.max_restarts and arguments.rdzv_backend == "static":
         raise ValueError(
@@ -120,8 +113,7 @@ def _prepare_restarts(arguments: Any) -> bool:
         )
     if not arguments.max_restarts and least == most:
         return False
-    # With a store that outlives the ranks, those of the next start find the addresses of the last one there,
-    # and most restarts fail (torch 2.13).
+    # In a store that outlives ranks, the next ones find old addresses: most restarts fail (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return True
 

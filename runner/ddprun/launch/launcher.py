@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-_PORTS = range(15_000, 30_000)
-"""Below those that Linux gives to whoever asks for any."""
-
+_PORTS = range(15_000, 30_000)  # below those that Linux gives to whoever asks for any
 _OVERRIDES_VARIABLE = "DDPRUN_OVERRIDES"
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+# Flags that say how ranks are started, and so nothing to a process that is one.
 _RANK_STARTING_FLAGS = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
-"""Flags that say how ranks are started, and so nothing to a process that is one."""
 
 
 class LauncherError(ValueError):
@@ -34,21 +32,12 @@ class LauncherError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The launcher that has started this process, and what this process is to it: a rank, or what starts a
-    host's ranks.
-    """
+    """What launched this process, and what this process is to it: a rank, or what starts a host's ranks."""
 
-    summary: str
-    """What was detected, in one line."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Torchrun's variables for this rank."""
-
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """Torchrun's flags for the ranks of this host, which this process is to start."""
-
-    is_first: bool = True
-    """Rank 0, or on the first host, and so the one that speaks."""
+    summary: str  # what was detected, in one line
+    variables: Mapping[str, str] = field(default_factory=dict)  # torchrun's variables for this rank
+    flags: Mapping[str, str] = field(default_factory=dict)  # torchrun's, for ranks that this process starts
+    is_first: bool = True  # rank 0, or on the first host, and so the one that speaks
 
     @property
     def starts_ranks(self) -> bool:
@@ -57,11 +46,7 @@ class Launcher:
 
 
 def detect_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
-    """Detect the launcher from a process's environment; None: a user has started it, no launcher.
-
-    Raises:
-        LauncherError: what was found contradicts itself, or torchrun's flags.
-    """
+    """The launcher in a process's environment; None: a user. Raises LauncherError for contradictions."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _launcher_of_rank("torchrun", environment, flags)
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
@@ -81,7 +66,6 @@ def detect_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bo
 
 
 def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
-    """A rank whose variables are torchrun's."""
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
@@ -195,11 +179,7 @@ def _parse_tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts, such as `gpu[003-005,9],login`.
-
-    Raises:
-        LauncherError: it is no such list.
-    """
+    """The first of Slurm's list of hosts, such as `gpu[003-005,9],login`; raises LauncherError."""
     match = re.match(r"([^\[\],]+)(?:\[([0-9]+)[^\]]*\]([^\[\],]*))?(?:,|$)", nodes)
     if match is None:
         raise LauncherError(f"SLURM_STEP_NODELIST is {nodes!r}, in which no first host can be found")
@@ -229,10 +209,7 @@ def restart_warning() -> str | None:
 
 @contextmanager
 def export_overrides(overrides: Sequence[str]) -> Iterator[None]:
-    """Pass `--set` options on to the processes that are started in this block.
-
-    On their command lines everybody who may list processes would read them.
-    """
+    """Pass `--set` options on to what starts in this block, not on command lines, which all may read."""
     os.environ[_OVERRIDES_VARIABLE] = json.dumps(list(overrides))
     try:
         yield

@@ -26,16 +26,9 @@ from ddprun import (
 )
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
-from ddprun.host import network, rank_files
+from ddprun.host import network, processes, rank_files
 from ddprun.host.code_folders import ForeignFolderError, own_code_folders
 from ddprun.host.device import check_launch
-from ddprun.host.processes import (
-    LAUNCHER_PID_VARIABLE,
-    SIGNAL_EXIT_BASE,
-    file_limit_hint,
-    handle_signal_unless_ignored,
-    hard_exit_on_signals,
-)
 from ddprun.launch.agent import SHUTDOWN_TIMEOUT_S, Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, is_elastic, silence_torchelastic, torchrun_arguments
 from ddprun.launch.launcher import export_overrides, flag_or_variable
@@ -43,11 +36,9 @@ from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
-_STORE_LINGER_S = 4.0
-"""The store may end with this process; the other hosts' ranks still ask it who failed first."""
+_STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
 
-_NO_DETAILS = " See inner exception for details."
-"""Torchelastic's end of some messages, which is not shown: nor is the exception."""
+_NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
 
 def launch(
@@ -58,13 +49,11 @@ def launch(
     *,
     resuming: ResumeMode,
 ) -> int:
-    """Start this host's ranks, wait for them, give the exit code of the run.
+    """Start this host's ranks, wait for them, give the run's exit code; raises PipelineError
+    (`check_launch`).
 
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
-
-    Raises:
-        PipelineError: more ranks than GPUs with NCCL, CUDA without a GPU.
     """
     flags = {**flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
@@ -83,11 +72,11 @@ def launch(
             print_stderr(f"ddprun: {error}")
             return EXIT_BAD_INPUT
         except OSError as error:
-            print_stderr(f"ddprun: cannot make a temporary folder: {error}{file_limit_hint(error)}")
+            print_stderr(f"ddprun: cannot make a temporary folder: {error}{processes.file_limit_hint(error)}")
             return EXIT_FAILURE
         flags["log_dir"] = str(folder)
         os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
-        os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+        os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
         try:
             try:
                 read = torchrun_arguments(flags, ["-m", "ddprun", *command])
@@ -109,7 +98,7 @@ def launch(
             why = str(error).removesuffix(_NO_DETAILS)
             print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {why}"))
         except OSError as error:
-            hint = file_limit_hint(error)
+            hint = processes.file_limit_hint(error)
             print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}{hint}"))
         return EXIT_FAILURE
 
@@ -133,7 +122,7 @@ def _run_with_watchdog(
             try:
                 _run_agent(agent, elastic=is_elastic(config))
             except ChildFailedError:
-                hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                processes.hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:
                     watchdog.linger(_STORE_LINGER_S)
                 raise
@@ -146,7 +135,7 @@ def _run_with_watchdog(
             if found is not None and steps_in(found / "checkpoints"):
                 hint = f"; to resume: {resume_command(found)}"
             print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
-            return SIGNAL_EXIT_BASE + int(caught.sigval)
+            return processes.SIGNAL_EXIT_BASE + int(caught.sigval)
     code = rank_files.read_outcome(folder)
     if code is None:
         print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
@@ -188,15 +177,14 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        handle_signal_unless_ignored(number, stop)
+        processes.handle_signal_unless_ignored(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
 
 
 def _prepare_environment() -> None:
     """What the ranks inherit, and how much torchelastic says about itself."""
     os.environ[LAUNCHED_VARIABLE] = "1"
-    # As `python -P`: nothing in the working directory shadows an installed package.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT_S)
@@ -227,13 +215,9 @@ def _exit_code(rank: int, failure: ProcessFailure, killed_ranks: Mapping[int, st
 
 
 def _run_agent(agent: Agent, *, elastic: bool) -> None:
-    """Run the ranks of this host to their end. Unless they are `elastic`, the other hosts cannot go on after
-    it.
-
-    Raises:
-        ChildFailedError: ranks have failed, and are not started again.
-        SignalException: this process was asked to end.
-        DistError, RendezvousError: the other hosts cannot be reached.
+    """Run the ranks of this host to their end; unless they are `elastic`, other hosts cannot go on after it.
+    Raises ChildFailedError if ranks have failed for good, SignalException if this process was asked to end,
+    DistError or RendezvousError if the other hosts cannot be reached.
     """
     leaving = False
     try:

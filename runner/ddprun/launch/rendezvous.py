@@ -13,13 +13,8 @@ from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, api
 from torch.distributed.elastic.rendezvous import registry as rendezvous
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -30,6 +25,7 @@ from ddprun.host.tcp_store import open_store
 _STORE_ANSWERS_S = 60
 _RANK_STORE_TIMEOUT = timedelta(seconds=300)
 
+# All that torchelastic's state of a rendezvous is made of.
 _ALLOWED_STATE_CLASSES = {
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_NodeDesc"),
@@ -38,16 +34,10 @@ _ALLOWED_STATE_CLASSES = {
     ("datetime", "timezone"),
     ("builtins", "set"),
 }
-"""All that torchelastic's state of a rendezvous is made of."""
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler for these parameters, as torchelastic's registry gives one.
-
-    Raises:
-        ValueError: a parameter is wrong.
-        RendezvousConnectionError: nobody answers at the endpoint.
-    """
+    """The handler for these parameters; raises ValueError for a wrong one, api.RendezvousConnectionError."""
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
         return SingleHostRendezvous(parameters.run_id)
     if parameters.backend == "static":
@@ -58,10 +48,8 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class SingleHostRendezvous(StaticTCPRendezvous):
-    """The rendezvous of a single host: there are no others.
-
-    Each start of the ranks gets a store of its own on 127.0.0.1, held by this process, so that a restart
-    finds nothing that the ranks before it left.
+    """The rendezvous of a single host: there are no others. Each start of the ranks gets a store of its own
+    on 127.0.0.1, held by this process, so that a restart finds nothing that the ranks before it left.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -75,13 +63,11 @@ class SingleHostRendezvous(StaticTCPRendezvous):
         self._starts += 1
         self._rank_store = None  # closes the store of the ranks before
         self._rank_store = open_store(LOOPBACK, 0, serve=True, timeout=_RANK_STORE_TIMEOUT)
-        address = RendezvousStoreInfo(LOOPBACK, self._rank_store.port)
+        address = api.RendezvousStoreInfo(LOOPBACK, self._rank_store.port)
         return RendezvousInfo(PrefixStore(str(self._starts), self._agent_store), 0, 1, address)
 
 
 class _Static(StaticTCPRendezvous):
-    """torchelastic's static rendezvous, on one address."""
-
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             self._store = open_store(
@@ -107,7 +93,7 @@ class _CheckedC10dBackend(C10dRendezvousBackend):
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED_STATE_CLASSES:
-            raise RendezvousStateError(
+            raise api.RendezvousStateError(
                 f"the store of the rendezvous holds {module}.{name}, which no host of a run puts there; it "
                 "was not loaded. Somebody else reaches the port: use a private network or a firewall"
             )
@@ -115,17 +101,13 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def check_state(state: bytes) -> None:
-    """Make sure that torchelastic may unpickle the state of a rendezvous.
-
-    Raises:
-        RendezvousStateError: it is damaged, or names anything but what torchelastic's own state is made of.
-    """
+    """Raise RendezvousStateError unless the state is intact and names only what torchelastic's is made of."""
     try:
         _StateUnpickler(io.BytesIO(state)).load()
-    except RendezvousStateError:
+    except api.RendezvousStateError:
         raise
     except Exception as error:  # pickle's ways to fail on damaged bytes are many
-        raise RendezvousStateError(f"the store of the rendezvous holds damaged state: {error}") from error
+        raise api.RendezvousStateError(f"the store of the rendezvous holds damaged state: {error}") from error
 
 
 def _static(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -160,7 +142,7 @@ def _open_rendezvous_store(parameters: RendezvousParameters) -> Store:
                 return open_store(host, port, serve=True, timeout=timeout)
             except (OSError, RuntimeError) as error:  # torch's own for a port in use is a RuntimeError
                 if parameters.get_as_bool("is_host"):
-                    raise RendezvousConnectionError(f"cannot listen at {host}:{port}: {error}") from error
+                    raise api.RendezvousConnectionError(f"cannot listen at {host}:{port}: {error}") from error
         return open_store(host, port, serve=False, timeout=timeout)
     except (ValueError, RuntimeError, TimeoutError) as error:
-        raise RendezvousConnectionError(f"no answer from {host}:{port}: {error}") from error
+        raise api.RendezvousConnectionError(f"no answer from {host}:{port}: {error}") from error

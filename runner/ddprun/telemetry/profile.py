@@ -21,7 +21,8 @@ _SLICES, _FLOWS = "X", "sf"
 
 
 class Profiler:
-    """Profiles some steps of a run, the first to the last (https://docs.pytorch.org/docs/stable/profiler.html).
+    """Profiles some steps of a run, the first to the last
+    (https://docs.pytorch.org/docs/stable/profiler.html).
 
     Starting and stopping takes up to seconds. That is done between steps, on all ranks alike.
     """

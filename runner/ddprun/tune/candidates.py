@@ -11,13 +11,11 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun_hooks.config.options import parse_spec
 
 BUCKET_CAP_KEY = "ddp.bucket_cap_mb"
-TUNABLE_KEYS = ("sync", "hooks", BUCKET_CAP_KEY, "accumulate")
-"""What a search may change, as `--vary` names it."""
+TUNABLE_KEYS = ("sync", "hooks", BUCKET_CAP_KEY, "accumulate")  # what a search may change, for `--vary`
 
+# What a candidate does to training: nothing, for gradients are averaged as they are at every step; they
+# travel through hooks that lose something; or ranks meet in some steps only.
 CandidateKind = Literal["exact", "lossy hooks", "rare exchange"]
-"""What a candidate does to training: nothing, for gradients are averaged as they are at every step; they
-travel through hooks that lose something; or ranks meet in some steps only."""
-
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
 _CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
@@ -85,9 +83,7 @@ class Candidate:
         return self.settings.accumulate * self.loaded.pipeline.loader.batch_size
 
     def at_least_as_lossy_as(self, other: "Candidate") -> bool:
-        """Whether it surely loses no less than another: by the same policy, as rare or rarer, and through
-        hooks that lose as much or more.
-        """
+        """Whether it surely loses no less: the same policy, as rare or rarer, and hooks as lossy or more."""
         same = self.settings.sync.name == other.settings.sync.name
         return same and self.period >= other.period and self.lossiness >= other.lossiness
 
@@ -100,11 +96,7 @@ def _hook_lossiness(name: str, options: Mapping[str, Any]) -> int:
 
 
 def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) -> TunedStage:
-    """The stage to tune; `steps`: how many each stage has, by index.
-
-    Raises:
-        PipelineError: no stage trains.
-    """
+    """The stage to tune; `steps`: how many each has, by index. Raises PipelineError if no stage trains."""
     stages = loaded.pipeline.train_stages()
     if not stages:
         raise loaded.error("stages", "no stage trains: there is nothing to tune", "add a train stage")
@@ -118,7 +110,8 @@ def values_to_try(
 ) -> dict[str, list[Any]]:
     """The values to try for each of `TUNABLE_KEYS`; the file's own values are tried anyway."""
     settings = tuned.stage.effective_settings(loaded.pipeline)
-    split = _configured_host_split(settings)
+    found = [hook.options.get("hosts") for hook in settings.hooks if hook.name == "hierarchical"]
+    split = next((one for one in (*found, settings.sync.options.get("hosts")) if one), None)  # of the file
     within: list[Any] = ["shared_memory"] if on_cpu else []
     hooks: list[Any] = list(_CODECS)
     if world.hosts == 1 and on_cpu:
@@ -141,18 +134,10 @@ def values_to_try(
     }
 
 
-def _configured_host_split(settings: StepStageSettings) -> int | None:
-    """Into how many hosts the file itself splits the ranks."""
-    found = [hook.options.get("hosts") for hook in settings.hooks if hook.name == "hierarchical"]
-    return next((one for one in (*found, settings.sync.options.get("hosts")) if one), None)
-
-
 def all_combinations(
     loaded: LoadedPipeline, tuned: TunedStage, tried: Mapping[str, Sequence[Any]], keys: Sequence[str]
 ) -> Iterator[Candidate]:
-    """All combinations of the values of these keys, the unchanged file first. What `ddprun check` refuses is
-    left out, and so are duplicates.
-    """
+    """All combinations of these keys' values that `ddprun check` accepts, the unchanged file first."""
     known = set[tuple[Any, ...]]()
     for chosen in product(*([None, *tried[key]] for key in keys)):
         values = zip(keys, chosen, strict=True)
@@ -164,9 +149,7 @@ def all_combinations(
 
 
 def with_changes(loaded: LoadedPipeline, tuned: TunedStage, changes: Mapping[str, Any]) -> Candidate | None:
-    """The pipeline with these changes; None: `ddprun check` refuses it, or ranks would hardly ever
-    synchronise.
-    """
+    """The changed pipeline; None: `ddprun check` refuses it, or ranks would hardly ever synchronise."""
     overrides = [f"{key}={flow_yaml(value)}" for key, value in changes.items()]
     try:
         changed = load(loaded.path, (*loaded.overrides, *overrides), loaded.folder)
@@ -182,11 +165,7 @@ def with_changes(loaded: LoadedPipeline, tuned: TunedStage, changes: Mapping[str
 def candidate_from_changes(
     loaded: LoadedPipeline, tuned: TunedStage, changes: Mapping[str, Any]
 ) -> Candidate:
-    """The candidate with changes that come from a file or another host.
-
-    Raises:
-        ValueError: they make no candidate.
-    """
+    """The candidate with changes from a file or another host; raises ValueError if they make none."""
     if not changes or not set(changes) <= set(tuned.paths_by_key.values()):
         raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
     candidate = with_changes(loaded, tuned, changes)
@@ -201,10 +180,8 @@ def make_candidate(
     """A changed pipeline as a candidate; changes to what the file says anyway are left out."""
     stage = changed.pipeline.stages[tuned.stage.index]
     assert isinstance(stage, TrainStage)
-    before, after = (
-        tuned.stage.effective_settings(loaded.pipeline),
-        stage.effective_settings(changed.pipeline),
-    )
+    before = tuned.stage.effective_settings(loaded.pipeline)
+    after = stage.effective_settings(changed.pipeline)
     values = {
         "sync": (before.sync.to_plain_data(), after.sync.to_plain_data()),
         "hooks": (before.hook_specs, after.hook_specs),

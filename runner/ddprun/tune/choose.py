@@ -23,19 +23,12 @@ _LOSS_FLOOR = re.compile(r"\+?(\d+(?:\.\d+)?)\s*%")
 class Floors:
     """What a candidate must not fall below."""
 
-    cosine: float | None = None
-    """Of the angle between the mean gradient with hooks and the exact mean."""
-
-    loss: float | None = None
-    """By which share the training loss, over equal samples, may be above that of the file as it is."""
+    cosine: float | None = None  # of the angle between the mean gradient with hooks and the exact mean
+    loss: float | None = None  # how far the training loss, over equal samples, may be above the file's
 
 
 def parse_quality_floors(texts: Sequence[str]) -> Floors:
-    """Floors as a command line says them: `cosine=0.99`, `loss=+1%`.
-
-    Raises:
-        ValueError: neither, with what is allowed.
-    """
+    """Floors as a command line says them, `cosine=0.99` and `loss=+1%`; raises ValueError for others."""
     cosine = loss = None
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
@@ -86,10 +79,9 @@ class Trial:
     cosine: float | None  # None: not measured
     loss: float | None
     baseline_loss: float | None  # over the same samples
+    # How many times as fast, per time and not per sample, it comes to the loss that the file has after
+    # `TARGET_LOSS_SHARE` of its samples; 0: it does not in its run. None: not known.
     speedup_to_loss: float | None = None
-    """How many times as fast, per time and not per sample, it comes to the loss that the file has after
-    `TARGET_LOSS_SHARE` of its samples; 0: it does not in its run. None: not known."""
-
     loss_is_finite: bool = True
 
     @property
@@ -143,10 +135,8 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
 
 
 def pick_winner(trials: Sequence[Trial], floors: Floors) -> Trial | None:
-    """The trial that gains most among those that are faster than the unchanged file beyond noise and hold the
-    floors; None if there is none.
-
-    Among trials whose gains cannot be told apart, the one that changes training least.
+    """The trial that gains most of those faster than the file beyond noise that hold the floors, if any;
+    among gains that cannot be told apart, the one that changes training least.
     """
     left = [one for one in trials if one.verdict == "faster" and rejection_reason(one, floors) is None]
     if not left:
@@ -172,9 +162,7 @@ def predicted_winner(
 
 
 def _training_impact(candidate: Candidate) -> tuple[int, int, int]:
-    """Sort key of how much a candidate changes training: how rarely ranks synchronise, how much hooks lose,
-    how many keys are changed.
-    """
+    """Sort key of how much a candidate changes training: rare synchronisation, lossy hooks, changed keys."""
     period = candidate.period if candidate.kind == "rare exchange" else 0
     return period, candidate.lossiness, len(candidate.changes)
 
@@ -191,9 +179,8 @@ def next_candidates(
     """The candidates to run next, at most `most`; none if no other is predicted to be worth it.
 
     The best of each kind, for they lose different things: two of those that lose nothing, and of rare
-    exchange also one whose ranks synchronise more often. Left out is what cannot beat the best, by its
-    prediction or by what less lossy trials reached. Ranks must synchronise every `max_period` steps or more
-    often.
+    exchange also one whose ranks synchronise more often, and all every `max_period` steps or more often. Left
+    out is what cannot beat the best, by its prediction or by what less lossy trials reached.
     """
     tried = {one.entry.candidate.name for one in trials}
     best = pick_winner(trials, floors)
@@ -213,9 +200,8 @@ def next_candidates(
 def _best_possible_speedup(
     entry: PredictedCandidate, baseline: PredictedCandidate, trials: Sequence[Trial], floors: Floors
 ) -> float:
-    """The highest speedup it may reach: the predicted one, but at most what a trial that loses no more has
-    reached, scaled by how much faster this one is predicted to be. 0 if such a trial was rejected: this one
-    loses at least as much.
+    """The highest speedup it may reach: what is predicted, but at most what a trial that loses no more has
+    reached, scaled by the predictions; 0 if such a trial was rejected.
     """
     speedup = baseline.us_per_sample / entry.us_per_sample
     for trial in trials:

@@ -1,6 +1,7 @@
 """Predicts each candidate from what steps cost here."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddprun.config import LoadedPipeline, PipelineError
@@ -16,44 +17,31 @@ from ddprun.tune.choose import PredictedCandidate
 _PROGRESS_EVERY = 25  # candidates
 
 
+@dataclass
 class CandidatePredictor:
-    """Predicts candidates of a pipeline for its ranks and links.
+    """Predicts candidates of a pipeline, which was `explained` for the ranks in question, over `links`."""
 
-    Args:
-        loaded: the pipeline.
-        tuned: the stage that is tuned.
-        explained: the pipeline, explained for the ranks in question.
-        cost_model: of a run of the pipeline.
-        links: of the hosts in question.
-        progress: takes what is going on now.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedPipeline,
-        tuned: TunedStage,
-        explained: Explanation,
-        cost_model: CostModel,
-        links: Links,
-        progress: Callable[[str], None],
-    ) -> None:
-        self._loaded, self._tuned, self._world = loaded, tuned, explained.world
-        self._probes = [explained.probe]
-        self._cost_model, self._links, self._progress = cost_model, links, progress
+    loaded: LoadedPipeline
+    tuned: TunedStage
+    explained: Explanation
+    cost_model: CostModel
+    links: Links
+    progress: Callable[[str], None]
+    _probes: list[ModelProbe] = field(default_factory=list)  # of candidates, beside that of the pipeline
 
     def predict(self, found: Sequence[Candidate]) -> Iterator[PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
         for number, candidate in enumerate(found, 1):
             if len(found) > _PROGRESS_EVERY and number % _PROGRESS_EVERY == 1:
-                self._progress(f"predicting {number} of {len(found)} candidates")
+                self.progress(f"predicting {number} of {len(found)} candidates")
             try:
-                stage = self._explain(candidate).stages[self._tuned.stage.index]
+                stage = self._explain(candidate).stages[self.tuned.stage.index]
             except PipelineError:
                 if not candidate.changes:
                     raise
                 continue
             if is_predictable(stage):
-                predicted = self._cost_model.predict(stage, self._world, self._links)
+                predicted = self.cost_model.predict(stage, self.explained.world, self.links)
                 yield PredictedCandidate(candidate, predicted, _layouts(stage))
             elif not candidate.changes:
                 raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
@@ -62,12 +50,11 @@ class CandidatePredictor:
         self, best: Sequence[PredictedCandidate], caps_mb: Sequence[Any]
     ) -> Iterator[PredictedCandidate]:
         """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
-        key = self._tuned.paths_by_key[BUCKET_CAP_KEY]
+        key = self.tuned.paths_by_key[BUCKET_CAP_KEY]
         for one in best:
             known = [one.layouts]
             found = [
-                with_changes(self._loaded, self._tuned, {**one.candidate.changes, key: cap})
-                for cap in caps_mb
+                with_changes(self.loaded, self.tuned, {**one.candidate.changes, key: cap}) for cap in caps_mb
             ]
             resized = [each for each in found if each is not None and key in each.changes]
             for other in self.predict(resized):
@@ -78,13 +65,11 @@ class CandidatePredictor:
     def _explain(self, candidate: Candidate) -> Explanation:
         """A candidate, explained for the ranks in question, with what is known of the model."""
         probe: ModelProbe | None = next(
-            (one for one in self._probes if one.suffices_for(candidate.loaded)), None
+            (one for one in (self.explained.probe, *self._probes) if one.suffices_for(candidate.loaded)), None
         )
+        world = self.explained.world
         explained = explain(
-            candidate.loaded,
-            hosts=self._world.hosts,
-            ranks_per_host=self._world.ranks_per_host,
-            probe=probe,
+            candidate.loaded, hosts=world.hosts, ranks_per_host=world.ranks_per_host, probe=probe
         )
         if probe is None:
             self._probes.append(explained.probe)

@@ -1,7 +1,6 @@
 """A round of a search: the file as it is, its twin, and candidates, run in turns (`compare/runs.py`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddprun.compare import learning
@@ -17,16 +16,6 @@ from ddprun.tune.choose import TARGET_LOSS_SHARE, PredictedCandidate, Trial
 _DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
 _MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
 _MIN_TURN_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """What came out of a round."""
-
-    trials: list[Trial]  # of the candidates
-    noise_factor: float | None  # at least 1: by which the file's twin differed
-    baseline_step_s: float | None  # of the file as it is
-    baseline_loss: float | None
 
 
 def sides_of_round(
@@ -46,10 +35,7 @@ def sides_of_round(
     for index, (candidate, twin) in enumerate(wanted):
         short = short_run_overrides(candidate, tuned, steps)
         variant = Variant(
-            candidate.name,
-            candidate.loaded.path,
-            (*candidate.loaded.overrides, *short, *quiet),
-            twin=twin,
+            candidate.name, candidate.loaded.path, (*candidate.loaded.overrides, *short, *quiet), twin=twin
         )
         sides.append(VariantRuns(variant, [SeedRun(folder / f"{index}")]))
     return sides
@@ -57,48 +43,41 @@ def sides_of_round(
 
 def judge_round(
     baseline: PredictedCandidate, chosen: Sequence[PredictedCandidate], sides: Sequence[VariantRuns]
-) -> RoundResult:
-    """What came out of the runs of a round; `baseline`: the file as it is.
-
-    Raises:
-        TuneError: the file as it is failed.
+) -> tuple[list[Trial], float | None]:
+    """The trials of a round, first that of `baseline`, the file as it is, and how much, as a factor, its twin
+    differed. Raises TuneError if the file failed.
     """
     first = sides[0]
     if not first.completed:
         log = compare.log_path(first.runs[0])
         raise TuneError(f"the file as it is failed with exit code {first.runs[0].code}; see {log}")
+    entries = [baseline, baseline, *chosen]
     step_times = [_step_time_and_spread(side) for side in sides]
-    # Times are scaled to the file's samples per step, so that candidates with other batches compare.
-    for side, one in zip(sides[2:], chosen, strict=True):
-        share = baseline.candidate.samples_per_step / one.candidate.samples_per_step
+    for side, entry in zip(sides, entries, strict=True):  # so that candidates with other batches compare
+        share = baseline.candidate.samples_per_step / entry.candidate.samples_per_step
         run = side.runs[0]
         run.step_s_by_turn = {turn: seconds * share for turn, seconds in run.step_s_by_turn.items()}
-    noise = compare.noise_factor(sides)
-    learned = learning.judge_learning([side.digests if side.completed else [] for side in sides])
-    samples = int(learned[0]["loss_after_samples"])
+    rows = compare.comparison_rows(sides)
+    samples = int(rows[0]["loss_after_samples"])
     target_loss = learning.loss_after(first.digests[0].run, int(TARGET_LOSS_SHARE * samples))
-    trials = []
-    for one, (side, (step_s, spread_s), judged) in zip(
-        chosen, list(zip(sides, step_times, learned, strict=True))[2:], strict=True
-    ):
-        digest = side.merged_digest()
-        trials.append(
-            Trial(
-                entry=one,
-                run_dir=side.runs[0].folder,
-                code=side.runs[0].code,
-                verdict=compare.speed_verdict(first, side, noise),
-                speed_ratio=compare.speed_ratio(first, side),
-                step_s=step_s,
-                spread_s=spread_s,
-                cosine=digest.cosine if digest is not None else None,
-                loss=judged["loss"],
-                baseline_loss=learned[0]["loss"],
-                speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
-                loss_is_finite=judged["learning"] != learning.NOT_FINITE,
-            )
+    trials = [
+        Trial(
+            entry=entry,
+            run_dir=side.runs[0].folder,
+            code=side.runs[0].code,
+            verdict=row["verdict"],
+            speed_ratio=compare.speed_ratio(first, side),
+            step_s=step_s,
+            spread_s=spread_s,
+            cosine=row["cosine"],
+            loss=row["loss"],
+            baseline_loss=rows[0]["loss"],
+            speedup_to_loss=_speedup_to_loss(first, side, target_loss, samples),
+            loss_is_finite=row["learning"] != learning.NOT_FINITE,
         )
-    return RoundResult(trials, noise, step_times[0][0], learned[0]["loss"])
+        for entry, side, row, (step_s, spread_s) in zip(entries, sides, rows, step_times, strict=True)
+    ]
+    return [trials[0], *trials[2:]], compare.noise_factor(sides)
 
 
 def turn_and_run_steps(
@@ -106,12 +85,9 @@ def turn_and_run_steps(
 ) -> tuple[int, int] | None:
     """Steps of a turn, and of each run of a round; None: there is no time for enough turns.
 
-    Args:
-        step_s: of one step of each of the runs, together.
-        budget_s: how long all may take.
-        longest_period: the longest period of their policies, which a turn should cover; None: take the
-            longest turn there is time for.
-        stage_steps: of the stage, which runs are not to exceed; None: not known.
+    `step_s` is of one step of each of the runs, together, `budget_s` for all of it. A turn should cover the
+    `longest_period` of their policies (None: take the longest turn there is time for), and no run exceed the
+    `stage_steps` of the stage, where they are known.
     """
     most = int(max(0.0, budget_s) / step_s)
     if stage_steps is not None:

@@ -14,23 +14,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddprun import __version__
 from ddprun.compare import runs as compare
-from ddprun.compare.hosts import ComparisonHosts, HostMessage, HostsError
+from ddprun.compare.hosts import ComparisonHosts, HostMessage
 from ddprun.compare.runs import VariantRuns
 from ddprun.config import LoadedPipeline
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import WorldShape
+from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
 from ddprun.predict.measure import cost_model_of_run, hook_stacks_to_measure, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
-from ddprun.tune import TuneError
+from ddprun.tune import TuneError, choose
 from ddprun.tune.candidates import (
     BUCKET_CAP_KEY,
     Candidate,
@@ -40,16 +42,8 @@ from ddprun.tune.candidates import (
     find_tuned_stage,
     values_to_try,
 )
-from ddprun.tune.choose import (
-    Floors,
-    PredictedCandidate,
-    Trial,
-    next_candidates,
-    pick_winner,
-    predicted_winner,
-)
 from ddprun.tune.predictor import CandidatePredictor
-from ddprun.tune.rounds import RoundResult, judge_round, sides_of_round, turn_and_run_steps
+from ddprun.tune.rounds import judge_round, sides_of_round, turn_and_run_steps
 from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
 from ddprun.units import format_count
 
@@ -72,7 +66,7 @@ class SearchRequest:
     links: Links | None  # None: unlimited; on several hosts that are here, measured
     measured_run: Path | None  # a saved run in place of a short one
     vary: Mapping[str, Sequence[Any]]  # values of `candidates.TUNABLE_KEYS` in place of those that are tried
-    floors: Floors
+    floors: choose.Floors
     minutes: float
     runs_folder: Path
 
@@ -96,46 +90,39 @@ class SearchOutcome:
     tuned: TunedStage
     world: WorldShape
     links: Links
-    floors: Floors
-    baseline: PredictedCandidate  # the file as it is
-    entries: Sequence[PredictedCandidate]  # the candidates, by predicted time
+    floors: choose.Floors
+    baseline: choose.PredictedCandidate  # the file as it is
+    entries: Sequence[choose.PredictedCandidate]  # the candidates, by predicted time
     unmeasured_stacks: Sequence[str]  # stacks of hooks that were left out: nothing is known of their work
     not_run_reason: str  # why nothing was run for real; empty: the runs decide
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[choose.Trial] = field(default_factory=list)
     noise_factor: float | None = None  # at least 1: by which the file's twin differed
-    baseline_step_s: float | None = None  # measured
-    baseline_loss: float | None = None
+    baseline_trial: choose.Trial | None = None  # of the file, in the last round
     end_reason: str = ""  # why there were no more runs
     folder: Path = Path()
 
-    def add(self, result: RoundResult) -> None:
-        """Take in what came out of a round."""
-        self.trials += result.trials
-        self.noise_factor = max(self.noise_factor or 1.0, result.noise_factor or 1.0)
-        self.baseline_step_s, self.baseline_loss = result.baseline_step_s, result.baseline_loss
+    def add_round(self, chosen: Sequence[choose.PredictedCandidate], sides: Sequence[VariantRuns]) -> None:
+        """Take in what came out of a round of these candidates."""
+        (self.baseline_trial, *trials), noise = judge_round(self.baseline, chosen, sides)
+        self.trials += trials
+        self.noise_factor = max(self.noise_factor or 1.0, noise or 1.0)
 
     @property
-    def winning_trial(self) -> Trial | None:
+    def winning_trial(self) -> choose.Trial | None:
         """The winner's trial, if runs decide."""
-        return None if self.not_run_reason else pick_winner(self.trials, self.floors)
+        return None if self.not_run_reason else choose.pick_winner(self.trials, self.floors)
 
     @property
-    def winner(self) -> PredictedCandidate | None:
+    def winner(self) -> choose.PredictedCandidate | None:
         """The winning candidate; None: change nothing."""
         if self.not_run_reason:
-            return predicted_winner(self.baseline, self.entries)
+            return choose.predicted_winner(self.baseline, self.entries)
         trial = self.winning_trial
         return trial.entry if trial is not None else None
 
 
 class Search:
-    """One search.
-
-    Args:
-        request: what is asked for.
-        say: takes a line for the user.
-        progress: takes what is going on now.
-    """
+    """One search; `say` takes a line for the user, `progress` what is going on now."""
 
     def __init__(
         self, request: SearchRequest, say: Say, progress: Say, hosts: ComparisonHosts | None = None
@@ -150,6 +137,7 @@ class Search:
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
+        self._sides = partial(sides_of_round, loaded, self._tuned, overrides=self._local_overrides)
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
@@ -158,11 +146,7 @@ class Search:
         self._state: State
 
     def follow(self) -> int:
-        """Take part in the rounds that the first of several hosts runs; gives the exit code.
-
-        Raises:
-            HostsError: the first host is gone, or what it says makes no sense.
-        """
+        """Take part in the rounds that the first of several hosts runs; gives the exit code."""
         assert self._hosts is not None
         return self._hosts.follow(self._take_part)
 
@@ -178,12 +162,9 @@ class Search:
         self._run_all(chosen, folder, message.turn_steps, message.steps)
 
     def run(self) -> SearchOutcome:
-        """Measure, predict, run. What is done is kept, also if this is interrupted.
-
-        Raises:
-            TuneError: the file as it is cannot be run or predicted.
-            CostsUnknownError, ShortRunError, NoRunError: the costs are not to be had.
-            OSError: the folder of the search cannot be written.
+        """Measure, predict, run; what is done is kept, also if interrupted. Raises TuneError if the file as
+        it is cannot be run or predicted, what `cost_model_of_run` raises if costs are not to be had, and
+        OSError.
         """
         self.folder, self._state = open_search(
             self._request.runs_folder,
@@ -225,12 +206,7 @@ class Search:
         tried |= {key: list(values) for key, values in self._request.vary.items()}
         found = list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
         self._predictor = CandidatePredictor(
-            loaded,
-            tuned,
-            self._explained,
-            self._load_or_measure_costs(found),
-            self._links,
-            self._progress,
+            loaded, tuned, self._explained, self._load_or_measure_costs(found), self._links, self._progress
         )
         file, *entries = self._predictor.predict(found)
         if not file.predicted.hooks_measured:
@@ -289,18 +265,14 @@ class Search:
             for side, code in zip(sides, done.codes, strict=True):
                 side.runs[0].code = code
                 compare.fill_from_records(side.runs[0], done.turn_steps)
-            outcome.add(judge_round(outcome.baseline, chosen, sides))
+            outcome.add_round(chosen, sides)
         while len(self._state.rounds) < _MAX_ROUNDS:
             if not self._run_round(outcome):
                 return
         outcome.end_reason = f"{format_count(_MAX_ROUNDS, 'round')} were run"
 
-    def _entries_of_round(self, outcome: SearchOutcome, done: Round) -> list[PredictedCandidate]:
-        """The candidates of a round that was run before.
-
-        Raises:
-            TuneError: they are none of this search.
-        """
+    def _entries_of_round(self, outcome: SearchOutcome, done: Round) -> list[choose.PredictedCandidate]:
+        """The candidates of a round that was run before; raises TuneError if they are none of this search."""
         names = {one.candidate.name: one for one in outcome.entries}
         try:
             if len(done.codes) != len(done.candidates) + 2:
@@ -320,30 +292,20 @@ class Search:
 
     def _run_round(self, outcome: SearchOutcome) -> bool:
         """Run the next candidates; gives whether there were any, and time for them."""
-        scale = 1.0
-        if outcome.baseline_step_s is not None:
-            scale = 1e6 * outcome.baseline_step_s / outcome.baseline.predicted.step_us
-        file_s = scale * outcome.baseline.predicted.step_us / 1e6
+        file_s, scale = outcome.baseline.predicted.step_us / 1e6, 1.0
+        if outcome.baseline_trial is not None and outcome.baseline_trial.step_s is not None:
+            scale = outcome.baseline_trial.step_s / file_s
+            file_s = outcome.baseline_trial.step_s
         runs = _CANDIDATES_PER_ROUND + 2
         longest = turn_and_run_steps(runs * file_s, self._budget_s(runs), None, self._tuned.steps)
-        chosen, longer = (
-            next_candidates(
-                outcome.baseline,
-                outcome.entries,
-                outcome.trials,
-                outcome.floors,
-                most=_CANDIDATES_PER_ROUND,
-                max_period=period,
-            )
-            for period in (longest[0] if longest is not None else 1, sys.maxsize)
-        )
+        known = outcome.baseline, outcome.entries, outcome.trials, outcome.floors
+        best = partial(choose.next_candidates, *known, most=_CANDIDATES_PER_ROUND)
+        chosen = best(max_period=longest[0] if longest is not None else 1)
         if not chosen:
             outcome.end_reason = "no other candidate is predicted to be better"
-            if longer:
-                name = longer[0].candidate.name
-                outcome.end_reason = (
-                    f"within --minutes, ranks would synchronise too few times with {name} to judge it"
-                )
+            if longer := best(max_period=sys.maxsize):
+                text = f"ranks would synchronise too few times with {longer[0].candidate.name} to judge it"
+                outcome.end_reason = f"within --minutes, {text}"
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
         period = max(one.candidate.period for one in chosen)
@@ -363,7 +325,7 @@ class Search:
                 HostMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
             )
         sides = self._run_all([one.candidate for one in chosen], folder, turn, steps)
-        outcome.add(judge_round(outcome.baseline, chosen, sides))
+        outcome.add_round(chosen, sides)
         codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
         done = Round(folder=folder.name, candidates=changes, codes=codes, turn_steps=turn, steps=steps)
         self._save_state(rounds=(*self._state.rounds, done))
@@ -374,11 +336,6 @@ class Search:
         variants = [side.variant for side in self._sides(chosen, folder, turn, steps)]
         arguments = ["--nnodes", "1"] if self._hosts is None else []
         return compare.run_all(variants, [None], folder, turn, arguments, self._progress, self._hosts)
-
-    def _sides(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
-        return sides_of_round(
-            self._request.loaded, self._tuned, chosen, folder, turn, steps, self._local_overrides
-        )
 
     def _budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""

@@ -28,12 +28,10 @@ class Round(_Strict):
     """Runs that took turns: the file as it is, its twin, and candidates."""
 
     folder: Annotated[str, Field(pattern=r"^round-[0-9]{1,3}$")]
+    # The changes of each.
     candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1, max_length=64)]
-    """The changes of each."""
 
-    codes: Annotated[tuple[int, ...], Field(strict=False)]
-    """Exit codes: of the file, its twin, the candidates."""
-
+    codes: Annotated[tuple[int, ...], Field(strict=False)]  # exit codes: of the file, its twin, candidates
     turn_steps: Annotated[int, Field(ge=1, validation_alias=AliasChoices("turn_steps", "turn"))]
     steps: Annotated[int, Field(ge=1)]  # of each run
 
@@ -51,12 +49,7 @@ class State(_Strict):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the state from a search's folder.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is damaged; says how.
-        """
+        """Read the state from a search's folder; raises OSError, or ValueError that says what is damaged."""
         try:
             return cls.model_validate(read_json_object(folder, FILE, _MAX_STATE_BYTES))
         except ValidationError as error:
@@ -65,19 +58,14 @@ class State(_Strict):
             raise ValueError(f"{place}: {first['msg']}") from None
 
     def write(self, folder: Path) -> None:
-        """Put it in a search's folder, whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Put it in a search's folder, whole or not at all; raises OSError."""
         with replace_atomically(folder, FILE) as file:
             file.write(json.dumps(self.model_dump(mode="json"), indent=1).encode() + b"\n")
 
 
 def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tuple[Path, State]:
-    """The folder of the newest search with these inputs that has not finished, or a new one.
-
-    `name`: the pipeline's. `say` takes a line about each folder that cannot be read.
+    """The folder of the newest unfinished search with these inputs for the pipeline `name`, or a new one;
+    `say` takes a line about each folder that cannot be read.
     """
     for folder in _folders(runs, name):
         try:

@@ -10,15 +10,8 @@ from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.tree import find_nearest, parse_path
 from ddprun.explain.text import table
 from ddprun.predict.links import LINK_LEVELS, link_text
+from ddprun.tune import choose
 from ddprun.tune.candidates import BUCKET_CAP_KEY, CANDIDATE_KINDS, Candidate
-from ddprun.tune.choose import (
-    TARGET_LOSS_SHARE,
-    PredictedCandidate,
-    Trial,
-    pick_winner,
-    predicted_winner,
-    rejection_reason,
-)
 from ddprun.tune.search import SearchOutcome
 from ddprun.tune.write import Change
 from ddprun.units import format_count, format_duration
@@ -66,39 +59,35 @@ def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
 
 
 def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
-    file = outcome.baseline
+    file, measured = outcome.baseline, outcome.baseline_trial
+    step_s, loss = (None, None) if measured is None else (measured.step_s, measured.loss)
     rows: list[tuple[str, ...]] = [
         _HEADS,
-        (
-            file.candidate.name,
-            _predicted_step_text(file),
-            format_duration(outcome.baseline_step_s) if outcome.baseline_step_s is not None else "-",
-            "1",
-            "1",
-            "",
-            _number(outcome.baseline_loss),
-            "",
-        ),
+        (file.candidate.name, _predicted_text(file), _step_text(step_s), "1", "1", "", _number(loss), ""),
     ]
-    for trial in sorted(outcome.trials, key=lambda one: _rank_in_table(one, outcome)):
-        out = rejection_reason(trial, outcome.floors)
-        ratio = trial.speed_ratio
+    # What keeps training the same comes first, then what loses less; the fastest first in each kind.
+    for trial in sorted(
+        outcome.trials,
+        key=lambda t: (CANDIDATE_KINDS.index(t.entry.candidate.kind), -t.training_speedup(outcome.floors)),
+    ):
+        out, ratio = choose.rejection_reason(trial, outcome.floors), trial.speed_ratio
+        above = trial.loss_increase
         rows.append(
             (
                 trial.entry.candidate.name,
-                _predicted_step_text(trial.entry),
-                _measured_step_text(trial),
+                _predicted_text(trial.entry),
+                _step_text(trial.step_s, trial.spread_s),
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-                "-" if trial.speedup_to_loss is None else f"{trial.speedup_to_loss:.2f}",
-                "-" if trial.cosine is None else f"{trial.cosine:.4f}",
-                _loss_text(trial),
+                _number(trial.speedup_to_loss, 2),
+                _number(trial.cosine),
+                _number(trial.loss) + ("" if above is None or math.isinf(above) else f" ({above:+.1%})"),
                 f"out: {out}" if out is not None else trial.verdict,
             )
         )
     ran = {trial.entry.candidate.name for trial in outcome.trials}
     left = [one for one in outcome.entries if one.candidate.name not in ran]
     rows += [
-        (one.candidate.name, _predicted_step_text(one), "", "", "", "", "", one.predicted.limit)
+        (one.candidate.name, _predicted_text(one), "", "", "", "", "", one.predicted.limit)
         for one in left[:_MAX_UNRUN_CANDIDATES]
     ]
     if len(left) > _MAX_UNRUN_CANDIDATES:
@@ -106,29 +95,17 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     return rows
 
 
-def _rank_in_table(trial: Trial, outcome: SearchOutcome) -> tuple[int, float]:
-    """What keeps training the same comes first, then what loses less; the fastest first in each kind."""
-    return CANDIDATE_KINDS.index(trial.entry.candidate.kind), -trial.training_speedup(outcome.floors)
-
-
-def _predicted_step_text(entry: PredictedCandidate) -> str:
+def _predicted_text(entry: choose.PredictedCandidate) -> str:
     return format_duration(1e-6 * entry.predicted.step_us)
 
 
-def _measured_step_text(trial: Trial) -> str:
-    if trial.step_s is None:
-        return "-"
-    spread = "" if trial.spread_s is None else f" ± {format_duration(trial.spread_s)}"
-    return format_duration(trial.step_s) + spread
+def _step_text(seconds: float | None, spread_s: float | None = None) -> str:
+    spread = "" if spread_s is None else f" ± {format_duration(spread_s)}"
+    return "-" if seconds is None else format_duration(seconds) + spread
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _loss_text(trial: Trial) -> str:
-    above = trial.loss_increase
-    return _number(trial.loss) + ("" if above is None or math.isinf(above) else f" ({above:+.1%})")
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
@@ -142,7 +119,7 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     before, after = outcome.baseline.us_per_sample, entry.us_per_sample
     winner = f"{_winner_headline(entry.candidate)} {entry.candidate.name}."
     if trial is None:
-        step, baseline_step = _predicted_step_text(entry), _predicted_step_text(outcome.baseline)
+        step, baseline_step = _predicted_text(entry), _predicted_text(outcome.baseline)
         yield (
             f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
             f"{before / after:.2f} times as many samples a second. Nothing was run with it, for "
@@ -187,10 +164,8 @@ def _no_winner_text(outcome: SearchOutcome) -> str:
     return "Change nothing: no candidate that was run is faster beyond noise."
 
 
-def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
-    """In words, what training loses by the candidate; empty if nothing: gradients are averaged exactly in
-    every step.
-    """
+def training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> str:
+    """In words, what training loses; empty if gradients are averaged exactly in every step."""
     if candidate.kind == "exact":
         return ""
     what = "its hooks change what is sent"
@@ -207,7 +182,7 @@ def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
         measured.append(f"its training loss is {losses}")
     figures = f" In the short run, {' and '.join(measured)}." if measured else ""
     if trial.speedup_to_loss:
-        target = f"the loss that the file has after {TARGET_LOSS_SHARE:.0%} of the steps"
+        target = f"the loss that the file has after {choose.TARGET_LOSS_SHARE:.0%} of the steps"
         figures += f" It reaches {target}, {trial.speedup_to_loss:.2f} times as fast."
     return (
         f"It does not train the same: {what}.{figures} That was one seed; `ddprun compare --seeds 5` tells "
@@ -215,17 +190,17 @@ def training_impact_text(candidate: Candidate, trial: Trial | None) -> str:
     )
 
 
-def _alternatives(outcome: SearchOutcome, entry: PredictedCandidate) -> Iterator[str]:
+def _alternatives(outcome: SearchOutcome, entry: choose.PredictedCandidate) -> Iterator[str]:
     """The best of the kinds that lose less than the winner does."""
     for kind in CANDIDATE_KINDS[: CANDIDATE_KINDS.index(entry.candidate.kind)]:
         which = "Training stays the same" if kind == "exact" else "Ranks synchronise at every step"
         if outcome.not_run_reason:
             found = [one for one in outcome.entries if one.candidate.kind == kind]
-            best = predicted_winner(outcome.baseline, found)
+            best = choose.predicted_winner(outcome.baseline, found)
             gain = outcome.baseline.us_per_sample / best.us_per_sample if best is not None else None
         else:
             of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
-            trial = pick_winner(of_kind, outcome.floors)
+            trial = choose.pick_winner(of_kind, outcome.floors)
             best, gain = (None, None) if trial is None else (trial.entry, trial.speedup)
         if best is not None:
             times = f"{'predicted to be ' if outcome.not_run_reason else ''}{gain:.2f} times as fast"
@@ -246,7 +221,7 @@ def winner_changes(outcome: SearchOutcome) -> list[Change]:
             (one for one in (outcome.baseline, *outcome.entries) if dict(one.candidate.changes) == rest), None
         )
         if without is not None:
-            times = f"{_predicted_step_text(without)}, not {_predicted_step_text(entry)}"
+            times = f"{_predicted_text(without)}, not {_predicted_text(entry)}"
             comment += f"; with that, a step is predicted to take {times}"
         found.append(Change(key, value, comment))
     return found
@@ -285,7 +260,7 @@ def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
 def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
     """For `--format json`; times in microseconds."""
     trials = {trial.entry.candidate.name: trial for trial in outcome.trials}
-    winner = outcome.winner
+    winner, file = outcome.winner, outcome.baseline_trial
     return {
         "v": VERSION,
         "pipeline": outcome.baseline.candidate.loaded.pipeline.name,
@@ -298,8 +273,8 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
         "unmeasured": list(outcome.unmeasured_stacks),
         "file": {
             "predicted_us": round(outcome.baseline.predicted.step_us),
-            "measured_us": _us(outcome.baseline_step_s),
-            "loss": outcome.baseline_loss,
+            "measured_us": None if file is None else _us(file.step_s),
+            "loss": None if file is None else file.loss,
         },
         "candidates": [
             {
@@ -317,7 +292,7 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
     }
 
 
-def _trial_object(trial: Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
+def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
     if trial is None:
         return None
     ratio, above = trial.speed_ratio, trial.loss_increase
@@ -333,7 +308,7 @@ def _trial_object(trial: Trial | None, outcome: SearchOutcome) -> dict[str, Any]
         "cosine": trial.cosine,
         "loss": trial.loss,
         "loss_above": above if above is not None and math.isfinite(above) else None,
-        "out": rejection_reason(trial, outcome.floors),
+        "out": choose.rejection_reason(trial, outcome.floors),
         "run_dir": str(trial.run_dir),
     }
 

@@ -29,12 +29,13 @@ class Change:
 
 def tuned_text(loaded: LoadedPipeline, changes: Sequence[Change], heading: Sequence[str]) -> str:
     """The file with these changes, its own comments kept where that is possible, else as `check --resolved`
-    has it.
-
-    What `--set` has changed is written, too, unless it is a secret. `heading`: comment lines at the top.
+    has it; with what `--set` has changed, unless it is a secret. `heading`: comment lines at the top.
     """
     kept = [text for text in loaded.overrides if loaded.secrets.redact(text) == text]
-    by_user = [_change_by_user(loaded, text) for text in kept]
+    paths = [override_path(loaded.root, text) for text in kept]
+    by_user = [
+        Change(format_path(path), find_nearest(loaded.root, path).node.data(), "by --set") for path in paths
+    ]
     overrides = [f"{one.key}={flow_yaml(one.value)}" for one in changes]
     wanted = load(loaded.path, (*kept, *overrides), loaded.folder)
     head = "".join(f"# {line}".rstrip() + "\n" for line in heading)
@@ -56,23 +57,13 @@ def secret_overrides(loaded: LoadedPipeline) -> list[str]:
 
 
 def save(text: str, path: Path, permissions_from: Path) -> None:
-    """Write a file whole or not at all; others may read it if they may read `permissions_from`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file whole or not at all; others may read it if they may read `permissions_from`."""
     with replace_atomically(path.parent, path.name) as file:
         os.fchmod(file.fileno(), os.stat(permissions_from).st_mode & 0o666)
         file.write(text.encode())
 
 
-def _change_by_user(loaded: LoadedPipeline, override: str) -> Change:
-    path = override_path(loaded.root, override)
-    return Change(format_path(path), find_nearest(loaded.root, path).node.data(), "by --set")
-
-
 def _is_equivalent(text: str, wanted: LoadedPipeline) -> bool:
-    """Whether a text says the same as a pipeline."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / wanted.path.name
         file.write_text(text, encoding="utf-8")
@@ -136,9 +127,7 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
 
 
 def _value_end(node: Any) -> int:
-    """Where a value ends. A block's end mark lies behind comments that are not its own, so the end of its
-    last item is taken.
-    """
+    """Where a value's last item ends: a block's end mark lies behind comments that are not its own."""
     end: int = node.end_mark.index
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         last = node.value[-1]
@@ -147,7 +136,6 @@ def _value_end(node: Any) -> int:
 
 
 def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) -> list[_Edit]:
-    """A new key in a mapping."""
     if mapping.flow_style:
         before_brace = mapping.end_mark.index - 1
         empty = not mapping.value

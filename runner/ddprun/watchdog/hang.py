@@ -1,8 +1,7 @@
 """What a rank does about a hang: find out from all status pages who is missing, report it, end.
 
 The training thread is stuck in a collective and cannot be woken. All of this happens on the watchdog's
-thread, and nothing in it waits for another rank, for a store that another rank may hold, or for a disk,
-without an end.
+thread, and nothing in it waits without an end for another rank, a store that it may hold, or a disk.
 """
 
 import faulthandler
@@ -22,17 +21,15 @@ from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatc
 from ddprun.watchdog.status_page import RankStatus, ask_servers, claim_once, read_page, read_pages
 from ddprun_hooks.errors import format_ranks
 
-_EXIT_DEADLINE_S = 4.8
-"""From the alarm to the end of the process, whatever stalls."""
-
+_EXIT_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
 _WAIT_FOR_REPORTS_S = 2.0
 _STORE_LINGER_S = 1.0
 _PARAMS_SHOWN = 12
 _MAX_OTHER_WAITS_SHOWN = 3
 
+# `late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
+# wait for each other. `network`: all have entered it, all are alive, and it does not complete.
 HangCause = Literal["late", "silent", "circle", "network"]
-"""`late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
-wait for each other. `network`: all have entered it, all are alive, and it does not complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +37,18 @@ class PeerLocation:
     """Where another rank is, as it said when it joined."""
 
     host: str
-    status_page_path: str
-    """Path of its status page, on its host."""
-
-    status_server: str
-    """Where its launcher's status server answers; empty if it has none."""
+    status_page_path: str  # path of its status page, on its host
+    status_server: str  # where its launcher's status server answers; empty if it has none
 
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
     """What a rank has found out."""
 
-    message: str
-    """For the screen."""
-
-    details: str
-    """For the log, after the message."""
-
+    message: str  # for the screen
+    details: str  # for the log, after the message
     headline: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    """For the event and the summary."""
+    facts: dict[str, Any] = field(default_factory=dict)  # for the event and the summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +58,13 @@ class RunContext:
     rank: int
     size: int
     host: str
-    peers: Callable[[], Mapping[int, PeerLocation]]
-    """Ranks that have joined."""
-
-    holds_store: Callable[[], bool]
-    """Whether this process holds the store that `claim_report` asks, so that the store ends with it."""
-
+    peers: Callable[[], Mapping[int, PeerLocation]]  # ranks that have joined
+    holds_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
+    # Claim to be the one that prints the report, among all hosts; True if nobody can be asked.
     claim_report: Callable[[], bool]
-    """Claim to be the one that prints the report, among all hosts; True if nobody can be asked."""
-
-    log_path: Callable[[], Path | None]
-    """This rank's log; None if there is no run folder yet."""
-
-    publish_report: Callable[[HangReport], None]
-    """Print the report, and keep it with the run."""
-
-    before_exit: Callable[[], None] = lambda: None
-    """The last thing to do before this rank ends."""
+    log_path: Callable[[], Path | None]  # this rank's log; None if there is no run folder yet
+    publish_report: Callable[[HangReport], None]  # print the report, and keep it with the run
+    before_exit: Callable[[], None] = lambda: None  # the last thing to do before this rank ends
 
 
 def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
@@ -178,7 +157,6 @@ def diagnose(me: int, statuses: Mapping[int, RankStatus]) -> Diagnosis:
 
 
 def _awaited_ranks(status: RankStatus, statuses: Mapping[int, RankStatus]) -> list[int]:
-    """The ranks that a rank waits for."""
     wait = status.waits[0]
     if wait.peers is not None:
         return list(wait.peers)
@@ -241,9 +219,7 @@ def build_report(
 
 
 def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> OverdueCollective:
-    """The oldest; or one of parameters, which says more than a control message, if it is about as old and
-    among ranks whose fault it is.
-    """
+    """The oldest; or one of parameters, which says more, if it is about as old and among ranks at fault."""
     for wait in waits:
         pending, as_old = wait.pending, 2 * wait.age_s >= waits[0].age_s
         if as_old and pending.kind is not None and {*diagnosis.ranks} & {*pending.sequence.ranks}:
@@ -282,15 +258,13 @@ def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
 def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
     """The diagnosis in one line."""
     who = format_ranks(diagnosis.ranks)
-    match diagnosis.cause:
-        case "late":
-            return f"{who} did not arrive within {timeout_s:g} s"
-        case "silent":
-            return f"{who} did not arrive within {timeout_s:g} s, or cannot be reached"
-        case "circle":
-            return f"{who} have waited for each other for {timeout_s:g} s"
-        case "network":
-            return f"{who} have all entered a collective, which has not completed for {timeout_s:g} s"
+    words: dict[HangCause, str] = {
+        "late": f"did not arrive within {timeout_s:g} s",
+        "silent": f"did not arrive within {timeout_s:g} s, or cannot be reached",
+        "circle": f"have waited for each other for {timeout_s:g} s",
+        "network": f"have all entered a collective, which has not completed for {timeout_s:g} s",
+    }
+    return f"{who} {words[diagnosis.cause]}"
 
 
 def describe_activity(status: RankStatus) -> str:
@@ -313,11 +287,7 @@ def describe_activity(status: RankStatus) -> str:
 
 
 def open_log(log: Path) -> IO[bytes]:
-    """Open a rank's log, `logs/rank-….log` in the folder of the run, to append to it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Open a rank's log, `logs/rank-….log` in the run's folder, to append to it; raises OSError."""
     return open_file(log.parent.parent, Path(log.parent.name) / log.name, "ab", make_folders=True)
 
 
@@ -341,9 +311,8 @@ _RECORDERS = {
 
 
 def dump_flight_recorders(folder: Path, rank: int) -> None:
-    """Keep what torch's flight recorders have of this rank, as JSON, if they have anything.
-
-    There are two: one of Gloo's collectives, whose end it does not note, and one of NCCL's.
+    """Keep what torch's flight recorders have of this rank, as JSON, if they have anything. There are two:
+    one of Gloo's collectives, whose end it does not note, and one of NCCL's.
     """
     from torch._C import _distributed_c10d
 

@@ -14,13 +14,9 @@ from ddprun.watchdog.rank_watchdog import HANG_FILE, CheckFailureReporter
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
 from ddprun_hooks.errors import format_ranks
 
-STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"
-"""Environment variable of ranks: where other hosts' ranks can ask about them."""
-
+STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"  # where other hosts ask about this one's ranks
 _TICK_S = 0.25
-_SELF_EXIT_S = 6.0
-"""Ranks that find a hang end themselves within this; what is left then cannot."""
-
+_SELF_EXIT_S = 6.0  # ranks that find a hang end themselves within this; what is left then cannot
 _LAUNCHER_EXIT_S = 6.0
 _TRIES = 3
 _SUSPENSION_S = 1.0
@@ -29,14 +25,11 @@ _SUSPENSION_S = 1.0
 class LauncherWatchdog:
     """Reads the status pages of this host's ranks in their launcher, which no signal to a rank stops.
 
-    Args:
-        folder: in which torchelastic makes a folder for each start of the ranks.
-        timeout_s: of collectives.
-        address: to answer other hosts on; None: there are none.
-        give_up: ends the launcher, when its ranks have ended and it has not: torchelastic waits for minutes
-            for a host that it cannot reach.
-        rendezvous_answers: says whether it does, where the launcher may be starting the ranks again; else
-            it is given up whenever ranks have ended in a hang.
+    Torchelastic makes a folder in `folder` for each start of the ranks. `address` is where to answer other
+    hosts, if there are any. `give_up` ends the launcher when its ranks have ended and it has not, for
+    torchelastic waits for minutes for a host that it cannot reach. `rendezvous_answers` says whether it can,
+    where the launcher may be starting the ranks again; else it is given up whenever ranks have ended in a
+    hang.
     """
 
     def __init__(
@@ -47,9 +40,7 @@ class LauncherWatchdog:
         give_up: Callable[[], None] | None = None,
         rendezvous_answers: Callable[[], bool] | None = None,
     ) -> None:
-        self.killed_ranks: dict[int, str] = {}
-        """Ranks that were stopped, and ended by this: what they were doing."""
-
+        self.killed_ranks: dict[int, str] = {}  # ranks that were stopped, and ended by this: what they did
         self._folder, self._timeout_s = folder, timeout_s
         self._give_up, self._rendezvous_answers = give_up, rendezvous_answers
         self._server: HangStatusServer | None = None
@@ -61,10 +52,8 @@ class LauncherWatchdog:
                     f"ddprun: warning: no status server at {address}: {error}; if the run hangs, other hosts "
                     "cannot ask what the ranks of this one do"
                 )
-        self._closed, self._check_failures = (
-            threading.Event(),
-            CheckFailureReporter("the launcher's watchdog"),
-        )
+        self._closed = threading.Event()
+        self._check_failures = CheckFailureReporter("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
         self._stopped_s: dict[Path, float] = {}
@@ -92,9 +81,8 @@ class LauncherWatchdog:
         time.sleep(for_s)
 
     def read_statuses(self) -> dict[int, RankStatus]:
-        """The status pages of the ranks that are there, and of those that ended after reporting a hang.
-
-        A hang is found on one host first. Until another host asks, the ranks of this one may have ended.
+        """The status pages of the ranks that are there, and of those that ended after reporting a hang. A
+        hang is found on one host first. Until another host asks, the ranks of this one may have ended.
         """
         folders = _attempt_folders(self._folder)
         newest = read_pages(folders[-1]) if folders else {}
@@ -168,9 +156,7 @@ class LauncherWatchdog:
 
 
 def connecting_ranks(folder: Path) -> list[int]:
-    """Ranks of this launcher, whose folder it is, that wait to be connected to others
-    (`RankStatus.is_connecting`).
-    """
+    """Ranks of the launcher with this folder that wait to be connected (`RankStatus.is_connecting`)."""
     found = (_live_ranks(attempt) for attempt in _attempt_folders(folder)[-1:])
     return [rank for ranks in found for rank, status in ranks.items() if status.is_connecting]
 

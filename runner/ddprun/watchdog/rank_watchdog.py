@@ -20,23 +20,15 @@ from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
-GROUP_TIMEOUT_MARGIN_S = 5.0
-"""Process groups time out so much later than the watchdog, which knows more, and so speaks first."""
+GROUP_TIMEOUT_MARGIN_S = 5.0  # after the watchdog, which knows more and so speaks first
 
-HANG_FILE = "hang"
-"""File in the folder of status pages: made by the first rank of a host that finds a hang,
-or by the launcher's watchdog.
-"""
-
+HANG_FILE = "hang"  # among status pages, made by the first rank, or launcher's watchdog, to find a hang
 _TICK_S = 0.2
-_SUSPENSION_S = 1.0
-"""A tick that comes so late was not late: the process was stopped, and time did not count."""
+_SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was stopped, and time did not count
 
+# A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
+# Python's lock, and breaks the capture of a CUDA graph.
 _DEVICE_POLL_AGE_S = 1.0
-"""A device is asked about a collective of that age; younger ones are nearly always over soon. To ask holds
-Python's lock, and breaks the capture of a CUDA graph.
-"""
-
 _ASK_EVERY_S = 1.0
 
 _WAITS_NOTED = 4
@@ -57,9 +49,7 @@ _PLURAL: dict[PayloadKind, str] = {
 class CheckFailureReporter:
     """Says on the screen that a check has failed: once, however often checks fail later."""
 
-    checker: str
-    """Who runs the checks, for the message."""
-
+    checker: str  # who runs the checks, for the message
     reported: bool = False
 
     @contextmanager
@@ -114,8 +104,7 @@ class WatchedCollective:
     peers: Sequence[int] | None
     since_us: int
     has_ended: Callable[[], bool] | None = None
-    failed_us: int | None = None
-    """When it failed."""
+    failed_us: int | None = None  # when it failed
 
     def mark_done(self) -> None:
         self.sequence.outstanding.pop(self.number, None)
@@ -195,7 +184,6 @@ class RankWatchdog(EngineListener):
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watchdogs.
 
     Args:
-        rank: whose.
         timeout_s: how long a collective may be under way.
         folder: of the status pages of this host's ranks, made by their launcher; None: there is none.
         handler: called once, on the watchdog's thread, when a collective is overdue on this rank, or when
@@ -211,9 +199,7 @@ class RankWatchdog(EngineListener):
     handler: "Callable[[RankWatchdog, list[OverdueCollective]], None]"
     end_after_failure: Callable[[str], None] = lambda _: None
     hang_found: bool = False
-    suspended_us: int = 0
-    """Time that did not count because this process was stopped."""
-
+    suspended_us: int = 0  # time that did not count because this process was stopped
     status_page: StatusPage = field(init=False)
     _sequences: list[WatchedSequence] = field(default_factory=list)
     _device: torch.device | None = None

@@ -25,19 +25,14 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 from ddprun.host.processes import state_and_parent
 from ddprun_hooks.comm.trace import now_us
 
-MAX_SEQUENCES = 1024
-"""Sequences that a status page has room for; ranks of further ones are only known to be there or not."""
+MAX_SEQUENCES = 1024  # of a page; of ranks in further ones it is only known whether they are there
 
-LIFELESS_S = 3.0
-"""A rank whose watchdog has not written for so long is stopped, or a call holds Python's lock."""
+LIFELESS_S = 3.0  # a rank whose watchdog is silent for so long is stopped, or a call holds the GIL
 
+# What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile.
 SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
-"""What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile."""
-
 _RETRY_S = 0.1
-_ASK_S = 1.5
-"""How long a launcher has to answer."""
-
+_ASK_S = 1.5  # how long a launcher has to answer
 _QUESTION_BYTES = 1024
 _ANSWER_BYTES = 16 << 20
 _NOTE_BYTES = 24_000
@@ -81,21 +76,11 @@ def _from_span(found: object) -> object:
 class Wait:
     """A collective that a rank has issued and that has not ended."""
 
-    index: int
-    """Index of its sequence."""
-
-    name: str
-    """Name of its sequence."""
-
-    number: int
-    """Running number in the sequence, from 1."""
-
+    index: int  # index of its sequence
+    name: str  # name of its sequence
+    number: int  # running number in the sequence, from 1
     ranks: Annotated[tuple[int, ...], BeforeValidator(_from_span), PlainSerializer(_as_span)]
-    """Ranks of its sequence."""
-
-    peers: tuple[int, ...] | None
-    """The ranks it waits for whatever they have issued; None: those that have not issued theirs."""
-
+    peers: tuple[int, ...] | None  # awaited whatever they have issued; None: those that have not issued it
     op: str
     what: str
     age_s: float
@@ -103,8 +88,6 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """The part of a status page that is written a few times a second."""
-
     waits: Sequence[Wait] = ()
     at: str = ""
 
@@ -118,27 +101,16 @@ class RankStatus:
 
     rank: int
     pid: int
-    state: str
-    """The process's: a letter of `/proc/PID/stat`, or `gone`."""
-
-    beat_age_s: float
-    """Since the rank's watchdog wrote last."""
-
+    state: str  # the process's: a letter of `/proc/PID/stat`, or `gone`
+    beat_age_s: float  # since the rank's watchdog wrote last
     stage: str
     step: int
     phase: str
     phase_age_s: float
-    issued: tuple[int, ...]
-    """Collectives issued, by sequence."""
-
-    waits: tuple[Wait, ...]
-    """What the rank waits for, oldest first."""
-
-    at: str
-    """Where its training thread is in Python code."""
-
-    reported: bool
-    """It has reported a hang in its log."""
+    issued: tuple[int, ...]  # collectives issued, by sequence
+    waits: tuple[Wait, ...]  # what the rank waits for, oldest first
+    at: str  # where its training thread is in Python code
+    reported: bool  # it has reported a hang in its log
 
     @property
     def is_connecting(self) -> bool:
@@ -165,8 +137,7 @@ class RankStatus:
         return self.lifeless and not self.reported
 
 
-STATUSES_ADAPTER = TypeAdapter(dict[int, RankStatus])
-"""To JSON and back."""
+STATUSES_ADAPTER = TypeAdapter(dict[int, RankStatus])  # to JSON and back
 
 
 class StatusPage:
@@ -275,10 +246,8 @@ def claim_once(folder: Path | None, name: str) -> bool:
 
 
 class HangStatusServer(socketserver.ThreadingTCPServer):
-    """Answers for the ranks of one host, at a free port of the address of the interface that they use.
-
-    Ranks of another host ask when they have found a hang: it sends what the status pages say, and calls
-    `hang_found`.
+    """Answers for the ranks of one host, at a free port of the address of the interface that they use. Ranks
+    of another host ask when they have found a hang: it calls `hang_found`, and sends what status pages say.
     """
 
     daemon_threads = True
@@ -292,17 +261,14 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _AnswerHandler)
         host, port = self.server_address[:2]
-        self.endpoint = f"{host!s}:{port}/{self.secret}"
-        """Where `ask_server` reaches it: host:port/secret."""
+        self.endpoint = f"{host!s}:{port}/{self.secret}"  # where `ask_server` reaches it: host:port/secret
 
     def open(self) -> None:
         """Answer from now on, on a thread."""
         threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Without a free descriptor it stays pending, and asking at once would take a
-        whole core.
-        """
+        """Accept a connection; without a free descriptor it stays pending, so do not ask again at once."""
         try:
             return super().get_request()
         except OSError:

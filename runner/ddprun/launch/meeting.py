@@ -1,0 +1,183 @@
+"""Hosts that meet as those of a run do, without starting ranks: for `doctor`, `compare` and `tune`."""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import DistError, Store
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from ddprun import EXIT_FAILURE
+from ddprun.host.network import host_and_port, is_this_host, resolve_addresses
+from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_arguments
+from ddprun.launch.launcher import flag_or_variable
+from ddprun.launch.rendezvous import make_handler
+from ddprun.standard_streams import print_stderr
+
+CHECK_HOST_ADVICE = "check that host and the link to it"
+_NO_LIMIT = "1000000"
+_CONNECT_TIMEOUT_S = 2.0
+_RETRY_DELAY_S = 0.2
+_TICK_S = 0.05
+_GRACE_S, _STORE_TIMEOUT_S = 5.0, 5.0
+
+
+class HostsError(RuntimeError):
+    """Hosts do not find each other, or one is lost: what is wrong, and what to do about it."""
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        super().__init__(found)
+        self.advice = advice
+
+
+def lost_contact(error: BaseException | str) -> HostsError:
+    """The error for hosts that were there and do not answer any more; the store's own are RuntimeErrors."""
+    if isinstance(error, HostsError):
+        return error
+    found = error if isinstance(error, str) else first_line(error)
+    return HostsError(f"lost contact between the hosts: {found}", CHECK_HOST_ADVICE)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its name if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroup:
+    """Hosts that have met."""
+
+    store: Store
+    names: Sequence[str]  # in rank order
+    index: int  # of this host
+
+    def gather(self, key: str, value: Any, within_s: float) -> list[Any]:
+        """Every host's value on every host, as JSON can carry it; a key is used once. Raises HostsError with
+        those that did not answer in time.
+        """
+        names = {f"{key}/{index}": name for index, name in enumerate(self.names)}
+        with exit_on_timeout(_STORE_TIMEOUT_S):
+            self.store.set(f"{key}/{self.index}", json.dumps(value))
+        if missing := wait_for_keys(self.store, [*names], within_s):
+            late = ", ".join(names[one] for one in missing)
+            raise lost_contact(f"{late} did not answer within {within_s:g} s ({key})")
+        with exit_on_timeout(_STORE_TIMEOUT_S):
+            return [json.loads(self.store.get(one)) for one in names]
+
+
+def wait_for_keys(store: Store, keys: list[str], within_s: float = math.inf) -> list[str]:
+    """Wait until a store holds all keys; gives those that it does not hold in time."""
+    until = time.monotonic() + within_s
+    while True:
+        with exit_on_timeout(_STORE_TIMEOUT_S):
+            if store.check(keys):
+                return []
+            if time.monotonic() > until:
+                return [key for key in keys if not store.check([key])]
+        time.sleep(_TICK_S)
+
+
+def leave_together(store: Store, index: int, count: int, within_s: float) -> None:
+    """Wait until all have come here: the store ends with the process that holds it."""
+    with exit_on_timeout(within_s), suppress(RuntimeError):  # it may have ended already
+        store.set(f"bye/{index}", "")
+        wait_for_keys(store, [f"bye/{one}" for one in range(count)], within_s)
+        time.sleep(_TICK_S)
+
+
+@contextmanager
+def exit_on_timeout(within_s: float) -> Iterator[None]:
+    """Exit if the block takes much longer: a dead link raises no error, and the store would block."""
+
+    def end() -> None:
+        print_stderr(f"ddprun: the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}")
+        os._exit(EXIT_FAILURE)
+
+    timer = threading.Timer(within_s + _GRACE_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def join_rendezvous(
+    flags: Mapping[str, str | bool], timeout_s: float, purpose: str
+) -> tuple[RendezvousHandler, RendezvousInfo]:
+    """Meet the other hosts as a run does, with one rank per host and without starting any.
+
+    Of a range of hosts, wait for the largest number. Gives the handler that keeps this host in the rendezvous
+    while it lives, and this host's rank. `purpose` separates it from a run with the same id. Raises
+    ValueError if torchrun refuses the flags, HostsError if the others do not come.
+    """
+    silence_torchelastic()
+    until = time.monotonic() + timeout_s
+    hosts = (flag_or_variable(flags, "nnodes") or "1").rpartition(":")[2]
+    given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
+    config, _, _ = torchrun.config_from_args(torchrun_arguments(given, ["-m", "ddprun"]))
+    config.run_id = f"{config.run_id}-{purpose}"
+    static = config.rdzv_backend == "static"
+    limits: dict[str, Any] = {"timeout": round(timeout_s)}
+    if not static:
+        join_s = str(max(1, round(timeout_s)))
+        # Clocks that are apart would make hosts take each other for dead: that is to be reported.
+        limits = {"join_timeout": join_s, "read_timeout": join_s, "keep_alive_max_attempt": _NO_LIMIT}
+    parameters = rendezvous_parameters(config, **limits)
+    wait_until_reachable(parameters.endpoint, until)
+    try:
+        handler = make_handler(parameters)
+        return handler, handler.next_rendezvous()
+    except (DistError, RendezvousError) as error:
+        why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
+        raise HostsError(
+            f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
+            f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
+            f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
+            "take a port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),
+        ) from None
+
+
+def wait_until_reachable(endpoint: str, until: float) -> None:
+    """Wait until somebody listens at the rendezvous, unless it is this host's to do; raises HostsError."""
+    host, port = host_and_port(endpoint)
+    known = ", ".join(dict.fromkeys(resolve_addresses(host)))
+    if not known:
+        raise HostsError(
+            f"the name {host!r} of {endpoint!r} does not resolve here",
+            "add it to /etc/hosts or to the name service, or write an address",
+        )
+    if is_this_host(host):
+        return
+    cause: OSError = TimeoutError()
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(_CONNECT_TIMEOUT_S, left_s))).close()
+            return
+        except OSError as error:
+            cause = cause if isinstance(error, TimeoutError) else error
+        if left_s <= 0:
+            break
+        time.sleep(min(_RETRY_DELAY_S, left_s))
+    here = socket.gethostname()
+    at = f"{host}:{port}" + ("" if known == host else f" ({known})")
+    if isinstance(cause, ConnectionRefusedError):
+        do = f"start the same command on {host}; if it runs there, open port {port} in its firewall"
+        raise HostsError(f"{here} reaches {host}, but nothing listens at {at}", do)
+    if isinstance(cause, TimeoutError):
+        why = "no answer"
+        do = f"open TCP port {port} on {host} for {here} in the firewall or security group"
+    else:
+        why = cause.strerror or str(cause)
+        do = "see `ip route` and `ip addr`: this host has no way there"
+    raise HostsError(f"{here} cannot connect to {at}: {why}", f"{do}; or correct --rdzv-endpoint")
