@@ -1,5 +1,6 @@
 """What a stage does to ranks, in order: the one description that a run carries out and `explain` counts."""
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from ddprun.config import StepStage, load
 from ddprun.engine.sequence import Equalize, StageSequence, equalize
 from ddprun.sync.plan import BufferPlan, ReplicaConsistency
+from tests.engine.running import lines, run_pipeline
 
 PIPELINE = """
 model: {mlp: {inputs: 64, hidden: [4], outputs: 10}}
@@ -34,7 +36,8 @@ def told(found: StageSequence, steps: int) -> list[str]:
     def words(moment: str, action: Any) -> str:
         facts = [getattr(action, name, None) for name in ("started", "what", "source", "recorded")]
         shown = " ".join(str(fact) for fact in facts if fact not in (None, ()))
-        return f"{moment} {type(action).__name__} {shown}".strip() + f" | {found.replicas.parameters}"
+        name = action if isinstance(action, str) else type(action).__name__
+        return f"{moment} {name} {shown}".strip() + f" | {found.replicas.parameters}"
 
     text = [words("begin", action) for action in found.begin()]
     for step in range(1, steps + 1):
@@ -47,19 +50,19 @@ CASES = {
         "ema: 0.9\naccumulate: 2\nstages: [train: {steps: 2}]",
         [
             *("1 before_forward SendBuffers | common", "1 before_forward SendBuffers | common"),
-            *("1 backward SendGradients | common", "1 after_step Audit False | common"),
+            *("1 backward send gradients | common", "1 after_step Audit False | common"),
             *("2 before_forward SendBuffers | common", "2 before_forward SendBuffers | common"),
-            *("2 backward SendGradients | common", "end Transfers [] | common"),
-            *("end CompareFrozen | common", "end Audit False | common", "common"),
+            *("2 backward send gradients | common", "end Transfers [] | common"),
+            *("end compare frozen | common", "end Audit False | common", "common"),
         ],
     ),
     "seldom": (
         "ema: 0.9\naudit: {every: 3}\nstages: [train: {steps: 3, sync: {local_sgd: {every: 2}}, "
         "mutate: {noise: {std: 0.1}}}]",
         [
-            *("begin Mutate | common", "2 after_step Transfers [0] | apart"),
+            *("begin mutate | common", "2 after_step Transfers [0] | apart"),
             *("2 after_step SendBuffers | common", "2 after_step Audit False | common"),
-            *("2 after_step Mutate | common", "3 after_step Audit True | apart"),
+            *("2 after_step mutate | common", "3 after_step Audit True | apart"),
             *("end Transfers [0] | apart", "end Equalize averages | common"),
             *("end Audit True | common", "common"),
         ],
@@ -67,10 +70,10 @@ CASES = {
     "mutated": (
         "stages: [train: {steps: 2, sync: {average: {every: 1}}, buffers: never, mutate: {noise: {std: 1}}}]",
         [
-            *("begin Mutate | common", "1 after_step Transfers [0] | apart"),
-            *("1 after_step Audit False | common", "1 after_step Mutate | common"),
+            *("begin mutate | common", "1 after_step Transfers [0] | apart"),
+            *("1 after_step Audit False | common", "1 after_step mutate | common"),
             *("2 after_step Transfers [0] | apart", "end Transfers [] | common"),
-            *("end CompareFrozen | common", "end Audit False | common", "common"),
+            *("end compare frozen | common", "end Audit False | common", "common"),
         ],
     ),
     "alone": (
@@ -80,7 +83,7 @@ CASES = {
     "noop": (
         "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
         [
-            *("1 backward SendGradients | common", "end Transfers [] | apart"),
+            *("1 backward send gradients | common", "end Transfers [] | apart"),
             *("end Equalize parameters | apart", "end Audit True | common", "common"),
         ],
     ),
@@ -99,13 +102,13 @@ def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) ->
     """Where the length is not known, any step may be the last one."""
     text = CASES["mutated"][0]
     assert told(sequence(tmp_path, text, None), 2)[-6:] == [
-        *("2 after_step Transfers [0] | apart", "2 after_step Mutate | common"),
+        *("2 after_step Transfers [0] | apart", "2 after_step mutate | common"),
         *("end Transfers [] | apart", "end Equalize parameters | apart"),
         *("end Audit True | common", "common"),
     ]
     overlapping = text.replace("average: {every: 1}", "diloco: {every: 4, fragments: 2, overlap_steps: 2}")
     assert told(sequence(tmp_path, overlapping, None), 4)[-6:] == [
-        *("4 after_step Transfers [0] | apart", "4 after_step Mutate | apart"),
+        *("4 after_step Transfers [0] | apart", "4 after_step mutate | apart"),
         *("end Transfers [1] | apart", "end Equalize parameters | apart"),
         *("end Audit True | common", "common"),
     ]
@@ -142,3 +145,21 @@ def test_steps_with_an_exchange(tmp_path: Path) -> None:
     alone = "stages: [train: {steps: 9, sync: independent}]"
     assert sequence(tmp_path, alone, 9).exchanges_nothing
     assert not sequence(tmp_path, f"audit: {{every: 5}}\n{alone}", 9).exchanges_nothing
+
+
+def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
+    """What comes before `after_step`, too, which the loop has in its own code."""
+    stages = (
+        "accumulate: 2\nbuffers: every_forward\n"
+        "stages: [train: {steps: 2, sync: {hierarchical_sgd: {across: 2, hosts: 1}}}]"
+    )
+    kinds = {"SendBuffers": "buffers", "send gradients": "gradient", "Transfers": "delta"}
+    wanted = [words.split() for words in told(sequence(tmp_path, stages, 2), 2)]
+    wanted = [words[2:] for words in wanted if words[0] == "2"]
+    names = [kinds[name] for words in wanted for name in kinds if " ".join(words).startswith(name)]
+    cnn = PIPELINE.replace("{mlp: {inputs: 64, hidden: [4], outputs: 10}}", "{cnn: {channels: [4]}}")
+    run = run_pipeline(tmp_path, cnn + stages, 2)
+    sent = [line for line in lines(run, "buckets") if line["rank"] == 0 and line["step"] == 2]
+    order = [line["kind"] for line in sorted(sent, key=lambda line: line["launch_us"])]
+    assert [kind for kind, _ in groupby(order)] == [kind for kind, _ in groupby(names)]
+    assert names == ["buffers", "buffers", "gradient", "delta"]

@@ -146,7 +146,7 @@ def refused(folder: Path) -> str:
         ("mine.NoMerge", "NoMerge has update and compute, but no merge_state; ranks merge what each has"),
         ("mine.Vector", "compute gives shape (3,); one number is wanted, as with average: macro"),
         ("{mine.MacroF1: {labels: 10}}", "labels"),
-        ("torch.nn.Linear", '"torch.nn.Linear" lacks update or compute; a metric is a function of'),
+        ("torch.nn.Linear", '"torch.nn.Linear" lacks update or compute; expected a function of'),
     ],
 )
 def test_what_is_no_such_metric_is_refused(tmp_path: Path, metric: str, words: str) -> None:

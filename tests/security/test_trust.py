@@ -391,7 +391,7 @@ def test_a_run_judges_what_stands_at_an_open_place(
     trusted("torchvision")
     for name, reason in (
         ("Popen", "is subprocess.Popen: Python's own"),
-        ("Archive", "data is a Dataset class"),
+        ("Archive", "expected a Dataset class"),
     ):
         with pytest.raises(PipelineError, match=reason):
             build.build_data(pipeline(f"data=torchvision.datasets.{name}"))

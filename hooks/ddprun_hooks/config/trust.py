@@ -106,7 +106,7 @@ class TrustSettingError(ValueError):
 class ExpectedObject:
     """The kind of object that a name must lead to."""
 
-    description: str  # for the message: `a model is an nn.Module class or a function that returns one`
+    description: str  # for the message: `expected an nn.Module class or a function that returns a module`
     base: type | tuple[type, ...] | None = None  # a class must be derived from it; None refuses every class
     methods: tuple[str, ...] = ()  # a class that has one of these will do as well
     returns: type | None = None  # a function whose annotation names another class is refused

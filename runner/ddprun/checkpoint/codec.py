@@ -41,9 +41,9 @@ class EncodedState:
     """Nested state as JSON and tensors."""
 
     tree: dict[str, Any]
+    # By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
+    # changes. A GPU may still be copying them (`PinnedStaging`).
     tensors: dict[str, Tensor]
-    """By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
-    changes. A GPU may still be copying them (`PinnedStaging`)."""
 
 
 def encode(
@@ -136,9 +136,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file, or raise OSError. The same tensors make the same file, in whatever
-    order.
-    """
+    """Write tensors to a safetensors file, equal ones to equal bytes, or raise OSError."""
     try:
         with usual_permissions(path):
             save_file(dict(tensors), path)
@@ -148,9 +146,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def usual_permissions(path: Path) -> Iterator[None]:
-    """Give a file that safetensors writes the permissions of any other file of a run, by the umask; its own
-    are for this user alone, whatever the umask says.
-    """
+    """Give a file that safetensors writes the umask's permissions; its own are for this user alone."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -158,10 +154,8 @@ def usual_permissions(path: Path) -> Iterator[None]:
 
 
 def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file into memory of its own on the CPU.
-
-    No link is followed inside `root`. Raises UnreadableError if the file cannot be read, DamagedError if it
-    is truncated or contradicts itself.
+    """Read every tensor of a safetensors file into memory of its own; no link is followed in `root`. Raises
+    UnreadableError, or DamagedError if the file is truncated or contradicts itself.
     """
     with errors_naming(path), open_file(root, path.relative_to(root)) as file:
         try:
@@ -174,10 +168,7 @@ def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Context manager around reading a file: errors name the file.
-
-    Raises UnreadableError if the file cannot be read, DamagedError if what is in it is invalid.
-    """
+    """Context around reading a file: errors name it, as UnreadableError, or DamagedError if it is invalid."""
     try:
         yield
     except WrongFileTypeError as error:
@@ -201,11 +192,7 @@ def _one_line(text: str) -> str:
 
 
 def sort_metadata(path: Path) -> None:
-    """Sort by name, in place, the metadata of a file that safetensors has written.
-
-    safetensors writes it in an order that is drawn anew in each process, and equal tensors would make files
-    with other hashes.
-    """
+    """Sort a file's metadata, which safetensors writes in a random order: equal tensors make equal files."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
         header = json.loads(file.read(length))

@@ -71,8 +71,7 @@ class Checkpoint:
     world_size: int
     files: FileRecords
     outside_run: bool = False  # it lies in a folder that this process has made, and not in that of a run
-    nonfinite: str | None = None
-    """What in it is not finite: a parameter, optimizer state, or `NONFINITE_LOSS` alone; None: nothing."""
+    nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
 
     @property
     def root(self) -> Path:
@@ -86,12 +85,10 @@ class Checkpoint:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a checkpoint's folder."""
     return f"step-{step:08}"
 
 
 def rank_part_name(rank: int) -> str:
-    """The name of a rank's part."""
     return f"rank-{rank:05}"
 
 
@@ -101,7 +98,6 @@ def part_names(world_size: int) -> list[str]:
 
 
 def part_paths(folder: Path, name: str) -> list[Path]:
-    """The files of a part."""
     return [folder / f"{name}.{suffix}" for suffix in _FILE_SUFFIXES]
 
 
@@ -111,9 +107,7 @@ def unfinished_path(root: Path, step: int, token: str) -> Path:
 
 
 def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
-    """Write state as the two files of a part, and bring them to disk, or raise OSError; makes the folder if
-    it does not exist.
-    """
+    """Write state as the two files of a part, in a folder made if need be, and to disk; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     text, weights = part_paths(folder, name)
     with open_file(folder, text.name, "wb") as file:
@@ -125,9 +119,7 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
 def send_files(
     control: ControlChannel, to: int, folder: Path, names: Iterable[str], root: Path | None = None
 ) -> None:
-    """Send files to a rank that does not see the folder; no link is followed inside `root`, which is that
-    folder if nothing else is given.
-    """
+    """Send files to a rank that does not see the folder; in `root` (default: that) no link is followed."""
     root = root or folder
     for name in names:
         with open_file(root, (folder / name).relative_to(root)) as file:
@@ -160,9 +152,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
 def commit(
     folder: Path, step: int, world_size: int, files: FileRecords, nonfinite: str | None = None
 ) -> Checkpoint:
-    """Give a checkpoint whose files are all written its name: from here on it exists. Raises OSError if it
-    cannot be written, or a file that a rank has written is not seen here.
-    """
+    """Name a checkpoint whose files are all written: it exists now. Raises OSError, also if one is unseen."""
     root = folder.parent
     target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
     for name, described in files.items():
@@ -193,9 +183,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def open_checkpoint(root: Path, step: int) -> Checkpoint:
-    """A checkpoint by its manifest; raises DamagedError if that does not exist, or says what no manifest
-    says.
-    """
+    """A checkpoint by its manifest; raises DamagedError if that is missing or invalid."""
     path = root / checkpoint_name(step) / MANIFEST
     with errors_naming(path):
         found = read_json_object(root.parent, path.relative_to(root.parent), MAX_MANIFEST_BYTES)
@@ -215,17 +203,12 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure that these parts, or all, are what was written, by their SHA-256; a DamagedError names the
-    file.
-    """
+    """Make sure by SHA-256 that these parts, or all, are what was written; a DamagedError names the file."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in part_paths(checkpoint.path, name):
             described = checkpoint.files[path.name]
-            with (
-                errors_naming(path),
-                open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file,
-            ):
+            with errors_naming(path), open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != described["bytes"]:
                     raise ValueError(f"{size:,} bytes and not {described['bytes']:,}")
@@ -245,9 +228,7 @@ def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint; raises DamagedError if the file does not exist, is too long,
-    nested too deeply, or not a JSON object.
-    """
+    """A JSON object from a file of a checkpoint; raises DamagedError if there is none that can be read."""
     with errors_naming(path):
         return read_json_object(checkpoint.root, path.relative_to(checkpoint.root), MAX_JSON_BYTES)
 
@@ -290,10 +271,7 @@ def set_aside(root: Path, step: int, why: str) -> Path:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Delete what writing that was interrupted has left behind.
-
-    A checkpoint that was just being replaced gets its name back, if the other one did not get it.
-    """
+    """Delete what interrupted writing has left; a checkpoint that was being replaced gets its name back."""
     for entry in root.iterdir() if root.is_dir() else ():
         name = entry.name.removeprefix(".").removesuffix(f".{_REPLACED}")
         if entry.name == f".{name}.{_REPLACED}" and not (root / name).exists():

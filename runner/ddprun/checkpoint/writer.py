@@ -26,8 +26,7 @@ from ddprun.host.rank_files import attempt_folder
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
-_LAST_FINISHED_KEY = "over"
-"""In the store: the number of the checkpoint that was finished last, and whether it was written."""
+_LAST_FINISHED_KEY = "over"  # in the store: which checkpoint was finished last, and whether it was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,9 @@ class CheckpointWriter:
         # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
         self.final_problem: str | None = None
         self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
-        self._scratch = (
-            tempfile.TemporaryDirectory(prefix="ddprun-", dir=attempt_folder())
-            if self.rank in self.remote_ranks
-            else None
-        )
-        if self._scratch is not None:
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        if self.rank in self.remote_ranks:
+            self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-", dir=attempt_folder())
             self.root = Path(self._scratch.name)
         self._jobs = queue.Queue[_Job | None]()
         self._current_job: _Job | None = None
@@ -124,9 +120,7 @@ class CheckpointWriter:
                 folder.clear_unfinished(self.root)
 
     def skip_to(self, count: int) -> None:
-        """Give up the checkpoints that this rank never reached, where ranks have stopped at different steps;
-        `count` is the `enqueued_count` of the rank that has enqueued most.
-        """
+        """Give up checkpoints that this rank never reached, up to the `count` that another has enqueued."""
         while self.enqueued_count < count:
             job = self._job(0, {})
             self._report_to_rank_0(job, f"rank {self.rank} had stopped before")
@@ -171,9 +165,7 @@ class CheckpointWriter:
             self._broadcast_outcome(job, outcome)
 
     def _broadcast_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
-        """Rank 0 tells the others through the store what became of a checkpoint; they wait for that, unless
-        the next checkpoint is waiting to be written.
-        """
+        """Rank 0 stores what became of a checkpoint; others wait for it, unless their next one is waiting."""
         last_finished = (-1, False)
 
         def is_over() -> bool:
@@ -191,7 +183,6 @@ class CheckpointWriter:
             self.after_write(job.enqueued_ns, last_finished[0] == job.number and last_finished[1])
 
     def _write(self, job: _Job) -> None:
-        """Write this rank's files, and notify rank 0."""
         if job.staged is not None:
             job.staged.wait()
         self.before_write()
@@ -218,9 +209,7 @@ class CheckpointWriter:
         self.store.set(f"{job.number}/{self.rank}", json.dumps(report))
 
     def _assemble(self, job: _Job) -> tuple[Checkpoint | None, str | None, bool]:
-        """On rank 0: wait for all parts, and make them a checkpoint; or say why there is none, and whether
-        it was skipped.
-        """
+        """On rank 0: make all parts a checkpoint, or say why there is none, and whether it was skipped."""
         problems: list[tuple[str, bool]] = []
         sizes: dict[int, FileRecords] = {}
         nonfinite: list[str | None] = []

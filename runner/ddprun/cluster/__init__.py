@@ -1,7 +1,4 @@
-"""Where `ddprun submit` sends a pipeline: `Cluster` is the base, and a module of `backends` has one each.
-
-Torch is not imported.
-"""
+"""Where `ddprun submit` sends a pipeline: `Cluster` is the base, `backends` has one each. Without torch."""
 
 import json
 import os
@@ -23,18 +20,10 @@ from ddprun_hooks.config.trust import TRUST_VARIABLE
 if TYPE_CHECKING:
     from ddprun.config import LoadedPipeline
 
-_NAME_LENGTH = 40
-"""Characters of a job's name, to which backends append some."""
-
-_RENDEZVOUS_PORT = 29400
-"""Of the rendezvous of a job's containers, on a network of its own: torchelastic's own default."""
-
-CONTAINER_RUNS_FOLDER = "/workspace/runs"
-"""Path in ddprun's image below which runs write their folders."""
-
-CONTAINER_USER_ID = 1000
-"""User and group of the image."""
-
+_NAME_LENGTH = 40  # characters of a job's name, to which backends append some
+_RENDEZVOUS_PORT = 29400  # of a job's containers, on a network of its own: torchelastic's own default
+CONTAINER_RUNS_FOLDER = "/workspace/runs"  # path in ddprun's image below which runs write their folders
+CONTAINER_USER_ID = 1000  # user and group of the image
 ImageName = Annotated[
     str,
     Field(max_length=300),
@@ -46,8 +35,7 @@ AbsoluteFolder = Annotated[
     str, Field(max_length=1000), pattern_constraint(r"^/[^:\x00-\x1f]+$", 'a path from "/" on, without ":"')
 ]
 
-ShowOutput = Callable[[str], None]
-"""Takes a piece of a job's output."""
+ShowOutput = Callable[[str], None]  # takes a piece of a job's output
 
 
 class ClusterError(RuntimeError):
@@ -57,9 +45,7 @@ class ClusterError(RuntimeError):
 class Outcome(NamedTuple):
     """How a job has ended."""
 
-    state: str
-    """As its cluster calls it."""
-
+    state: str  # as its cluster calls it
     succeeded: bool
 
 
@@ -74,15 +60,9 @@ class Flag(NamedTuple):
 class Submission:
     """What `ddprun submit` hands over."""
 
-    loaded: "LoadedPipeline"
-    """The checked pipeline."""
-
-    overrides: Sequence[str] = ()
-    """The `--set` options."""
-
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """The backend's own flags that were given, without `--`."""
-
+    loaded: "LoadedPipeline"  # the checked pipeline
+    overrides: Sequence[str] = ()  # the `--set` options
+    flags: Mapping[str, str] = field(default_factory=dict)  # the backend's own, without `--`
     modules: Mapping[str, bytes] = field(default_factory=dict)
     """Files to put beside the pipeline's: their content, by their path from there."""
 
@@ -102,12 +82,8 @@ class Submission:
     ) -> list[str]:
         """Ddprun's arguments on each host of the job; a host that is started again gets the same.
 
-        Args:
-            file: the pipeline's file there.
-            run_dir: the folder of the run there.
-            hosts: of the job.
-            endpoint: HOST:PORT on the first of several hosts.
-            job: its name, which separates several jobs at one address.
+        `file` and `run_dir` are paths there. `endpoint` is HOST:PORT on the first of several hosts; `job`
+        separates several jobs at one address.
         """
         launch = self.loaded.pipeline.launch
         # A pipeline without `name` is called after its file, which may be called otherwise there.
@@ -158,19 +134,11 @@ class Cluster(Plugin):
         raise NotImplementedError
 
     def send(self) -> str:
-        """Hand it over; gives the job's id.
-
-        Raises:
-            ClusterError: the cluster is not there, or refuses it.
-        """
+        """Hand it over; gives the job's id. Raises ClusterError: the cluster is not there, or refuses."""
         raise NotImplementedError
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
-        """Show the output of the job with this id as it comes, until the job is over.
-
-        Raises:
-            ClusterError: the cluster does not answer.
-        """
+        """Show the output of the job with this id until it is over. Raises ClusterError."""
         raise NotImplementedError
 
     def missing_variables(self, variables: Iterable[str]) -> list[str]:
@@ -179,7 +147,5 @@ class Cluster(Plugin):
 
 
 def trust_variables() -> dict[str, str]:
-    """The environment variables that restrict what a run may import and take, if they are set here, for the
-    job.
-    """
+    """The environment variables, of those set here, that restrict what the job may import and take."""
     return {name: os.environ[name] for name in (TRUST_VARIABLE, FILLED_VARIABLE) if name in os.environ}

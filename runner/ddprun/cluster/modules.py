@@ -50,7 +50,6 @@ def _files(folder: Path, name: str) -> dict[str, Path]:
 
 
 def _is_importable_elsewhere(name: str, folder: Path) -> bool:
-    """Whether Python finds a module without this folder, as where the package is installed."""
     before = sys.path[:]
     sys.path[:] = [path for path in before if Path(path or ".").resolve() != folder]
     try:
@@ -64,7 +63,6 @@ def _is_importable_elsewhere(name: str, folder: Path) -> bool:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """The top-level modules that a file imports anywhere; none if it is not Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):

@@ -1,7 +1,4 @@
-"""What a pipeline file may say. Nothing here imports torch, nor anything that a pipeline names.
-
-`load(path, overrides)` gives a `LoadedPipeline` with the checked `Pipeline`, or raises a `PipelineError`.
-"""
+"""What a pipeline file may say: `load` gives the checked `Pipeline`. Imports no torch, and no user code."""
 
 from ddprun.config.choices import Choice, RunSchedule
 from ddprun.config.faults import Fault, PipelineError
@@ -25,34 +22,3 @@ from ddprun.config.stages import (
     metric_names,
 )
 from ddprun.sync.plan import BufferSettings
-
-__all__ = [
-    "BEST_FILE",
-    "AverageStage",
-    "BroadcastStage",
-    "BufferSettings",
-    "Choice",
-    "Compile",
-    "DataPair",
-    "Ddp",
-    "EarlyStop",
-    "EvaluateStage",
-    "Fault",
-    "ForwardStage",
-    "KeepBest",
-    "Launch",
-    "LoadedPipeline",
-    "Loader",
-    "Pipeline",
-    "PipelineError",
-    "RunSchedule",
-    "SaveStage",
-    "Stage",
-    "StepStage",
-    "StepStageSettings",
-    "TrainStage",
-    "length_option",
-    "load",
-    "metric_names",
-    "tensor_options",
-]

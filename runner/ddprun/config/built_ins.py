@@ -1,6 +1,4 @@
-"""Options of what is built in: models, data, mutations, updates.
-
-Hooks bring theirs in `ddprun_hooks`; sync policies, trackers and cluster backends in their own files.
+"""Options of what is built in and has no file of its own: models, data, losses, metrics, mutations, updates.
 
 The docstring of a class is its line in `ddprun catalog`, the one under a field its line in the JSON Schema.
 """
@@ -9,14 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ddprun.config.secrets import ENV_REFERENCE
 from ddprun.options import (
@@ -49,7 +40,6 @@ class Mlp(Options):
     """What stands after each hidden layer."""
 
     def parameter_names(self) -> list[str]:
-        """As the model has them, in its order."""
         return _weight_and_bias(f"{2 * index + 1}" for index in range(len(self.hidden) + 1))
 
 
@@ -66,7 +56,6 @@ class Cnn(Options):
     """Values per sample that come out: the number of classes."""
 
     def parameter_names(self) -> list[str]:
-        """As the model has them, in its order."""
         found, count = list[str](), len(self.channels)
         for index in range(count):
             found += [f"{3 * index}.weight", *_weight_and_bias([f"{3 * index + 1}"])]
@@ -102,7 +91,6 @@ class Transformer(Options):
         return self
 
     def parameter_names(self) -> list[str]:
-        """As the model has them, in its order."""
         parts = ("attention_norm", "qkv", "out", "feed_forward.0", "feed_forward.1", "feed_forward.3")
         inside = _weight_and_bias(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts)
         return ["position", "token.weight", *inside, *_weight_and_bias(["norm"]), "head.weight"]
@@ -129,13 +117,12 @@ def _one_or_many(value: Any) -> Any:
 def _check_placeholders(pattern: str) -> str:
     for found in re.findall(r"\{[^{}]*\}", ENV_REFERENCE.sub("", pattern)):
         if found not in ("{stdlib}", "{here}"):
-            raise problem(
-                f"unknown placeholder {found}",
-                "allowed: {stdlib}, the folder of Python's own library, and {here}, the pipeline's",
-            )
+            allowed = "allowed: {stdlib}, the folder of Python's own library, and {here}, the pipeline's"
+            raise problem(f"unknown placeholder {found}", allowed)
     return pattern
 
 
+_NAME = {"type": "string", "minLength": 1}
 FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_placeholders)]
 
 
@@ -146,14 +133,7 @@ class TextData(Options):
         tuple[FilePattern, ...],
         Field(strict=False, min_length=1),
         BeforeValidator(_one_or_many),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                ]
-            }
-        ),
+        WithJsonSchema({"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}),
     ]
     """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""
 
@@ -215,7 +195,6 @@ class Perplexity(NoOptions):
 
 
 def parse_batch_key(value: Any) -> Any:
-    """Read a `BatchKey`."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise expected("the key of a mapping, or the place of an item", got=value)
     return value

@@ -23,16 +23,12 @@ KIND_HEADINGS = {
     "collate": "collate functions",
     "stage": "stages",
     "cluster": "clusters",
-}
-"""Kinds that can be asked for, and their headings."""
+}  # kinds that can be asked for, and their headings
 
 
 def entries_of_kind(kind: str) -> list[Entry]:
     """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
-    and description.
-
-    A hook that an installed package adds has its name only: more would mean importing it, and with it torch.
-    So has what `DDPRUN_TRUSTED` does not allow.
+    and description. Of what would have to be imported, a hook or what is not trusted, there is the name.
     """
     if kind == "stage":
         return [options_entry("stage", name, model) for name, model in STAGES.items()]
@@ -95,18 +91,11 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
 def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
     shown = signatures.written_name(torch_kind, name)
     length = signatures.length_option(name) if torch_kind == "schedule" else None
-    options = [
-        {
-            "name": item.name,
-            "type": docs.type_words(item.schema),
-            "required": item.required,
-            "default": "the stage's steps" if item.name == length else _plain_default(item.default),
-            "description": "",
-        }
-        for item in signatures.parameters(torch_kind, name)
-    ]
+    entry = options_entry(kind, shown, signatures.torch_options_model(torch_kind, name))
+    for option, item in zip(entry["options"], signatures.parameters(torch_kind, name), strict=True):
+        option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
     summary = f"{signatures.docstring_summary(torch_kind, name)}."
-    return {"kind": kind, "name": shown, "source": "torch", "description": summary, "options": options}
+    return entry | {"source": "torch", "description": summary}
 
 
 def _plain_default(source: str) -> Any:

@@ -27,29 +27,17 @@ _UNCHANGEABLE_KEYS = {
     "weight_by": "the optimizer's state belongs to the loss",
     "loader.sampler": "samples would be seen twice, others not at all",
     "loader.sharded": "samples would be seen twice, others not at all",
-}
-"""Keys that a resumed run cannot change, and why."""
-
-_STAGE_STATE_KEYS = ("sync", "mutate", "update", "data")
-"""Settings that a stage cannot change once it has begun."""
+}  # what a resumed run cannot change, and why
+_STAGE_STATE_KEYS = ("sync", "mutate", "update", "data")  # fixed once a stage has begun
 
 
 def check_changes(
     loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], *, next_stage: int, begun_stage: int | None
 ) -> list[str]:
-    """Compare a pipeline with that of a checkpoint, key by key.
+    """Compare a pipeline with that of a checkpoint, key by key; a line for each change that is allowed.
 
-    Args:
-        loaded: the pipeline of the resumed run.
-        checkpoint_pipeline: the pipeline of the checkpoint (`LoadedPipeline.as_dict`).
-        next_stage: index of the stage that runs next.
-        begun_stage: index of the last stage with steps that has begun; None if none has.
-
-    Returns:
-        A line for each change that is allowed.
-
-    Raises:
-        PipelineError: changes that are not allowed, with both values.
+    `checkpoint_pipeline` is from `LoadedPipeline.as_dict`. `next_stage` runs next; `begun_stage` is the last
+    stage with steps that has begun, None if none has. A PipelineError: changes that are not allowed.
     """
     try:
         old = pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline)
@@ -68,11 +56,7 @@ def check_changes(
 
 
 def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], stage: int) -> bool:
-    """Whether the learning rates of a stage differ from the checkpoint's.
-
-    They do because of the optimizer's options, the schedule or the stage's length; with a schedule over the
-    run, because of the length of any stage.
-    """
+    """Whether a stage's learning rates differ from the checkpoint's: by optimizer, schedule, or lengths."""
     sides = []
     for pipeline in (
         pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline),
@@ -100,10 +84,7 @@ def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[
 
 def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
     """Of the optimizer its name, and which parameters are in which group: options may change."""
-    return {
-        "optimizer": pipeline.optimizer.name,
-        "groups": [list(group.match) for group in pipeline.groups],
-    }
+    return {"optimizer": pipeline.optimizer.name, "groups": [list(group.match) for group in pipeline.groups]}
 
 
 def _stage_faults(

@@ -24,19 +24,14 @@ from ddprun_hooks.errors import ImportPathError
 class Choice:
     """One thing that the file chooses, with its options checked as far as that goes without importing it."""
 
-    kind: str
-    """One of `CHOICE_KINDS`."""
-
-    name: str
-    """The built-in's name, torch's spelling of its class, the installed hook's name, or the import path."""
-
+    kind: str  # one of `CHOICE_KINDS`
+    name: str  # a built-in's, torch's spelling of its class, an installed hook's, or the import path
+    # Plain data. If there are `settings`, all defaults are filled in; else as the file gives them. Lists are
+    # lists, but for torch's tuples.
     options: Mapping[str, Any]
-    """Options as plain data. If there are `settings`, all defaults are filled in; else they are as the file
-    gives them. Lists are lists, but for torch's tuples."""
-
     source: Literal["built-in", "torch", "dotted", "installed"]
+    # The options as their model: of a built-in, and of a plug-in that `check` may import; else None.
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
-    """The options as their model: of a built-in, and of a plug-in that `check` may import; else None."""
 
     def to_plain_data(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}`."""
@@ -56,21 +51,13 @@ class RunSchedule(Choice):
 class ChoiceKind:
     """A family of choices."""
 
-    name: str
-    """As a message calls it: `unknown hook "fp61"`."""
-
-    options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
-    """Of the built-in ones, unless they are plug-ins."""
-
+    name: str  # as a message calls it: `unknown hook "fp61"`
+    dotted_description: str = ""  # what an import path must name, for messages; empty: the kind takes none
+    options: Mapping[str, type[BaseModel]] = field(default_factory=dict)  # of built-ins that are no plug-ins
     torch_kind: TorchKind | None = None
-    dotted_description: str = ""
-    """What the object at an import path must be, for messages; empty if the kind takes none."""
-
-    plugins: PluginRegistry | None = None
-    """Plug-ins of this kind, built in and installed."""
+    plugins: PluginRegistry | None = None  # plug-ins of this kind, built in and installed
 
     def built_in(self) -> list[str]:
-        """The names of everything that is built in."""
         return [*self.options, *(self.plugins.built_in() if self.plugins else ())]
 
     def options_of(self, name: str) -> type[BaseModel] | None:
@@ -81,7 +68,6 @@ class ChoiceKind:
 
     @property
     def built_in_options(self) -> Mapping[str, type[BaseModel]]:
-        """The options of everything that is built in."""
         return {name: model for name in self.built_in() if (model := self.options_of(name))}
 
     def names(self) -> list[str]:
@@ -101,56 +87,41 @@ class ChoiceKind:
 CHOICE_KINDS: dict[str, ChoiceKind] = {
     kind.name: kind
     for kind in (
+        ChoiceKind("model", "an nn.Module class or a function that returns a module", built_ins.MODELS),
+        ChoiceKind("data", "a Dataset class or a function that returns a dataset", built_ins.DATA),
         ChoiceKind(
-            "model",
-            built_ins.MODELS,
-            dotted_description="an nn.Module class or a function that returns a module",
-        ),
-        ChoiceKind(
-            "data",
-            built_ins.DATA,
-            dotted_description="a Dataset class or a function that returns a dataset",
-        ),
-        ChoiceKind(
-            "loss",
-            built_ins.LOSSES,
             "loss",
             "a function of (output, target), or a module class with such a forward",
+            built_ins.LOSSES,
+            "loss",
         ),
-        ChoiceKind("optimizer", {}, "optimizer", "an Optimizer class, called with the parameters first"),
-        ChoiceKind("schedule", {}, "schedule", "an LRScheduler class, called with the optimizer first"),
+        ChoiceKind("optimizer", "an Optimizer class, called with the parameters first", {}, "optimizer"),
+        ChoiceKind("schedule", "an LRScheduler class, called with the optimizer first", {}, "schedule"),
         ChoiceKind("sync", plugins=SYNC_POLICIES),
-        ChoiceKind("hook", HOOK_OPTIONS, dotted_description="a hook class or function", plugins=HOOKS),
-        ChoiceKind(
-            "mutate",
-            built_ins.MUTATIONS,
-            dotted_description="a function of (model) that changes its weights in place",
-        ),
+        ChoiceKind("hook", "a hook class or function", HOOK_OPTIONS, plugins=HOOKS),
+        ChoiceKind("mutate", "a function of (model) that changes its weights in place", built_ins.MUTATIONS),
         ChoiceKind(
             "update",
+            "a function of (model, closure) that changes the model's weights in place or sets their grad, "
+            "where closure() is the loss of the weights as they are",
             built_ins.UPDATES,
-            dotted_description="a function of (model, closure) that changes the model's weights in place or "
-            "sets their grad, where closure() is the loss of the weights as they are",
         ),
         ChoiceKind(
             "metric",
+            "a function of (output, target), or with loss: model of (output, batch), that returns a number; "
+            "or a class with update(output, target) and compute()",
             built_ins.METRICS,
-            dotted_description="a function of (output, target), or with loss: model of (output, batch), that "
-            "returns a number; or a class with update(output, target) and compute()",
         ),
-        ChoiceKind(
-            "collate",
-            dotted_description="a function of (samples) that returns a batch, or a class of such objects",
-        ),
+        ChoiceKind("collate", "a function of (samples) that returns a batch, or a class of such objects"),
         ChoiceKind(
             "sampler",
-            dotted_description="a Sampler class, or a class or function that gives the indices of an epoch; "
-            "it is called with the data set, as `dataset` or as its first argument",
+            "a Sampler class, or a class or function that gives the indices of an epoch; it is called with "
+            "the data set, as `dataset` or as its first argument",
         ),
         ChoiceKind(
             "weight",
+            "a function of (batch) that returns how much its mean loss counts: a number",
             built_ins.WEIGHTS,
-            dotted_description="a function of (batch) that returns how much its mean loss counts: a number",
         ),
         ChoiceKind("tracker", plugins=TRACKERS),
     )
@@ -161,14 +132,9 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
 class ObjectRef:
     """An object that the options of an import path ask for."""
 
-    name: str
-    """Its import path."""
-
-    options: Mapping[str, Any] | None
-    """The keyword arguments with which it is made; None: it is passed on as it is."""
-
-    key: str
-    """The key of the mapping that asks for it."""
+    name: str  # its import path
+    options: Mapping[str, Any] | None  # keyword arguments to make it with; None: it is passed on as it is
+    key: str  # the key of the mapping that asks for it
 
 
 def parse_object_ref(value: Any) -> ObjectRef | None:
@@ -204,11 +170,7 @@ def _untrusted_objects(value: Any, at: KeyPath) -> Iterator[ValidationError]:
 
 
 def parse_choice(kind_name: str, value: Any) -> Choice:
-    """Read `name` or `{name: options}`.
-
-    Raises:
-        pydantic.ValidationError: what is wrong, for `errors` to word.
-    """
+    """Read `name` or `{name: options}`; raises a ValidationError, which `errors` words."""
     kind = CHOICE_KINDS[kind_name]
     if isinstance(value, Choice):
         return value
@@ -239,8 +201,7 @@ def choice_validator(kind: str) -> CustomValidator:
     return CustomValidator(functools.partial(parse_choice, kind), kind, CHOICE_KINDS[kind].allowed_names)
 
 
-_MakeError = Callable[..., ValidationError]
-"""`problem` at the place of a choice's name."""
+_MakeError = Callable[..., ValidationError]  # `problem` at the place of a choice's name
 
 
 def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _MakeError) -> Choice:
@@ -271,16 +232,13 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
     if kind.torch_kind and signatures.torch_folder() is None:
         text = f'unknown {kind.name} "{name}": torch is not installed, so its names are unknown'
         raise make_error(text, "install torch")
-    near = suggest(name, kind.names()) or (
-        suggest(name, signatures.class_names(kind.torch_kind)) if kind.torch_kind else None
-    )
+    of_torch = signatures.class_names(kind.torch_kind) if kind.torch_kind else ()
+    near = suggest(name, kind.names()) or suggest(name, of_torch)
     raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed_names()), near)
 
 
 def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -> None:
-    """Raise an error unless `DDPRUN_TRUSTED` allows the name as it is written. A run judges the imported
-    object, too.
-    """
+    """Refuse a written name that `DDPRUN_TRUSTED` does not allow; a run judges the imported object, too."""
     trust = read_trust_policy()
     if reason := trust.name_refusal(name, kind):
         raise make_error(f"{shown} may not be imported: {reason}", trust.allowed_message())
@@ -289,17 +247,12 @@ def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -
 def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> None:
     """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
     for target in plugins.targets(name):
-        _require_trusted(
-            plugins.kind, target, f'the installed {plugins.kind} "{name}" ({target})', make_error
-        )
+        shown = f'the installed {plugins.kind} "{name}" ({target})'
+        _require_trusted(plugins.kind, target, shown, make_error)
 
 
 def installed_options_model(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[BaseModel]:
-    """The options of an installed plug-in, which is imported once `DDPRUN_TRUSTED` has allowed it.
-
-    Raises:
-        pydantic.ValidationError: it is not trusted, or cannot be imported.
-    """
+    """Import an installed plug-in that is trusted, for its options; raises a ValidationError."""
     _require_trusted_plugin(plugins, name, make_error)
     try:
         return plugins.options_model(name)
@@ -319,16 +272,10 @@ VALIDATION_CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
 def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
     shown = ", ".join(f'"{key}"' for key in keys)
     first, *others = keys
+    model = kind.options_of(first)
+    if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, first)):
+        model = signatures.torch_options_model(kind.torch_kind, found)
     hint = "keep one"
-    if set(others) <= _option_names(kind, first):
+    if model is not None and set(others) <= model.model_fields.keys():
         hint = f'indent {", ".join(others)} further, under "{first}"'
-    text = f"expected one {kind.name}, got {len(keys)}: {shown}"
-    return problem(text, hint, at=keys[1], on_key=True)
-
-
-def _option_names(kind: ChoiceKind, name: str) -> set[str]:
-    if model := kind.options_of(name):
-        return set(model.model_fields)
-    if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
-        return {parameter.name for parameter in signatures.parameters(kind.torch_kind, found)}
-    return set()
+    return problem(f"expected one {kind.name}, got {len(keys)}: {shown}", hint, at=keys[1], on_key=True)

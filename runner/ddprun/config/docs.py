@@ -23,7 +23,7 @@ def summary(model: type[BaseModel]) -> str:
 
 def field_descriptions(model: type[BaseModel]) -> dict[str, str]:
     """The docstring of each documented field, inherited ones included, each as one line."""
-    found: dict[str, str] = {}
+    found = {key: f"As `{key}` above." for key in getattr(model, "keys_from_above", ())}
     for base in reversed(model.__mro__):
         if not base.__module__.startswith(("pydantic", "builtins")):
             found |= _of_module(base.__module__).get(base.__qualname__, {})
@@ -73,8 +73,22 @@ _DEFINITIONS = {
     "bucket_cap": "MiB, or a list",
     "nnodes": "a number, or MIN:MAX",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
+}  # types that functions of ours read, in words; others are `a` and their name
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "null": "null",
+    "object": "a mapping",
 }
-"""Types that functions of ours read, in words; others are `a` and their name."""
+_BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+    "multipleOf": "a multiple of",
+}
 
 
 def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -96,29 +110,8 @@ def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingP
             return f"a list of {count} values"
         items = type_words(schema["items"], definitions) if "items" in schema else "anything"
         return f"a list of {count} (each {items})" if count else f"a list (each {items})"
-    names = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a string",
-        "null": "null",
-        "object": "a mapping",
-    }
-    words = names.get(str(schema.get("type")), "anything")
-    return words + _range_words(schema)
-
-
-def _range_words(schema: dict[str, Any]) -> str:
-    bounds = []
-    if "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"]
-        bounds.append(f"at least {low + 1}" if schema["type"] == "integer" else f"above {low:g}")
-    if "minimum" in schema:
-        bounds.append(f"at least {schema['minimum']:g}")
-    if "maximum" in schema:
-        bounds.append(f"at most {schema['maximum']:g}")
-    if "exclusiveMaximum" in schema:
-        bounds.append(f"below {schema['exclusiveMaximum']:g}")
-    if "multipleOf" in schema:
-        bounds.append(f"a multiple of {schema['multipleOf']:g}")
-    return ", " + " and ".join(bounds) if bounds else ""
+    bounds = [f"{words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema]
+    if schema.get("type") == "integer" and "exclusiveMinimum" in schema:
+        bounds[0] = f"at least {schema['exclusiveMinimum'] + 1}"
+    words = _TYPES.get(str(schema.get("type")), "anything")
+    return f"{words}, {' and '.join(bounds)}" if bounds else words

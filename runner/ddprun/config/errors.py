@@ -28,11 +28,8 @@ _MAPPING_HINTS: dict[str | int, str] = {
     "evaluate": "write {every: …, metrics: […]}",
     "keep_best": "write {metric: …}",
     "stop": "write {metric: …, patience: …}",
-}
-"""What to write for keys of a stage that are taken for lists or names."""
-
-_EVALUATE_STAGE_HINT = "write {metrics: […]}"
-"""The same for the stage `evaluate`."""
+}  # what to write for keys of a stage that are taken for lists or names
+_EVALUATE_STAGE_HINT = "write {metrics: […]}"  # the same for the stage `evaluate`
 
 
 def validate(
@@ -83,7 +80,6 @@ def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _allowed(model: type[BaseModel], key: str) -> list[str]:
-    """What may be chosen at a key."""
     field = model.model_fields.get(key)
     marks = [mark for mark in field.metadata if isinstance(mark, CustomValidator)] if field else []
     return [name for mark in marks if mark.allowed_names for name in mark.allowed_names()]
@@ -105,10 +101,7 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
 
 
 def validation_faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
-    """Every error of a validation as a fault of the file; mere consequences of another are left out.
-
-    `redact` is given each value before it is cut to the length that a message shows.
-    """
+    """Errors of a validation as faults, but mere consequences; `redact` gets values before they are cut."""
     made = []
     for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]

@@ -12,9 +12,7 @@ from ddprun_hooks.config.messages import suggest as suggest
 
 Severity = Literal["error", "warning"]
 
-_MAX_QUOTED_COLUMNS = 110
-"""Columns of a quoted line; a longer line is cut around the fault."""
-
+_MAX_QUOTED_COLUMNS = 110  # columns of a quoted line; a longer line is cut around the fault
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that move a terminal's cursor, change its colors or end a line."""
 
@@ -23,36 +21,16 @@ _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 class Fault:
     """One fault of a pipeline file or of an override."""
 
-    file: str
-    """The file as the user named it, or `--set 2` for the second override."""
-
-    order: int = 0
-    """0 in the file, n in the n-th override."""
-
-    line: int = 0
-    """From 1; 0 where the fault is the whole file's (it does not exist, say)."""
-
-    column: int = 0
-    """In characters, from 1; 0 where `line` is 0."""
-
-    path: str = ""
-    """Key path such as `stages[2].train.steps`; empty for the whole file."""
-
-    problem: str
-    """What is wrong, naming the value."""
-
-    allowed: str | None = None
-    """What is allowed instead, or what to do."""
-
-    suggestion: str | None = None
-    """The word that was probably meant."""
-
-    source_line: str = ""
-    """The line itself, without its line break and with secrets replaced."""
-
-    caret: int = 0
-    """Column of the caret in `source_line` if secrets before it were replaced; 0: it is at `column`."""
-
+    file: str  # the file as the user named it, or `--set 2` for the second override
+    order: int = 0  # 0 in the file, n in the n-th override
+    line: int = 0  # from 1; 0 where the fault is the whole file's (it does not exist, say)
+    column: int = 0  # in characters, from 1; 0 where `line` is 0
+    path: str = ""  # key path such as `stages[2].train.steps`; empty for the whole file
+    problem: str  # what is wrong, naming the value
+    allowed: str | None = None  # what is allowed instead, or what to do
+    suggestion: str | None = None  # the word that was probably meant
+    source_line: str = ""  # the line itself, without its line break and with secrets replaced
+    caret: int = 0  # where the caret stands if secrets before it were replaced; 0: at `column`
     severity: Severity = "error"
 
     @property
@@ -105,16 +83,13 @@ def _escaped(text: str) -> str:
 
 
 def _terminal_width(char: str) -> int:
-    """Terminal cells that a character takes."""
     if unicodedata.combining(char):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 class PipelineError(Exception):
-    """The pipeline cannot run as it is written: every fault found, warnings included, in the order of
-    the file. At least one of them is an error. `str()` is the text for a terminal.
-    """
+    """Faults of a pipeline that cannot run, warnings too, in the file's order; `str()` is for a terminal."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)

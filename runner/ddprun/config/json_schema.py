@@ -24,9 +24,7 @@ DOTTED_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
 def json_schema() -> Schema:
-    """The whole schema. Names of torch are those of the installed torch, as torch, in lower case and as
-    functions spell them; `check` takes other mixtures of case too.
-    """
+    """The whole schema. Torch's names are in three spellings; `check` takes other mixtures of case, too."""
     definitions: dict[str, Schema] = {}
     schema = _model_schema(Pipeline, definitions)
     definitions |= {kind.name: _kind_schema(kind, definitions) for kind in CHOICE_KINDS.values()}

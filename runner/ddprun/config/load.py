@@ -41,58 +41,42 @@ from ddprun.config.tree import (
 )
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
-FOLDER_PLACEHOLDER = "{here}"
-"""In a string: the pipeline's folder."""
-
+FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder
 _PLACEHOLDERS: dict[str, Any] = {
     "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
     "data": Choice("data", "placeholder.data", {}, "dotted"),
     "loss": Choice("loss", "placeholder.loss", {}, "dotted"),
     "optimizer": Choice("optimizer", "placeholder.optimizer", {}, "dotted"),
-}
-"""Stand-ins for faulty keys while rules across the other keys are checked."""
+}  # stand-ins for faulty keys while rules across the other keys are checked
 
 
 @dataclass(frozen=True)
 class LoadedPipeline:
     """A pipeline that can run, and where each of its values came from."""
 
-    path: Path
-    """The file, as it was named."""
-
+    path: Path  # the file, as it was named
+    # Where names and files in it are looked for: the file's own folder, or, if a run is resumed, that of the
+    # file that started it.
     folder: Path
-    """Where the names and files in it are looked for: the file's own folder, or, if a run is resumed, the
-    folder of the file that started it."""
-
     pipeline: Pipeline
     warnings: tuple[Fault, ...]
     overrides: tuple[str, ...] = field(repr=False)
-    root: Node = field(repr=False, compare=False)
-    """The file's tree with the overrides applied."""
+    root: Node = field(repr=False, compare=False)  # the file's tree with the overrides applied
+    secrets: Secrets = field(repr=False, compare=False)  # whatever a run writes or shows passes through it
 
-    secrets: Secrets = field(repr=False, compare=False)
-    """What must not be written; whatever a run writes or shows passes through it."""
-
-    def fault(
-        self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
-    ) -> Fault:
-        """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`.
-
-        Its place is that key, or the nearest key above it that the file or an override has. If they have
-        none of them, it is a fault of the whole file.
+    def fault(self, key: str | KeyPath, problem: str, allowed: str | None = None) -> Fault:
+        """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`, or at the nearest key
+        above it that the file or an override has; if they have none, it is one of the whole file.
         """
         path = _segments(key)
         found = find_nearest(self.root, path)
-        fault = found.node.place.fault(format_path(path), problem, allowed, suggestion)
+        fault = found.node.place.fault(format_path(path), problem, allowed)
         if path and found.missing_path == path:
             fault = replace(fault, line=0, column=0, source_line="")
         return self.secrets.redact_faults([fault])[0]
 
-    def error(
-        self, key: str | KeyPath, problem: str, allowed: str | None = None, suggestion: str | None = None
-    ) -> PipelineError:
-        """The error of this one `fault`."""
-        return PipelineError([self.fault(key, problem, allowed, suggestion)])
+    def error(self, key: str | KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
+        return PipelineError([self.fault(key, problem, allowed)])
 
     def is_given(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
@@ -108,22 +92,14 @@ class LoadedPipeline:
     def stage_with_steps(
         self, stage: Stage, steps: int, *, only_training: bool = False, **options: Any
     ) -> dict[str, Any]:
-        """A stage as a file has it, with so many steps and these other options; `only_training`: nothing is
-        evaluated in it.
-        """
+        """A stage as the file has it, with these steps and options; `only_training`: without evaluation."""
         kept = self.written_options(stage)
         for key in ("epochs", *(("evaluate", "keep_best", "stop") if only_training else ())):
             kept.pop(key, None)
         return {stage.name: {**kept, "steps": steps, **options}}
 
     def fill_placeholders(self, key_path: str, value: Any) -> Any:
-        """A choice, string or other plain data at a key path, with its placeholders replaced.
-
-        Each `${env:NAME}` becomes the variable's value, each `{here}` the pipeline's folder.
-
-        Raises:
-            PipelineError: variables that are not set.
-        """
+        """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
         path = _segments(key_path)
         if isinstance(value, Choice):
             filled, faults = self._fill_placeholders((*path, value.name), value.options)
@@ -156,21 +132,13 @@ class LoadedPipeline:
         return tuple(dict.fromkeys(names))
 
     def check_environment(self) -> None:
-        """Look whether every variable that the pipeline names is set.
-
-        Raises:
-            PipelineError: those that are not, all at once.
-        """
+        """Raise a PipelineError that names every variable of the pipeline that is not set."""
         _, faults = self._fill_placeholders((), self.root.data())
         if faults:
             raise PipelineError(_sorted(faults))
 
     def resolved_yaml(self) -> str:
-        """The whole pipeline as YAML, defaults filled in, each value's origin in a comment.
-
-        It loads to the same pipeline again, except that relative paths are relative to another folder if it
-        is written to one.
-        """
+        """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""
         return resolving.resolved_yaml(self.pipeline, self.root, self.secrets)
 
     def as_dict(self) -> dict[str, Any]:
@@ -179,10 +147,8 @@ class LoadedPipeline:
         return whole
 
     def digest(self) -> str:
-        """SHA-256 in hexadecimal of everything the pipeline says; spelling, order and comments do not count.
-
-        Passwords in URLs do not count, so that nobody can guess at them by their hash. The environment has
-        no say: it may differ between ranks.
+        """SHA-256 in hexadecimal of all that the pipeline says, but for passwords in URLs, at which nobody is
+        to guess by it. The environment has no say: it may differ between ranks.
         """
         data = Secrets().redact_all(resolving.to_plain_data(self.pipeline))
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -192,10 +158,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     """Read a pipeline file and apply overrides, each `key.path=value`, in order.
 
     Neither torch nor user code is imported. `folder` is where names and files in the pipeline are searched
-    for, by default the file's own.
-
-    Raises:
-        PipelineError: with every fault that was found.
+    for, by default the file's own. A PipelineError has every fault that was found.
     """
     try:
         read_trust_policy()
@@ -233,10 +196,7 @@ def _segments(key_path: str | KeyPath) -> KeyPath:
 
 
 def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
-    """Validate the tree; gives the pipeline, if the tree is valid, and all faults.
-
-    Cross checks skip faulty keys.
-    """
+    """Validate the tree: the pipeline, if it is valid, and all faults; cross checks skip faulty keys."""
     assert isinstance(root.value, dict)
     faulty = {key for key, entry in root.value.items() if _has_fault_below(entry.node)}
     data = {"name": _name_of(path), **root.data()}
@@ -257,18 +217,14 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
             checkable = model.model_validate(without_faulty)
     for conflict in find_conflicts(checkable, frozenset(faulty)) if checkable else ():
         found = find_nearest(root, conflict.path)
-        place = (
-            found.node.place
-            if found.missing_path or isinstance(found.node.value, (str, list))
-            else found.key_place
-        )
+        has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
+        place = found.key_place if has_key else found.node.place
         words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
         faults.append(place.fault(format_path(conflict.path), *words))
     return pipeline, faults
 
 
 def _has_fault_below(node: Node) -> bool:
-    """Whether a fault has been reported for the node or for one below it."""
     if node.has_fault:
         return True
     if isinstance(node.value, dict):

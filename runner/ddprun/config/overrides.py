@@ -24,8 +24,7 @@ from ddprun.config.tree import (
 
 _KEY_PATTERN = re.compile(r'(?:[^="]|"[^"]*")*')
 
-_PathSegment = tuple[str | int, Place]
-"""One segment of an override's path, and its place."""
+_PathSegment = tuple[str | int, Place]  # one segment of an override's path, and its place
 
 
 def _override_error(place: Place, path: KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
@@ -51,21 +50,13 @@ def key_of(text: str) -> str:
 
 
 def override_path(root: Node, text: str) -> KeyPath:
-    """Where an override's value is in a tree that it was applied to.
-
-    Raises:
-        PipelineError: it is no override.
-    """
+    """Where an override's value is in a tree that it was applied to; a PipelineError if it is none."""
     _, segments, _ = _parse_override(text, Source.from_text("--set", 1, text))
     return tuple(segment for segment, _ in _join_dotted_names(root, segments))
 
 
 def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
-    """Read options `name`, each `KEY=[A, B, C]`: the key as it is written, and the values.
-
-    Raises:
-        PipelineError: with the faults of all of them.
-    """
+    """Read options `name`, each `KEY=[A, B, C]`: keys as written, and values; raises a PipelineError."""
     found: list[tuple[str, list[Any]]] = []
     faults: list[Fault] = []
     for number, text in enumerate(texts, start=1):
@@ -100,9 +91,8 @@ def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment],
         problem, _, allowed = message.partition("; ")
         raise _override_error(Place(source, 1, offset + 1), (), problem, allowed) from None
     if len(segments) > MAX_DEPTH:
-        raise _override_error(
-            start, (), f"nested more than {MAX_DEPTH} levels deep", f"at most {MAX_DEPTH} levels"
-        )
+        problem = f"nested more than {MAX_DEPTH} levels deep"
+        raise _override_error(start, (), problem, f"at most {MAX_DEPTH} levels")
     result = parse_yaml(text[end:], source, 1, end + 1, tuple(segment for segment, _ in segments))
     if result.faults:
         raise PipelineError(result.faults)
@@ -152,7 +142,6 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
 
 
 def _items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
-    """A copy of the list in which an item is to be set."""
     if node is None or not isinstance(node.value, list):
         problem = "is not a list in the file" if node else "is not in the file"
         raise _override_error(place, path, problem, f"set {format_path(path)} itself")
@@ -170,11 +159,9 @@ def _mapping(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[s
     if isinstance(node.value, dict):
         return node.value
     if isinstance(node.value, list):
-        raise _override_error(
-            place, path, "is a list in the file", f"name an item, as in {format_path(path)}[0].{key}"
-        )
+        hint = f"name an item, as in {format_path(path)}[0].{key}"
+        raise _override_error(place, path, "is a list in the file", hint)
     if is_choice_path(path) and isinstance(node.value, str):
         return {} if is_data_pair_key(path, key) else {node.value: Entry(node.place, Node(node.place, None))}
-    raise _override_error(
-        place, path, f"is {node.text} in the file, which holds no keys", "set the key itself"
-    )
+    problem = f"is {node.text} in the file, which holds no keys"
+    raise _override_error(place, path, problem, "set the key itself")

@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-_MAX_SHOWN_NAMES = 6
-"""Names in a message, at most."""
+_MAX_SHOWN_NAMES = 6  # names in a message, at most
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns fits."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -24,9 +24,7 @@ _MAX_CONTROL_FAULTS = 20
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029]"
 )
-_DAMAGED = "\ufffd"
-"""Replaces a character that has its fault already, so that the value with it gets no second one."""
-
+_DAMAGED = "\ufffd"  # replaces a character that has its fault already, so that the value with it gets none
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SYNTAX_ERROR_WORDS = (
@@ -111,9 +109,7 @@ def read_file(path: Path) -> ReadResult:
 
 
 def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> ReadResult:
-    """Read one YAML value of any kind, which starts at a line and column of the source that faults quote;
-    `path` leads to it in the pipeline.
-    """
+    """Read one YAML value, which is at `path` in the pipeline and at this line and column of the source."""
     found = list(_FORBIDDEN.finditer(text))
     events = yaml.SafeLoader(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
     builder = _Builder(events, source, line, column, damaged=bool(found))
@@ -143,21 +139,13 @@ class _FatalError(Exception):
 class _Builder:
     """Turns events into nodes. It recurses at most `MAX_DEPTH` levels deep."""
 
-    events: Any
-    """PyYAML's loader in Python, asked for events only: its resolver and constructor are not used."""
-
+    events: Any  # PyYAML's loader in Python, asked for events only: its resolver and constructor are not used
     source: Source
     line: int
-    column: int
-    """Where the text starts in the source."""
-
-    damaged: bool
-    """Characters of the text were replaced by `_DAMAGED`."""
-
+    column: int  # where the text starts in the source
+    damaged: bool  # characters of the text were replaced by `_DAMAGED`
     faults: list[Fault] = field(default_factory=list)
-    anchors: dict[str, Node | None] = field(default_factory=dict)
-    """None while the value of the anchor is being read."""
-
+    anchors: dict[str, Node | None] = field(default_factory=dict)  # None while an anchor's value is read
     nodes: int = 0
 
     def place(self, line: int, column: int) -> Place:

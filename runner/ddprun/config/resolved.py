@@ -51,10 +51,7 @@ def _keys_to_show(stage: Stage) -> list[str]:
 
 
 def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
-    """The whole pipeline as YAML, which loads to the same pipeline unless it holds a secret as it is.
-
-    Values' origins are looked up in `root`.
-    """
+    """The pipeline as YAML, values' origins from `root`; it loads to the same, unless it holds a secret."""
     return "\n".join(_lines(secrets.redact_all(to_plain_data(pipeline)), (), root)) + "\n"
 
 
@@ -89,7 +86,6 @@ def flow_yaml(value: Any) -> str:
 
 
 def _origin(path: KeyPath, root: Node) -> str:
-    """Comment that says where a value comes from."""
     found = find_nearest(root, path)
     exact = not found.missing_path
     bare_name = (

@@ -14,27 +14,21 @@ _INTEGER_PATTERNS = (
     (re.compile(r"[-+]?(?:0|[1-9][0-9]*)"), 10),
     (re.compile(r"0x[0-9a-fA-F]+"), 16),
     (re.compile(r"0o[0-7]+"), 8),
-)
-"""How whole numbers are written, and their base."""
-
+)  # how whole numbers are written, and their base
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
 _NAN = re.compile(r"\.(?:nan|NaN|NAN)")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./+-]*(?: [A-Za-z0-9_./+-]+)*")
 
-INT_MAX = 2**63 - 1
-"""The largest whole number a pipeline may hold: what fits into 64 bits with a sign."""
+INT_MAX = 2**63 - 1  # the largest whole number a pipeline may hold: what fits into 64 bits with a sign
 
 
 def parse_scalar(text: str) -> Scalar:
-    """Value of a plain (unquoted) scalar under the YAML 1.2 core schema.
+    """Value of a plain (unquoted) scalar under the YAML 1.2 core schema; raises OverflowError.
 
     One exception: a whole number with a leading zero (`010`) stays a string, because YAML 1.1 reads 8 and
     YAML 1.2 reads 10.
-
-    Raises:
-        OverflowError: a number that no 64-bit integer or float holds; the message says what is allowed.
     """
     if text in _NULL:
         return None
@@ -118,9 +112,5 @@ def format_scalar(value: Scalar) -> str:
 
 def quote(text: str) -> str:
     """The text in double quotes, with everything escaped that a reader may refuse or fold."""
-    escaped = json.dumps(text, ensure_ascii=False)
-    return re.sub(
-        "[\x7f-\xa0\xad\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]",
-        lambda match: f"\\u{ord(match.group()):04x}",
-        escaped,
-    )
+    unsafe = "[\x7f-\xa0\xad\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]"
+    return re.sub(unsafe, lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))

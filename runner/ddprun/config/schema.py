@@ -1,9 +1,8 @@
 """What a pipeline file may say: all of its keys, a docstring with the unit under each."""
 
 import functools
-from collections.abc import Iterable
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
 
@@ -63,14 +62,12 @@ _NAME_CONSTRAINT = pattern_constraint(
 class Pipeline(Options):
     """A whole pipeline file."""
 
-    misplaced_key_hints = MappingProxyType(
-        {
-            "mutate": "write it in a train or forward stage",
-            "update": "write it in a forward stage",
-            "steps": "write it in a stage",
-            "epochs": "write it in a stage",
-        }
-    )
+    misplaced_key_hints: ClassVar[Mapping[str, str]] = {
+        "mutate": "write it in a train or forward stage",
+        "update": "write it in a forward stage",
+        "steps": "write it in a stage",
+        "epochs": "write it in a stage",
+    }
 
     name: Annotated[str, Field(max_length=200), _NAME_CONSTRAINT] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""
@@ -176,26 +173,20 @@ class Pipeline(Options):
     """Where else curves and metrics go, from rank 0; `ddprun catalog tracker` lists them."""
 
     def train_stages(self) -> list[TrainStage]:
-        """The stages that train, in order."""
         return [stage for stage in self.stages if isinstance(stage, TrainStage)]
 
     def stages_with_steps(self) -> list[TrainStage | ForwardStage]:
-        """The stages that take steps, in order."""
         return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
     @property
     def has_automatic_buffers(self) -> bool:
         """Whether, in some stage, `buffers` goes by what training does with them."""
-        settings = [
-            self.buffers,
-            *(stage.effective_settings(self).buffers for stage in self.stages_with_steps()),
-        ]
-        return any(setting.when == "auto" for setting in settings)
+        of_stages = (stage.effective_settings(self).buffers for stage in self.stages_with_steps())
+        return any(setting.when == "auto" for setting in (self.buffers, *of_stages))
 
     def averages_after(self, stage: Stage) -> bool:
-        """Whether parameters are averaged at the end of a stage that lets ranks differ.
-
-        They are not if the next stage makes them equal itself, or lets ranks differ as well.
+        """Whether parameters are averaged at the end of a stage that lets ranks differ: not if the next stage
+        makes them equal itself, or lets ranks differ as well.
         """
         following = next(iter(self.stages[stage.index + 1 :]), None)
         if isinstance(following, StepStage):
@@ -203,15 +194,12 @@ class Pipeline(Options):
         return not isinstance(following, AverageStage | BroadcastStage)
 
     def train_data(self) -> Choice:
-        """What train stages read."""
         return self.data.train if isinstance(self.data, DataPair) else self.data
 
 
 def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
-    """`Pipeline` with a key for each cluster backend, by its name: for the installed ones only if one of the
-    file's `keys` may be one of theirs.
-
-    A backend is imported only if its key is in the file. Without the key, the field is None.
+    """`Pipeline` with a key for each cluster backend; for installed ones, if one of the file's `keys` may be
+    theirs. A backend is imported only if its key is in the file; without it, the field is None.
     """
     return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in()}.issuperset(keys))
 

@@ -15,15 +15,11 @@ from ddprun.config.faults import Fault
 from ddprun.config.tree import KeyPath, map_strings
 from ddprun_hooks.config.trust import TRUST_VARIABLE
 
-FILLED_VARIABLE = "DDPRUN_ENV"
-"""Environment variable: while `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take."""
-
+FILLED_VARIABLE = "DDPRUN_ENV"  # while `DDPRUN_TRUSTED` is set, the only variables that a pipeline may take
 _LOCAL_STORE = re.compile(r"file:|sqlite:|[^:$]+\$")
 """A store of MLflow's in a file or folder; a variable that begins a URI says itself where the store is."""
 
-REDACTED = "[redacted]"
-"""Written instead of the password in a URL; a pipeline with it does not load."""
-
+REDACTED = "[redacted]"  # written instead of the password in a URL; a pipeline with it does not load
 MIN_SECRET_LENGTH = 8  # characters: shorter values stand in too many words to be replaced
 
 ENV_REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -43,14 +39,11 @@ _KEY_AND_VALUE = re.compile(
     rf"""(?P<before>(?<![\w.-]){_SECRET_NAME}["']?\s*[:=]\s*)"""
     r"""(?P<value>"[^"]*"?|'[^']*'?|\[[^\]]*|[^\s"'\[{][^,}\]]*)""",
     re.IGNORECASE,
-)
-"""In a line that may be no YAML: a key with a secret's name, and its value."""
+)  # in a line that may be no YAML: a key with a secret's name, and its value
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a name says that its value is a secret: it ends in token, secret, password, passphrase,
-    credential, API key or access key (`HF_TOKEN`, `apiKey`). A tokenizer's `pad_token` does not.
-    """
+    """Whether a name ends in token, secret, password or the like; a tokenizer's `pad_token` does not."""
     return _SECRET.fullmatch(name) is not None
 
 
@@ -60,11 +53,7 @@ def referenced_variables(text: str) -> Iterator[str]:
 
 
 def fill_references(text: str, environment: Mapping[str, str]) -> str:
-    """The string with each `${env:NAME}` replaced.
-
-    Raises:
-        KeyError: a variable that is not set; `args[0]` is its name.
-    """
+    """The string with each `${env:NAME}` replaced; raises KeyError with the name of one that is not set."""
     return ENV_REFERENCE.sub(lambda match: environment[match[1]], text)
 
 

@@ -29,8 +29,7 @@ from ddprun.sync.plan import BufferReduction, BufferSettings
 
 _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 SAFETENSORS_CONSTRAINT = pattern_constraint(
-    r"^[^\x00-\x1f\x7f]*\.safetensors$",
-    'a file name that ends in ".safetensors", without control characters',
+    r"^[^\x00-\x1f\x7f]*\.safetensors$", 'a file name that ends in ".safetensors", without control characters'
 )
 _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
 
@@ -40,7 +39,6 @@ OptimizerChoice = Annotated[Choice, choice_validator("optimizer")]
 
 
 def _parse_stage_schedule(value: Any) -> Choice:
-    """A schedule of one stage."""
     if isinstance(value, dict) and "over" in value:
         text = "the schedule of a stage is over that stage"
         raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
@@ -94,8 +92,7 @@ def parse_data(value: Any) -> Choice | DataPair:
     return parse_choice("data", value)
 
 
-Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
-"""Names with `*`, `?` and `[…]`, as a shell's; `*` matches dots, too."""
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]  # as a shell's
 
 
 class Init(Options):
@@ -121,14 +118,10 @@ def parse_init(value: Any) -> Init:
 class ParameterGroup:
     """Parameters with options of their own."""
 
-    match: tuple[str, ...]
-    """Patterns of their names."""
-
-    options: dict[str, Any]
-    """The optimizer's, as far as they are other ones than those of all parameters."""
+    match: tuple[str, ...]  # patterns of their names
+    options: dict[str, Any]  # the optimizer's, as far as they are other ones than those of all parameters
 
     def to_plain_data(self) -> dict[str, Any]:
-        """As a file would hold it."""
         return {"match": list(self.match), **self.options}
 
 
@@ -142,9 +135,8 @@ def _parse_parameter_group(value: Any) -> ParameterGroup:
     match = [value["match"]] if isinstance(value["match"], str) else value["match"]
     options = {key: option for key, option in value.items() if key != "match"}
     if not options:
-        raise problem(
-            "a group needs options of its own", "write {match: pattern, weight_decay: 0}", at="match"
-        )
+        hint = "write {match: pattern, weight_decay: 0}"
+        raise problem("a group needs options of its own", hint, at="match")
     return ParameterGroup(validate(_Match, {"match": match}).match, options)
 
 
@@ -190,9 +182,8 @@ def _parse_batch_parts(value: Any) -> Any:
     """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
     if isinstance(value, dict):
         if wrong := next((name for name in value if not name.isidentifier()), None):
-            raise problem(
-                f'"{wrong}" is no name of an argument', "write argument: key", at=wrong, on_key=True
-            )
+            text = f'"{wrong}" is no name of an argument'
+            raise problem(text, "write argument: key", at=wrong, on_key=True)
         return {name: _parse_batch_part(key, name) for name, key in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_parse_batch_part(key, index) for index, key in enumerate(value))
@@ -370,7 +361,6 @@ class Checkpoint(Options):
 
 
 def _parse_nnodes(value: Any) -> int | str:
-    """A number of hosts, or the smallest and the largest."""
     if isinstance(value, str) and (found := _HOST_RANGE.fullmatch(value)):
         least, most = map(int, found.groups())
         if 1 <= least <= most:
@@ -435,8 +425,7 @@ BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
     "every_forward": BufferReductionOptions,
     "before_evaluate": BufferReductionOptions,
     "never": NoOptions,
-}
-"""Times that go by a name, and what each takes. `{every: N, reduce: …}` is the other form."""
+}  # times that go by a name, and what each takes; `{every: N, reduce: …}` is the other form
 
 
 def parse_buffers(value: Any) -> BufferSettings:

@@ -34,9 +34,7 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
         "ChainedScheduler": "it takes schedules that are built; write an import path of your own schedule",
         "ReduceLROnPlateau": "it needs a metric at every step",
     },
-    "loss": {
-        "NLLLoss2d": "torch has deprecated it; use nll_loss",
-    },
+    "loss": {"NLLLoss2d": "torch has deprecated it; use nll_loss"},
 }
 _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "optimizer": frozenset({"self", "params"}),
@@ -62,8 +60,7 @@ class Parameter:
     name: str
     schema: Schema
     required: bool
-    default: str
-    """As torch's source writes it; empty if there is none."""
+    default: str  # as torch's source writes it; empty if there is none
 
     @property
     def is_tensor(self) -> bool:
@@ -93,10 +90,7 @@ def class_names(kind: TorchKind) -> tuple[str, ...]:
 
 
 def find_class(kind: TorchKind, name: str) -> str | None:
-    """The class that a name means, offered or not, in torch's spelling; None if there is none.
-
-    Case and underscores do not matter, nor the ending `loss`: `cross_entropy` is `CrossEntropyLoss`.
-    """
+    """The class that a name means, offered or not: `cross_entropy` is `CrossEntropyLoss`. None: no class."""
     wanted = normalize_name(name)
     by_class = _by_spelling(kind).get(wanted)
     # Of a loss the function's name, too, which its whole source has to be read for.
@@ -136,11 +130,7 @@ def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
 
 
 def _check_value(schema: Schema, value: Any) -> Any:
-    """A value that fits the schema, lists as the Python type that torch expects.
-
-    Raises:
-        pydantic.ValidationError: it does not fit.
-    """
+    """A value that fits the schema, lists as the type that torch expects; raises a ValidationError."""
     given = _JSON_TYPES.get("None" if value is None else type(value).__name__, "")
     words: list[str] = []
     for form in schema.get("anyOf", [schema]):
@@ -173,11 +163,7 @@ def _check_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
 
 
 def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | None:
-    """The option of a torch schedule to fill with the stage's steps.
-
-    None if the schedule has no length, or `options` give it (OneCycleLR's also as `epochs` with
-    `steps_per_epoch`).
-    """
+    """The option to fill with the stage's steps; None: `options` give a length, or the schedule has none."""
     given = options or {}
     if "epochs" in given and "steps_per_epoch" in given:
         return None
@@ -221,7 +207,6 @@ def _by_function() -> dict[str, str]:
 
 @functools.cache
 def _classes(kind: TorchKind) -> dict[str, Path]:
-    """Public classes of a kind and the file that defines each."""
     folder = torch_folder()
     if folder is None:
         return {}
@@ -244,7 +229,6 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _names_in_all(tree: ast.Module) -> list[str]:
-    """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))

@@ -3,10 +3,9 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
@@ -50,9 +49,7 @@ class StepStageSettings:
     hooks: tuple[Choice, ...]
     sync: Choice
     buffers: BufferSettings
-    accumulate: int
-    """1 in a forward stage."""
-
+    accumulate: int  # 1 in a forward stage
     optimizer: Choice
     clip_norm: float | None
     clip_value: float | None
@@ -60,18 +57,12 @@ class StepStageSettings:
     schedule: Choice | None
     warmup_steps: int
     mutate: Choice | None
-    data: Choice | None
-    """None: what the pipeline's `data` gives for training."""
-
-    update: Choice | None
-    """None in a train stage, which updates by gradients, and in a forward stage that updates nothing."""
-
-    has_backward: bool
-    """The stage has backward passes."""
+    data: Choice | None  # None: what the pipeline's `data` gives for training
+    update: Choice | None  # None in a train stage, and in a forward stage that updates nothing
+    has_backward: bool  # the stage has backward passes
 
     @cached_property
     def plan(self) -> SyncPlan:
-        """What ranks exchange."""
         changes_weights = self.has_backward or self.update is not None or self.mutate is not None
         policy = self.sync.settings
         assert isinstance(policy, SyncPolicy)
@@ -156,18 +147,14 @@ class EarlyStop(MonitoredMetric):
     """A value that is better by no more than this is no improvement."""
 
 
-BEST_FILE = "best.safetensors"
-"""Where `keep_best` writes, in the run's folder."""
-
+BEST_FILE = "best.safetensors"  # where `keep_best` writes, in the run's folder
 _RESERVED_METRIC_NAMES = frozenset(
     ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
 )  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
 
 
 def metric_names(metrics: Sequence[Choice]) -> list[str]:
-    """What metrics are called: by the last part of an import path; by all of it where the last part is taken
-    by another metric or by a field of the event.
-    """
+    """What metrics are called: the last part of an import path; all of it where another has that name."""
     last = [choice.name.rpartition(".")[2] for choice in metrics]
     often = Counter(last)
     return [
@@ -176,10 +163,17 @@ def metric_names(metrics: Sequence[Choice]) -> list[str]:
     ]
 
 
+OVERRIDABLE_KEYS = (
+    *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
+    *("clip_value", "on_nan"),
+)  # keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`
+
+
 class StepStage(Stage):
     """Base of the stages that take steps. Their keys apply to this stage only."""
 
     name: ClassVar[str] = "step"
+    keys_from_above: ClassVar[Sequence[str]] = OVERRIDABLE_KEYS
 
     steps: PositiveInt | None = None
     """Optimizer steps; in a forward stage, forward passes."""
@@ -190,32 +184,18 @@ class StepStage(Stage):
     data: WholeData | None = None
     """What this stage reads, used whole; null is what `data` above gives for training."""
 
+    # What these keys of a stage leave out holds from above (`keys_from_above`).
     sync: SyncChoice = Field("every_step", validate_default=True)
-    """As `sync` above."""
-
     hooks: HookStack = ()
-    """As `hooks` above."""
-
     buffers: BuffersField = Field("auto", validate_default=True)
-    """As `buffers` above."""
-
     optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
     """Other settings of the optimizer above, whose state stays."""
 
     schedule: ScheduleChoice | None = None
-    """As `schedule` above."""
-
     warmup_steps: NonNegativeInt = 0
-    """As `warmup_steps` above."""
-
     clip_norm: PositiveFloat | None = None
-    """As `clip_norm` above."""
-
     clip_value: PositiveFloat | None = None
-    """As `clip_value` above."""
-
     on_nan: Literal["continue", "stop"] = "stop"
-    """As `on_nan` above."""
 
     mutate: MutateChoice | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
@@ -247,20 +227,12 @@ class StepStage(Stage):
         }
         if not trains:
             settings["accumulate"] = 1
-        return StepStageSettings(
-            steps=self.steps,
-            epochs=self.epochs,
-            mutate=self.mutate,
-            data=self.data,
-            update=self.update if isinstance(self, ForwardStage) else None,
-            has_backward=trains,
-            **settings,
-        )
+        settings |= {key: getattr(self, key) for key in ("steps", "epochs", "mutate", "data")}
+        update = self.update if isinstance(self, ForwardStage) else None
+        return StepStageSettings(update=update, has_backward=trains, **settings)
 
     def evaluations_inside(self, steps: int | None) -> range:
-        """Steps after which the held-out data is measured, of so many (None: not known) that the stage has;
-        not the last one, after which the stage's end comes first.
-        """
+        """Steps after which held-out data is measured, of so many (None: not known), but for the last."""
         every = 0 if self.evaluate is None else self.evaluate.every
         return range(every, sys.maxsize if steps is None else steps, every) if every else range(0)
 
@@ -273,29 +245,21 @@ class TrainStage(StepStage):
     """Train for a number of steps or epochs. The other keys apply to this stage only."""
 
     name: ClassVar[str] = "train"
-    misplaced_key_hints = MappingProxyType({"update": "write it in a forward stage"})
+    misplaced_key_hints: ClassVar[Mapping[str, str]] = {"update": "write it in a forward stage"}
 
     accumulate: PositiveInt = 1
-    """As `accumulate` above."""
 
 
 class ForwardStage(StepStage):
     """Forward passes only, for a number of steps or epochs; `update` trains without gradients."""
 
     name: ClassVar[str] = "forward"
-    misplaced_key_hints = MappingProxyType(
-        {"accumulate": "remove it: without a backward pass nothing accumulates"}
-    )
+    misplaced_key_hints: ClassVar[Mapping[str, str]] = {
+        "accumulate": "remove it: without a backward pass nothing accumulates"
+    }
 
     update: UpdateChoice | None = None
     """What changes the weights in each step; null changes nothing."""
-
-
-OVERRIDABLE_KEYS = (
-    *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
-    *("clip_value", "on_nan"),
-)
-"""Keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`."""
 
 
 class AverageStage(Stage):

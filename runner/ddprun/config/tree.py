@@ -17,12 +17,8 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class Source:
     """A text that values come from: the file, or one override."""
 
-    name: str
-    """The file as the user named it, or `--set 1`."""
-
-    order: int
-    """0 for the file, n for the n-th override: faults are shown in this order."""
-
+    name: str  # the file as the user named it, or `--set 1`
+    order: int  # 0 for the file, n for the n-th override: faults are shown in this order
     lines: tuple[str, ...]
 
     @classmethod
@@ -51,7 +47,6 @@ class Place:
         suggestion: str | None = None,
         severity: Severity = "error",
     ) -> Fault:
-        """A fault at this place."""
         return Fault(
             file=self.source.name,
             order=self.source.order,
@@ -72,18 +67,11 @@ class Node:
 
     place: Place
     value: "Scalar | list[Node] | dict[str, Entry]"
-    text: str | None = None
-    """A scalar as it is written."""
-
+    text: str | None = None  # a scalar as it is written
     quoted: bool = False
-    has_fault: bool = False
-    """A fault has been reported for it already: what else is wrong with it is a consequence."""
-
-    node_count: int = 1
-    """Nodes in it, itself included, aliases expanded."""
-
-    height: int = 1
-    """Levels in it, itself included."""
+    has_fault: bool = False  # one has been reported already: what else is wrong is a consequence
+    node_count: int = 1  # nodes in it, itself included, aliases expanded
+    height: int = 1  # levels in it, itself included
 
     def data(self) -> Any:
         """The plain value: None, bool, int, float, str, list, dict."""
@@ -107,14 +95,9 @@ class NearestNode:
     """The node at a path, or the nearest one above it that the file has."""
 
     node: Node
-    key_place: Place
-    """Place of the node's key; in a list and at the top, the node's own place."""
-
-    missing_path: KeyPath = ()
-    """The end of the path that the file does not have; empty if the node is the one at the path."""
-
-    has_fault: bool = False
-    """The node, or one above it, has a fault already."""
+    key_place: Place  # place of the node's key; in a list and at the top, the node's own place
+    missing_path: KeyPath = ()  # the end of the path that the file does not have
+    has_fault: bool = False  # the node, or one above it, has a fault already
 
 
 def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
@@ -194,14 +177,7 @@ _SEGMENT = re.compile(r'(?:(?:^|(?!^)\.)(?P<key>"(?P<quoted>[^"]+)"|[^.\[\]="]+)
 
 
 def parse_path(text: str) -> list[tuple[str | int, int]]:
-    """Read a path as `format_path` writes it.
-
-    Returns:
-        Each segment with its offset in the text.
-
-    Raises:
-        ValueError: no path; the message says what is wrong and `args[1]` is the offset.
-    """
+    """Read a path as `format_path` writes it: segments and offsets. Raises ValueError(message, offset)."""
     segments: list[tuple[str | int, int]] = []
     offset = 0
     while offset < len(text):

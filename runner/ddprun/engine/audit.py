@@ -13,17 +13,10 @@ _CAUSES = (
 def audit_parameters(
     session: Session, where: str, step: int, *, at_end: bool = False, recorded: bool = True
 ) -> None:
-    """Compare the ranks' parameters; called by all of them together.
+    """Compare the ranks' parameters at the moment `where`, after `step` steps; called by all ranks together.
 
-    Args:
-        session: the run.
-        where: the moment, in words.
-        step: of the run.
-        at_end: a stage has just made them equal.
-        recorded: it is one of the file's own `audit`, if that asks for any, and the result is reported.
-
-    Raises:
-        DriftError: ranks differ that have to be equal, and the file does not let the run go on.
+    `at_end`: a stage has just made them equal. `recorded`: it is one of the file's own `audit`, if that asks
+    for any, and is reported. Raises DriftError if ranks wrongly differ and the file says `stop`.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
     wanted = runtime.loaded.pipeline.audit

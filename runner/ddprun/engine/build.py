@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ from ddprun.config import (
     length_option,
     tensor_options,
 )
-from ddprun.config.choices import parse_object_ref
+from ddprun.config.choices import CHOICE_KINDS, parse_object_ref
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, parse_path
-from ddprun.engine.data import is_iterable
+from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.model_with_loss import LossFunction, ModelWithLoss, belongs_to_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
@@ -52,54 +52,27 @@ from ddprun_hooks.errors import ImportPathError
 
 _T = TypeVar("_T")
 
-_REQUIREMENTS_BY_KIND = {
-    expected.kind: expected
-    for expected in (
-        ExpectedObject(
-            "a model is an nn.Module class or a function that returns one",
-            nn.Module,
-            returns=nn.Module,
-            kind="model",
-        ),
-        ExpectedObject(
-            "data is a Dataset class or a function that returns a dataset",
-            Dataset,
-            ("__getitem__", "__iter__"),
-            kind="data",
-        ),
-        ExpectedObject(
-            "a loss is a function of (output, target) or an nn.Module class", nn.Module, kind="loss"
-        ),
-        ExpectedObject("an Optimizer class is wanted", Optimizer, returns=Optimizer, kind="optimizer"),
-        ExpectedObject("an LRScheduler class is wanted", LRScheduler, returns=LRScheduler, kind="schedule"),
-        ExpectedObject("a function of (model) is wanted", kind="mutate"),
-        ExpectedObject("a function of (model, closure) is wanted", kind="update"),
-        ExpectedObject(
-            "a metric is a function of (output, target), or a class with update and compute",
-            methods=("compute",),
-            kind="metric",
-        ),
-        ExpectedObject(
-            "a function of (samples) or a class of such objects is wanted",
-            methods=("__call__",),
-            kind="collate",
-        ),
-        ExpectedObject(
-            "a Sampler class or a function that gives indices is wanted",
-            Sampler,
-            ("__iter__",),
-            kind="sampler",
-        ),
-        ExpectedObject("a function of (batch) is wanted", kind="weight"),
+_REQUIREMENTS_BY_KIND = {  # what an import path must lead to, by the kind of a choice
+    kind: ExpectedObject(f"expected {CHOICE_KINDS[kind].dotted_description}", base, methods, returns, kind)
+    for kind, base, methods, returns in (
+        ("model", nn.Module, (), nn.Module),
+        ("data", Dataset, ("__getitem__", "__iter__"), None),
+        ("loss", nn.Module, (), None),
+        ("optimizer", Optimizer, (), Optimizer),
+        ("schedule", LRScheduler, (), LRScheduler),
+        ("mutate", None, (), None),
+        ("update", None, (), None),
+        ("metric", None, ("compute",), None),
+        ("collate", None, ("__call__",), None),
+        ("sampler", Sampler, ("__iter__",), None),
+        ("weight", None, (), None),
     )
-}  # by the kind of a choice
+}
 
 
 @dataclass(slots=True)
 class ChoiceBuilder:
-    """Builds what a choice of the file, or an object in its options, names; errors point at its place in the
-    file.
-    """
+    """Builds what a choice of the file, or an object in its options, names; errors point at its place."""
 
     loaded: LoadedPipeline
     key: KeyPath
@@ -125,7 +98,6 @@ class ChoiceBuilder:
         return self.loaded.error(self.key, problem, allowed)
 
     def import_target(self) -> Any:
-        """What an import path leads to."""
         try:
             return import_trusted(self.name, _REQUIREMENTS_BY_KIND.get(self.kind))
         except UntrustedError as error:
@@ -142,9 +114,7 @@ class ChoiceBuilder:
             raise
 
     def bound_callable(self, *positional: Any, wanted: str = "a function") -> Callable[..., Any]:
-        """The imported target with its options bound. Raises a PipelineError if the options do not fit its
-        signature together with `positional`.
-        """
+        """The imported target with its options; a PipelineError if these and `positional` do not fit it."""
         target = self.import_target()
         if not callable(target):
             problem = f'"{self.name}" is of type {type(target).__name__}, which cannot be called'
@@ -187,13 +157,10 @@ class ChoiceBuilder:
                 yield f'{key}: "{value}" is passed on as a string; {{ref: {value}}} passes the object itself'
 
     def _with_location(self, text: str) -> str:
-        """A text prefixed with its place in the file."""
         return self.loaded.fault(self.key, text).headline
 
     def factory_over_dataset(self, dataset: Any) -> Callable[[], Any]:
-        """A factory of an object over a data set, which is passed as the argument `dataset`, or else as the
-        first one, unless the options set that.
-        """
+        """A factory of objects over a data set, given as `dataset` or, if free, as the first argument."""
         target = self.import_target()
         try:
             names = list(inspect.signature(target).parameters)
@@ -218,9 +185,7 @@ class ChoiceBuilder:
         return made
 
     def call_constructor(self, make: Callable[[], _T]) -> _T:
-        """Call a constructor; a ValueError or TypeError of it, and a RuntimeError of torch's own, becomes a
-        PipelineError about the options.
-        """
+        """Call a constructor; its ValueError, TypeError or (torch's) RuntimeError becomes a PipelineError."""
         try:
             return make()
         except (ValueError, TypeError, RuntimeError) as error:
@@ -250,7 +215,6 @@ def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
 
 
 def build_model(loaded: LoadedPipeline) -> nn.Module:
-    """The model that the file chooses, on the CPU."""
     chosen = ChoiceBuilder.from_path(loaded, "model", loaded.pipeline.model)
     made = MODELS[chosen.name](**chosen.options) if chosen.source == "built-in" else chosen.call()
     if not isinstance(made, nn.Module):
@@ -258,13 +222,33 @@ def build_model(loaded: LoadedPipeline) -> nn.Module:
     return made
 
 
-def build_data(loaded: LoadedPipeline) -> Split:
+@dataclass(slots=True)
+class HeldOutData:
+    """Data to evaluate on."""
+
+    dataset: Any  # None: there is none
+    choice: Choice | None
+    make_error: ErrorFactory  # at the choice's place in the file
+    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
+
+
+class Data(NamedTuple):
+    """The pipeline's `data`."""
+
+    train: Any
+    held_out: HeldOutData
+
+
+def build_data(loaded: LoadedPipeline) -> Data:
     """Training data, and evaluation data where there is any."""
     data = loaded.pipeline.data
-    if isinstance(data, DataPair):
-        evaluate = build_dataset(loaded, "data.evaluate", data.evaluate).train if data.evaluate else None
-        return Split(build_dataset(loaded, "data.train", data.train).train, evaluate)
-    return build_dataset(loaded, "data", data)
+    if not isinstance(data, DataPair):
+        train, rest = build_dataset(loaded, "data", data)
+        return Data(train, HeldOutData(rest, data, data_errors(loaded, "data", data)))
+    path, choice = "data.evaluate", data.evaluate
+    rest = None if choice is None else build_dataset(loaded, path, choice).train
+    held_out = HeldOutData(rest, choice, data_errors(loaded, path, choice))
+    return Data(build_dataset(loaded, "data.train", data.train).train, held_out)
 
 
 def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
@@ -283,38 +267,21 @@ def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
     return Split(made, None)
 
 
-def data_error(
-    loaded: LoadedPipeline, path: str, choice: Choice, problem: str, allowed: str | None
-) -> PipelineError:
-    """An error about data that a run has read, at its place in the file."""
-    return loaded.error(path, f'"{choice.name}": {problem}', allowed)
-
-
-@dataclass(slots=True)
-class HeldOutData:
-    """Data to evaluate on."""
-
-    dataset: Any  # None: there is none
-    path: str  # key path of its choice in the file
-    choice: Choice | None
-    sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
-
-
-def wrap_held_out(loaded: LoadedPipeline, dataset: Any) -> HeldOutData:
-    """The held-out data of `data`, around a `dataset` that has been built."""
-    data = loaded.pipeline.data
-    if isinstance(data, DataPair):
-        return HeldOutData(dataset, "data.evaluate", data.evaluate)
-    return HeldOutData(dataset, "data", data)
+def data_errors(loaded: LoadedPipeline, path: str, choice: Choice | None) -> ErrorFactory:
+    """Makes errors about data that a run has read, at its place in the file."""
+    name = choice and choice.name
+    return lambda problem, allowed: loaded.error(path, f'"{name}": {problem}', allowed)
 
 
 def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
     """The data of evaluate stages that name some, by their index in `stages`."""
-    return {
-        stage.index: HeldOutData(build_dataset(loaded, path, stage.data).train, path, stage.data)
-        for stage in loaded.pipeline.stages
-        if isinstance(stage, EvaluateStage) and stage.data is not None and (path := f"{stage.path}.data")
-    }
+    found = {}
+    for stage in loaded.pipeline.stages:
+        if isinstance(stage, EvaluateStage) and stage.data is not None:
+            path, choice = f"{stage.path}.data", stage.data
+            dataset = build_dataset(loaded, path, choice).train
+            found[stage.index] = HeldOutData(dataset, choice, data_errors(loaded, path, choice))
+    return found
 
 
 def build_collate(loaded: LoadedPipeline) -> Collate | None:
@@ -333,11 +300,7 @@ def build_collate(loaded: LoadedPipeline) -> Collate | None:
 
 
 def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int], list[int]] | None:
-    """A function that gives the indices of an epoch, from a sampler that is built for it; None: the file
-    names no sampler.
-
-    Whoever calls it has seeded the generators from which samplers draw.
-    """
+    """What gives an epoch's indices by the file's sampler, under generators that the caller has seeded."""
     choice = loaded.pipeline.loader.sampler
     if choice is None:
         return None
@@ -347,10 +310,8 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     def order(epoch: int) -> list[int]:
         sampler = make()
         if isinstance(sampler, DistributedSampler):
-            raise chosen.error(
-                f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more',
-                "name a sampler of the whole order",
-            )
+            problem = f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more'
+            raise chosen.error(problem, "name a sampler of the whole order")
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         try:
@@ -360,9 +321,8 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
             raise chosen.error(problem, "it gives indices, one by one") from None
         wrong = next((index for index in indices if not 0 <= index < len(dataset)), None)
         if wrong is not None:
-            raise chosen.error(
-                f'"{chosen.name}" gives the index {wrong} of a data set with {len(dataset)} samples'
-            )
+            size = f"a data set with {len(dataset)} samples"
+            raise chosen.error(f'"{chosen.name}" gives the index {wrong} of {size}')
         return indices
 
     return order
@@ -404,11 +364,8 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
 def join_loss(
     loaded: LoadedPipeline, model: nn.Module, loss: object, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
-    """What is trained: the model, on its device already, and a loss that is a module, which comes there, too.
-    Freezes what the file says.
-
-    Raises:
-        PipelineError: nothing is left to train, or a parameter or buffer of each has the same name.
+    """What is trained: the model, on its device already, and a loss that is a module, moved there; frozen as
+    the file says. A PipelineError: nothing is left to train, or both have a parameter or buffer of one name.
     """
     joined = model
     if belongs_to_model(loss):
@@ -427,9 +384,7 @@ def join_loss(
 def build_optimizer(
     loaded: LoadedPipeline, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient, in groups if the file has some. One that has
-    modes is in that of training.
-    """
+    """The optimizer over all parameters that require a gradient, in the file's groups; in training mode."""
     choice = choice or loaded.pipeline.optimizer
     options = []
     for index, group in enumerate(loaded.pipeline.groups):
@@ -486,18 +441,14 @@ def build_schedule(
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
-            raise chosen.error(
-                f"{length} is left out, but nobody knows how many steps an epoch of iterable data has",
-                f"write {length}, or give the stage steps instead of epochs",
-            )
+            problem = f"{length} is left out, but nobody knows how many steps an epoch of iterable data has"
+            raise chosen.error(problem, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
     return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
 
 
 def build_function(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
-    """By the kind of the choice: a `mutate` of (model), or an `update` of (model, closure). A dotted one gets
-    the model without its loss.
-    """
+    """A `mutate` of (model), an `update` of (model, closure); dotted ones get the model without its loss."""
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
         return functools.partial(FUNCTIONS[chosen.name], **chosen.options)
@@ -529,9 +480,7 @@ def check_metrics(loaded: LoadedPipeline, device: torch.device) -> None:
 
 
 def check_sync(loaded: LoadedPipeline, model: nn.Module, world_size: int) -> None:
-    """Refuse, by a PipelineError, what only a run of so many ranks can see of sync policies and hooks: a
-    source that is no rank, more fragments than parameters, hooks on complex gradients.
-    """
+    """Refuse sources and fragments that this world and model lack, and hooks on complex gradients."""
     faults = []
     count = len(trainable_parameters(model))
     is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())

@@ -26,10 +26,8 @@ from ddprun.config.patterns import abbreviated_list, matches
 from ddprun.engine.model_with_loss import model_alone
 
 _MODULES_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+# Training and evaluation have one for each size of batches, which differ; torch's limit, 8, is soon reached.
 _MAX_GRAPHS_PER_BLOCK = 16
-"""Graphs of one block, at most: training and evaluation have one each for each size of their batches. Torch's
-own limit, 8, is soon reached: the last batches of both are smaller, and differ between ranks.
-"""
 
 _GraphBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -57,10 +55,7 @@ class GraphCompiler:
     (`torch._dynamo.config.optimize_ddp`), so bits would depend on whether a batch of some size came first in
     a stage that averages gradients or in another. Here a graph is cut wherever it comes from.
 
-    Args:
-        model: whose parameters are named.
-        backend: compiles one graph.
-        cut_bytes: the sizes of the first part and of the others, at which graphs are cut; None: they are not.
+    `backend` compiles one graph. `cut_bytes`: the sizes of the first part and of the others; None: no cuts.
     """
 
     def __init__(self, model: nn.Module, backend: _GraphBackend, cut_bytes: tuple[int, int] | None) -> None:
@@ -185,23 +180,12 @@ def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -
     if faults:
         raise PipelineError(faults)
     # A block inside of another is compiled with it.
-    inside = {
-        name
-        for name in chosen
-        if any(f"{outer}." in f"{name}." for outer in _ancestor_names(name) if outer in chosen)
-    }
-    return {name: module for name, module in chosen.items() if name not in inside}
-
-
-def _ancestor_names(name: str) -> Iterator[str]:
-    """Names of the modules that contain the named one."""
-    return itertools.accumulate(name.split(".")[:-1], lambda outer, own: f"{outer}.{own}")
+    outer = {name: itertools.accumulate(name.split(".")[:-1], "{}.{}".format) for name in chosen}
+    return {name: module for name, module in chosen.items() if chosen.keys().isdisjoint(outer[name])}
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules of which a list, or a Sequential, holds at least two of one class: with
-    parameters, and made of modules or of a class that is not torch's.
-    """
+    """The outermost modules that repeat in a list or Sequential: with parameters, and no leaves of torch."""
     children = dict(module.named_children())
     counted = Counter[type[nn.Module]]()
     if isinstance(module, (nn.Sequential, *_MODULES_WITHOUT_FORWARD)):
@@ -226,12 +210,7 @@ def compile_model(
 
     Modules stay where they are, under their names. DDP and compiled autograd know nothing of it: bits must
     not depend on them (`GraphCompiler`), and with compiled autograd DDP's hooks would get no buckets.
-
-    Args:
-        loaded: the pipeline.
-        model: what is compiled, in place.
-        ranks_here: ranks that share this host's cores while they compile.
-        backend: of torch.compile; one that builds no kernels shows the same graphs.
+    `ranks_here` share this host's cores. A `backend` that builds no kernels shows the same graphs.
     """
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
@@ -283,10 +262,7 @@ def describe(blocks: Mapping[str, nn.Module]) -> str:
 def as_compile_error(
     loaded: LoadedPipeline, error: BaseException, *, compiling: bool = False
 ) -> PipelineError | None:
-    """A failure of torch.compile as a PipelineError at its place in the file; None: it is something else.
-
-    `compiling`: whatever failed did so in a first pass, which had succeeded before the model was compiled.
-    """
+    """A failure of torch.compile as a PipelineError, or None; `compiling`: in a pass that worked before."""
     ours = isinstance(error, PipelineError) or not isinstance(error, Exception)
     if loaded.pipeline.compile is None or ours:
         return None

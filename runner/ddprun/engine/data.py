@@ -91,8 +91,7 @@ class Feed:
     collate: Collate | None = None  # makes a batch; None: as torch does
     sampler_order: Callable[[int], list[int]] | None = None  # indices of an epoch, in place of `shuffle`
     pin: bool = False  # batches go into page-locked memory, for a GPU
-    on_samples_lost: Callable[[str], None] = lambda text: None
-    """Is called if samples that were read early are lost."""
+    on_samples_lost: Callable[[str], None] = lambda text: None  # of samples that were read early
 
     def __post_init__(self) -> None:
         loader = self.loader
@@ -110,15 +109,13 @@ class Feed:
         self._first_samples: tuple[Sequence[Any], Sequence[int]] | None = None
         self._stream = _PeekableStream(self.dataset)
         self._control: ControlChannel | None = None
-        # Samples of each rank's dataset.
-        self._lengths: list[int] = []
+        self._lengths: list[int] = []  # samples of each rank's dataset
         if not self.iterable:
             self._lengths = [self._own_epoch_samples()] * self.world_size
-        if self.iterable and (loader.shuffle or self.sampler_order):
+            self._check_length()
+        elif loader.shuffle or self.sampler_order:
             key = "shuffle must be false" if loader.shuffle else "sampler must be left out"
             raise self.make_error(f"an iterable dataset has an order of its own: loader.{key}", None)
-        if not self.iterable:
-            self._check_length()
 
     def compare_ranks(self, control: ControlChannel) -> list[int]:
         """The ranks that read other samples than rank 0 does, under equal random generators; refuses
@@ -146,10 +143,9 @@ class Feed:
         """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
         own = digest_of([torch.tensor(self._epoch_indices())])
         if differing := control.differing_ranks(own, "the sampler's order"):
-            raise self.make_error(
-                f"loader.sampler gives rank {differing[0]} other indices than rank 0",
-                "have it draw from torch, NumPy or random, which are seeded alike on all ranks",
-            )
+            problem = f"loader.sampler gives rank {differing[0]} other indices than rank 0"
+            allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
+            raise self.make_error(problem, allowed)
 
     @property
     def mid_epoch(self) -> bool:
@@ -158,18 +154,14 @@ class Feed:
         return not self.iterable and consumed > 0 and self._micro_batches_left(consumed) > 0
 
     def _micro_batches_left(self, consumed: int) -> int:
-        """How many micro-batches are left in the epoch after `consumed` samples; of data that has become
-        shorter, these may be more than it has.
-        """
+        """Micro-batches left after `consumed` samples; more than there are if the data became shorter."""
         samples_left = max(0, self._nominal_epoch_samples - consumed)
         full, rest = divmod(samples_left, self.batch_size * self.world_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     @property
     def _nominal_epoch_samples(self) -> int:
-        """Samples of an epoch. Of sharded data: ranks times the samples of the longest rank (with drop_last
-        of the shortest).
-        """
+        """Samples of an epoch; if sharded, ranks times those of the longest (`drop_last`: shortest) rank."""
         if not self.sharded:
             return self._lengths[0]
         return (min if self.drop_last else max)(self._lengths) * self.world_size
@@ -186,11 +178,7 @@ class Feed:
         return -(-self._micro_batches_left(self._consumed_samples) // accumulate) + (epochs - 1) * per_epoch
 
     def first_batch(self, max_samples: int | None = None) -> Any:
-        """A batch of the coming epoch with at most `max_samples`, to learn shapes from; the feed does not
-        advance.
-
-        Its samples are read once, and those of an iterable dataset are handed out again in the first epoch.
-        """
+        """A batch of the coming epoch, to learn shapes from; the epoch still begins with its samples."""
         if self._first_samples is None and self.iterable:
             self._peek_first_samples()
         elif self._first_samples is None:
@@ -224,11 +212,9 @@ class Feed:
             yield from self._epoch_steps(accumulate)
             if self._consumed_samples == 0:
                 if self._stream.one_shot and self.epoch:
-                    raise self.make_error(
-                        f"the data set is its own iterator and has nothing left for epoch {self.epoch + 1}: "
-                        "it can be read only once",
-                        "train for fewer steps or one epoch, or have its __iter__ begin again",
-                    )
+                    problem = "the data set is its own iterator and has nothing left for epoch "
+                    allowed = "train for fewer steps or one epoch, or have its __iter__ begin again"
+                    raise self.make_error(f"{problem}{self.epoch + 1}: it can be read only once", allowed)
                 problem = f"the dataset yields too few samples for one step of {self.world_size} ranks"
                 raise self.make_error(problem, None)
             self.epoch, self._consumed_samples = self.epoch + 1, 0
@@ -243,7 +229,6 @@ class Feed:
         return self._sharded_steps(accumulate) if self.sharded else self._iterable_steps(accumulate)
 
     def _batch_or_raise(self, content: Any) -> Any:
-        """A batch, unless its samples could not be put into one."""
         if isinstance(content, BatchError):
             raise self.make_error(content.problem, content.allowed)
         return content
@@ -279,7 +264,6 @@ class Feed:
             yield MicroBatch(content, len(share))
 
     def _own_epoch_samples(self) -> int:
-        """Samples of an epoch in this rank's map-style data."""
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
 
     def _epoch_indices(self) -> list[int]:
@@ -321,9 +305,7 @@ class Feed:
         return sum(min(self.batch_size, max(0, length - own)) for length in self._lengths)
 
     def _padding_indices(self, order: list[int], start: int) -> Sequence[int]:
-        """Indices for a rank that has no sample left in a micro-batch: the first of its epoch, as many as the
-        largest share holds (1 unless data is sharded).
-        """
+        """Indices for a rank with none left in a micro-batch: its first, as many as the largest share."""
         largest = min(self.batch_size, max(self._lengths) - start // self.world_size) if self.sharded else 1
         return self._rank_indices(order, 0)[:largest]
 
@@ -430,7 +412,6 @@ class Feed:
         return (self.seed + self.epoch) * self.world_size + self.rank
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data."""
         return {"epoch": self.epoch, "samples": self._consumed_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -534,10 +515,7 @@ class BatchDataset(Dataset[Any]):
 
 @dataclass(eq=False)
 class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
-    """One rank's share of a stream of samples, as (collated batch, its samples, samples of all ranks).
-
-    A rank that has none left gets a batch of 0 samples that count.
-    """
+    """A rank's share of a stream: (batch, its samples, samples of all ranks); 0 of its own when used up."""
 
     samples: Iterable[Any]
     batch_size: int
@@ -600,7 +578,6 @@ def require_equal_lengths(lengths: Sequence[int], make_error: ErrorFactory) -> N
     """Refuse data that ranks share and that is not equally long on all of them."""
     other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
     if other is not None:
-        raise make_error(
-            f"the data set has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}",
-            "give every rank the same data set, or write loader: {sharded: true} if it shards itself",
-        )
+        problem = f"the data set has {lengths[0]} samples on rank 0 and {lengths[other]} on rank {other}"
+        allowed = "give every rank the same data set, or write loader: {sharded: true} if it shards itself"
+        raise make_error(problem, allowed)

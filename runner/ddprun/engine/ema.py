@@ -40,7 +40,6 @@ class WeightAverage:
         self.updates += 1
 
     def copy_to_model(self) -> None:
-        """Overwrite the model's weights."""
         with torch.no_grad():
             for name, own in self.tensors.items():
                 self._params[name].copy_(own)
@@ -50,9 +49,7 @@ class WeightAverage:
         return {"tensors": dict(self.tensors), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore all but the tensors, which the caller copies; None: begin with the model's weights as they
-        are now.
-        """
+        """Restore all but the tensors, which the caller copies; None: begin with the weights as they are."""
         if state is None:
             self.tensors = initial_averages(self._model)
             return
@@ -60,9 +57,7 @@ class WeightAverage:
 
 
 def initial_averages(model: nn.Module, device: str | None = None) -> dict[str, Tensor]:
-    """The average before the first update: the parameters that are trained, by name, at least in fp32;
-    `device`: not that of the model.
-    """
+    """The average before any update: trained parameters by name, at least in fp32, on `device` if given."""
     return {
         name: param.detach().to(device, torch.promote_types(param.dtype, torch.float32), copy=True)
         for name, param in model.named_parameters()

@@ -16,7 +16,6 @@ from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import (
     BatchDataset,
-    ErrorFactory,
     all_gather_number,
     dataloader_options,
     is_iterable,
@@ -27,7 +26,6 @@ from ddprun.engine.samples import (
     BatchError,
     Share,
     collate,
-    differing_samples_message,
     digest_of,
     self_sharding_name,
 )
@@ -51,7 +49,6 @@ class MeanMetric:
 
 
 def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
-    """Run an evaluate stage; gives its entry in the summary."""
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
@@ -63,9 +60,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
 
 
 def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
-    """Measure the held-out data between two steps of a stage, or when it is over; training goes on as if
-    nothing had been. Called by all ranks after the same step.
-    """
+    """Measure the held-out data between two steps, or at the end; leaves no trace. Called by all ranks."""
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate
     assert wanted is not None, "the stage evaluates"
@@ -134,7 +129,6 @@ def discard_stale_best(session: Session) -> None:
 
 
 def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
-    """Count evaluations without improvement, and report it if the stage ends by that."""
     session, state, evaluations = run.session, run.session.state, run.session.state.evaluations
     best = evaluations.best
     if best is not None and best.metric != wanted.metric:
@@ -224,9 +218,7 @@ def _summed_loss(result: ForwardResult, samples: int) -> Sums:
 
 
 def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sums:
-    """By `weight_by`, or of a cross-entropy the mean over the targets that count; of another loss, over
-    samples.
-    """
+    """By `weight_by`; else of a cross-entropy over the targets that count, of another loss over samples."""
     loss, count = result.loss.double(), objective.weight_in_mean(result, samples)
     if objective.loss_is_sum:
         return loss, count
@@ -261,7 +253,7 @@ def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int
     batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
     for content, samples in batches(session, held_out):
         if isinstance(content, BatchError):
-            raise _error_factory(session, held_out)(content.problem, content.allowed)
+            raise held_out.make_error(content.problem, content.allowed)
         yield content, samples
 
 
@@ -271,8 +263,8 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     loader = runtime.loaded.pipeline.loader
     lengths = all_gather_number(runtime.exchange.control, len(dataset), "samples to evaluate on")
     if not _may_be_sharded(session, held_out):
-        require_equal_lengths(lengths, _error_factory(session, held_out))
-    _require_samples(session, held_out, lengths)
+        require_equal_lengths(lengths, held_out.make_error)
+    _require_samples(held_out, lengths)
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
     sharded = len(set(lengths)) > 1
@@ -299,7 +291,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
     samples = iter(held_out.dataset)
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
-    _require_samples(session, held_out, all_gather_number(control, len(first), "samples to evaluate on"))
+    _require_samples(held_out, all_gather_number(control, len(first), "samples to evaluate on"))
     share = Share(runtime.ranks.rank, ranks, _is_sharded(session, held_out, lambda: first))
     numbered = enumerate(chain(first, samples))
     padding: Sequence[tuple[int, Any]] = []
@@ -319,9 +311,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
 def _padded_batches(
     own: Sequence[_T], samples_per_rank: Sequence[int], max_size: int, padding: Sequence[_T]
 ) -> Iterator[tuple[Sequence[_T], int]]:
-    """The samples of this rank in each forward pass, and how many of them count; a rank that has none left
-    gets samples from `padding` that do not count.
-    """
+    """This rank's samples in each pass, and how many count; `padding` serves a rank that has none left."""
     taken = 0
     for size in batch_sizes(samples_per_rank, max_size):
         part = own[taken : taken + size]
@@ -330,9 +320,7 @@ def _padded_batches(
 
 
 def batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
-    """The batch size of each forward pass, at most `max_size`: every rank that has samples left takes so
-    many; `samples_per_rank` is how many each rank has.
-    """
+    """The size of each forward pass, at most `max_size`: every rank that has samples left takes so many."""
     left, sizes = list(samples_per_rank), list[int]()
     while any(left):
         least = min(count for count in left if count)
@@ -365,11 +353,9 @@ def _is_sharded(session: Session, held_out: HeldOutData, first: Callable[[], Seq
             )
     elif differing:
         how, feed = self_sharding_name(held_out.dataset), runtime.feed
-        reporter.events.warning("data_differs", ranks=differing, sharded_by=how, held_out=True)
-        text = differing_samples_message(differing, runtime.ranks.size, how)
-        if feed.differing_ranks == differing and self_sharding_name(feed.dataset) == how:
-            text = "the same holds as for data"
-        reporter.note(f"held-out data: {text}")
+        again = feed.differing_ranks == differing and self_sharding_name(feed.dataset) == how
+        size = runtime.ranks.size
+        reporter.report_differing_data("held-out data", differing, size, how, again=again, held_out=True)
     return held_out.sharded
 
 
@@ -379,17 +365,10 @@ def _may_be_sharded(session: Session, held_out: HeldOutData) -> bool:
     return session.runtime.loaded.pipeline.loader.sharded and held_out.choice.source != "built-in"
 
 
-def _require_samples(session: Session, held_out: HeldOutData, samples_per_rank: Sequence[int]) -> None:
+def _require_samples(held_out: HeldOutData, samples_per_rank: Sequence[int]) -> None:
     """Refuse data without any sample for a rank: as far as can be seen, it was read before, or is empty."""
     none = [rank for rank, count in enumerate(samples_per_rank) if not count]
     if none:
         whose = "" if len(none) == len(samples_per_rank) else f" for rank {none[0]}"
-        raise _error_factory(session, held_out)(
-            f"it has no sample to evaluate on{whose}",
-            "data that can be read only once serves one evaluation: have its __iter__ begin again",
-        )
-
-
-def _error_factory(session: Session, held_out: HeldOutData) -> ErrorFactory:
-    assert held_out.choice is not None
-    return partial(build.data_error, session.runtime.loaded, held_out.path, held_out.choice)
+        allowed = "data that can be read only once serves one evaluation: have its __iter__ begin again"
+        raise held_out.make_error(f"it has no sample to evaluate on{whose}", allowed)

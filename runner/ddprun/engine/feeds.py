@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
-from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error
+from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_errors
 from ddprun.engine.data import Feed, is_iterable
 
 
@@ -18,7 +17,6 @@ class Feeds:
     by_stage: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
 
     def for_stage(self, stage: int) -> Feed:
-        """What a stage reads."""
         return self.by_stage.get(stage, self.main)
 
     def steps_of(self, stage: int, settings: StepStageSettings) -> int | None:
@@ -34,7 +32,6 @@ class Feeds:
         return {"data": self.main} | named
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in each."""
         return {str(index): feed.state_dict() for index, feed in self.by_stage.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,7 +64,7 @@ def open_feeds(
             collate=build_collate(loaded),
             sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
             pin=pin,
-            make_error=partial(data_error, loaded, path, choice),
+            make_error=data_errors(loaded, path, choice),
         )
 
     by_stage = {

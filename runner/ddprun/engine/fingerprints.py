@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from ddprun.config import LoadedPipeline
-from ddprun.engine.build import HeldOutData, data_error
+from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.samples import digest_of
@@ -23,13 +21,7 @@ class Fingerprints:
     """What a checkpoint keeps of each map-style dataset; rank 0 alone reads samples for it, once."""
 
     def __init__(
-        self,
-        loaded: LoadedPipeline,
-        feeds: Feeds,
-        held_out: HeldOutData,
-        stage_held_out: Mapping[int, HeldOutData],
-        *,
-        rank: int,
+        self, feeds: Feeds, held_out: HeldOutData, stage_held_out: Mapping[int, HeldOutData], *, rank: int
     ) -> None:
         self._feeds = feeds.by_name()
         self._errors: dict[str, ErrorFactory] = {name: feed.make_error for name, feed in self._feeds.items()}
@@ -37,9 +29,7 @@ class Fingerprints:
         of_stages = {f"{_HELD_OUT} of stages[{index}]": one for index, one in stage_held_out.items()}
         for name, one in {_HELD_OUT: held_out, **of_stages}.items():
             if one.dataset is not None:
-                assert one.choice is not None
-                datasets[name] = one.dataset
-                self._errors[name] = partial(data_error, loaded, one.path, one.choice)
+                datasets[name], self._errors[name] = one.dataset, one.make_error
         self._by_name: dict[str, dict[str, Any]] = {}
         if rank == 0:
             self._by_name = {
@@ -47,17 +37,13 @@ class Fingerprints:
             }
 
     def of_checkpoint(self) -> dict[str, Any]:
-        """By name of the dataset: its fingerprint, and whether the run is in the middle of an epoch of it.
-        Data that is held out beside training data counts as that.
-        """
+        """By dataset: its fingerprint, and whether in mid-epoch (held-out data: of the training data)."""
         in_use = {name for name, feed in self._feeds.items() if feed.mid_epoch}
         in_use |= {_HELD_OUT} if in_use else set()
         return {name: {**found, "mid_epoch": name in in_use} for name, found in self._by_name.items()}
 
     def changes(self, saved: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
-        """On rank 0, the datasets that are not as in a checkpoint's `of_checkpoint`: name, what differs, and
-        whether the checkpoint is in the middle of an epoch of it.
-        """
+        """On rank 0, datasets that are not as in `of_checkpoint`: name, difference, whether in mid-epoch."""
         pairs = [(name, saved[name], now) for name, now in self._by_name.items() if name in saved]
         return [(name, text, was["mid_epoch"]) for name, was, now in pairs if (text := _difference(was, now))]
 

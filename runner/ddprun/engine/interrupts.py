@@ -51,17 +51,13 @@ class SignalRequests:
         signal.signal(number, handler)
 
     def put_back_handlers(self) -> None:
-        """Put these handlers back where the pipeline's code has installed its own, which may not return or
-        may forget the signal; C code, too, whose handlers Python does not know.
-        """
+        """Put these handlers back where the pipeline's code, or C code unseen by Python, has set others."""
         for number, ours in self._handlers.items():
             if (found := signal.signal(number, ours)) != ours:
                 self._replaced.add((number.name, _name_of_handler(found)))
 
     def report_replaced_handlers(self, report: Callable[[Mapping[str, str]], None]) -> None:
-        """Put the handlers back, and report those that had their place, each once: names by that of the
-        signal. Looks once a second, which costs 20 us.
-        """
+        """Put the handlers back, and report each replaced one once, by its signal; once a second (20 us)."""
         if time.monotonic() - self._looked_s < _LOOK_AT_HANDLERS_EVERY_S:
             return
         self._looked_s = time.monotonic()
@@ -76,9 +72,7 @@ class SignalRequests:
         return requested
 
     def stop_requested_by_any(self, ranks: Ranks, failed: Callable[[], bool]) -> bool:
-        """Whether this rank is to stop (by a signal, or because it has `failed`) or any other rank is. For
-        ranks that exchange nothing else: it asks the store once a second.
-        """
+        """Whether any rank is to stop, or this one has `failed`; asks the store once a second."""
         if not self.stop_requested:
             if time.monotonic() - self._store_checked_s < _CHECK_STORE_EVERY_S:
                 return False
@@ -121,9 +115,7 @@ class TimeSliceClient:
 
     @classmethod
     def from_environment(cls, rank: int, local_world_size: int) -> "TimeSliceClient | None":
-        """The client of this process, from the environment; None if the run is not part of a comparison.
-        Raises OSError if the comparison has ended.
-        """
+        """The client that the environment names; None: no comparison. Raises OSError if that has ended."""
         text = os.environ.get(TURNS_VARIABLE)
         if text is None:
             return None
@@ -139,13 +131,9 @@ class TimeSliceClient:
         """Whether a time slice ends after so many steps of the run."""
         return step % self.steps_per_slice == 0 and step != self._slice_ended_at
 
-    def wait(self, step: int) -> float:
-        """End this time slice, and wait for the next one; gives the seconds that took. A ConnectionError: the
-        comparison has ended.
-        """
-        started = time.monotonic()
+    def wait(self, step: int) -> None:
+        """End this time slice, and wait for the next one. A ConnectionError: the comparison has ended."""
         self._slice_ended_at = step
         self._connection.sendall(b"p")
         if self._connection.recv(1) != b"g":
             raise ConnectionError("the comparison that this run belongs to has ended")
-        return time.monotonic() - started

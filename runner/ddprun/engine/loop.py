@@ -54,10 +54,8 @@ UpdateFunction = Callable[[nn.Module, Callable[[], Tensor]], Any]
 """What a forward stage does in a step: a function of the model and of a closure that gives its loss."""
 
 StageEnd = Literal["complete", "stopped", "failed"]
-"""How a stage's steps ended, alike on all ranks.
-
-`stopped`: some rank was asked to stop. `failed`: weights are not finite any more, and `on_nan` is `stop`.
-"""
+"""How a stage's steps ended, alike on all ranks. `stopped`: some rank was asked to. `failed`: weights are not
+finite any more, and `on_nan` is `stop`."""
 
 
 def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
@@ -106,7 +104,6 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
 
 
 def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
-    """Take the stage's steps."""
     state, reporter = run.session.state, run.session.reporter
     recorder, watchdog = run.session.runtime.recorder, run.session.runtime.ranks.watchdog
     steps_left = run.batches()
@@ -130,13 +127,11 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         exchanged = sync_after_step(run, stage_step)
         state.step = step  # from here on `current_step` is the next one
         agreed_steps = end_step_and_read_messages(run, exchanged)
-        match between_steps(run, agreed_steps, exchanged):
-            case "stopped" | "failed" as end:
-                return end
-            case "stop alone":
-                break  # and wait for the other ranks in `agree_on_stage_end`
-            case "continue":
-                pass
+        end = between_steps(run, agreed_steps, exchanged)
+        if end == "stopped" or end == "failed":
+            return end
+        if end == "stop alone":
+            break  # and wait for the other ranks in `agree_on_stage_end`
     return agree_on_stage_end(run)
 
 
@@ -144,10 +139,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
 
 
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
-    """Forward and backward passes of all micro-batches, and the optimizer's step.
-
-    A stage whose gradients stay on their rank never enters DDP: it calls the bare model.
-    """
+    """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged."""
     runtime = run.session.runtime
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
     replica = runtime.replica if run.settings.gradient_averaging else None
@@ -187,9 +179,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
 
 
 def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: bool) -> None:
-    """A micro-batch's backward pass, and its marks; in the step's last one, ranks exchange gradients if there
-    is a `replica`.
-    """
+    """A micro-batch's backward pass and its marks; in the last one a `replica` exchanges gradients."""
     runtime = run.session.runtime
     recorder, watchdog = runtime.recorder, runtime.ranks.watchdog
     watchdog.set_phase(b"backward")
@@ -250,10 +240,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
 
 
 def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True) -> bool:
-    """Clip, step, and what follows an update; whether the step was taken.
-
-    The loss scaler knows gradients `from_backward` only.
-    """
+    """Clip, step, and what follows; whether it was taken. The loss scaler knows gradients `from_backward`."""
     runtime, settings = run.session.runtime, run.settings
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
@@ -274,12 +261,9 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
     if applied:
         after_update(run)
     else:
-        run.session.reporter.events.warning(
-            "step_skipped",
-            step=run.session.state.current_step,
-            reason="a gradient is not finite",
-            rank=runtime.ranks.rank,
-        )
+        reason, step = "a gradient is not finite", run.session.state.current_step
+        events = run.session.reporter.events
+        events.warning("step_skipped", step=step, reason=reason, rank=runtime.ranks.rank)
     optimizer.zero_grad(set_to_none=True)
     return applied
 
@@ -350,10 +334,7 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: int) -> Iterator[None]:
-    """Inside, while the warm-up lasts, learning rates are (steps_done + 1) / warmup_steps of the schedule's.
-
-    The schedule goes on meanwhile, and never sees the lowered rates.
-    """
+    """Inside, while the warm-up lasts, rates are (steps_done + 1) / warmup_steps of the schedule's."""
     if steps_done >= warmup_steps:
         yield
         return
@@ -369,9 +350,7 @@ def warmup_lr(optimizer: torch.optim.Optimizer, steps_done: int, warmup_steps: i
 
 
 def sync_after_step(run: StageRun, stage_step: int) -> bool:
-    """Exchange what the sync policy, the buffers and the audit want after this step; returns whether all
-    ranks exchanged anything in it.
-    """
+    """Exchange what policy, buffers and audit want after this step; whether all ranks exchanged anything."""
     step = run.session.state.current_step
     for action in run.sequence.after_step(stage_step):
         carry_out(run, action, step)
@@ -380,10 +359,8 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
 
 
 def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSteps]:
-    """Stop the step's timer, post its control message without waiting, and return what messages of earlier
-    steps have settled for all ranks.
-
-    It waits for this step's message only where something before the next step needs it.
+    """Stop the step's timer, post its control message, and return what messages of earlier steps have settled
+    for all ranks. It waits for this step's message only where something before the next step needs it.
     """
     session, runtime = run.session, run.session.runtime
     agreed_steps = runtime.recorder.end_step(
@@ -403,11 +380,8 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
 def between_steps(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
 ) -> Literal["continue", "stopped", "failed", "stop alone"]:
-    """The one place where all ranks act together on what their messages said.
-
-    Returns:
-        `stopped` and `failed`: all ranks stop here (see `StageEnd`). `stop alone`: ranks exchange nothing,
-        and this one stops by itself.
+    """The one place where all ranks act together on what their messages said; its result is a `StageEnd`, or
+    `stop alone`: ranks exchange nothing, and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     runtime.signals.report_replaced_handlers(session.reporter.report_handlers)
@@ -462,8 +436,11 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
 @contextmanager
 def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
     """Exclude what is inside from the time of steps and stage; waits for messages and the device first."""
-    started = time.monotonic()
-    _drain_before(run, phase)
+    session, runtime, started = run.session, run.session.runtime, time.monotonic()
+    session.record_agreed(runtime.recorder.wait_for_messages())
+    runtime.recorder.pause_timing()
+    runtime.clock.synchronize()
+    runtime.ranks.watchdog.set_phase(phase)
     yield
     run.exclude_time(time.monotonic() - started)
 
@@ -473,22 +450,13 @@ def pause_before_step(run: StageRun) -> None:
     runtime, state = run.session.runtime, run.session.state
     if _time_slice_is_over(run):
         assert runtime.time_slices is not None
-        _drain_before(run, b"waiting for its time slice")
-        run.exclude_time(runtime.time_slices.wait(state.step))
+        with excluded_from_timing(run, b"waiting for its time slice"):
+            runtime.time_slices.wait(state.step)
     stage_is_over = run.steps_done == run.steps
     if _profiler_toggles(run) and not stage_is_over:
         assert runtime.profiler is not None
         with excluded_from_timing(run, b"the profiler"):
             runtime.profiler.toggle(state.current_step)
-
-
-def _drain_before(run: StageRun, phase: bytes) -> None:
-    """Wait for all messages and for the device before a phase that counts as no step's time."""
-    session, runtime = run.session, run.session.runtime
-    session.record_agreed(runtime.recorder.wait_for_messages())
-    runtime.recorder.pause_timing()
-    runtime.clock.synchronize()
-    runtime.ranks.watchdog.set_phase(phase)
 
 
 def _time_slice_is_over(run: StageRun) -> bool:
@@ -497,6 +465,5 @@ def _time_slice_is_over(run: StageRun) -> bool:
 
 
 def _profiler_toggles(run: StageRun) -> bool:
-    """Whether torch's profiler starts or stops before the next step."""
     profiler = run.session.runtime.profiler
     return profiler is not None and profiler.toggles_before(run.session.state.current_step)

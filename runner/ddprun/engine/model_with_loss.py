@@ -10,11 +10,7 @@ LOSS_PREFIX = "loss"
 
 
 class ModelWithLoss(nn.Module):
-    """A model and its loss as one module.
-
-    Parameters, buffers and modules of the model have the names that they have in the model alone. Those of
-    the loss are called `loss.NAME`.
-    """
+    """A model and its loss as one module; names of the loss begin with `loss.`, others are the model's."""
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -23,9 +19,7 @@ class ModelWithLoss(nn.Module):
         self._ddp_params_and_buffers_to_ignore = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
 
     def forward(self, call: Callable[[nn.Module, nn.Module], tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
-        """What `call` makes of the two: the output and the loss. DDP thereby sees which parameters of both a
-        forward pass has used.
-        """
+        """The output and the loss from `call`, in one pass, so that DDP sees which parameters it used."""
         return call(self.model, self.loss)
 
     def named_modules(
@@ -38,7 +32,6 @@ class ModelWithLoss(nn.Module):
         yield from self.loss.named_modules(memo, at, remove_duplicate)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """By the same names."""
         prefix = options.pop("prefix", "")
         of_loss = self.loss.state_dict(*args, prefix=f"{prefix}{LOSS_PREFIX}.", **options)
         return {**self.model.state_dict(*args, prefix=prefix, **options), **of_loss}
@@ -60,9 +53,7 @@ class LossFunction(nn.Module):
 
 
 def belongs_to_model(loss: object) -> TypeGuard[nn.Module]:
-    """Whether a loss is joined with the model: a module with parameters or buffers, or of the user's own
-    code, which may do something else in evaluation. Others are functions to a run.
-    """
+    """Whether a loss is joined with the model: a module with parameters, buffers or code of the user's."""
     if not isinstance(loss, nn.Module):
         return False
     stateful = next(chain(loss.parameters(), loss.buffers()), None) is not None
@@ -70,5 +61,4 @@ def belongs_to_model(loss: object) -> TypeGuard[nn.Module]:
 
 
 def model_alone(module: nn.Module) -> nn.Module:
-    """The model without its loss."""
     return module.model if isinstance(module, ModelWithLoss) else module

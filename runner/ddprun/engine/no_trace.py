@@ -20,10 +20,7 @@ def no_trace(device: torch.device, *owners: Any) -> Iterator[None]:
 
     Modules get back parameters, buffers, children, hooks and extra state. All other attributes have copies in
     their place while the passes run; one that cannot be copied stays, and keeps what changes inside of it.
-
-    Args:
-        device: the model's. Values are kept in host memory, through which the model has come anyway.
-        owners: the model, and the loss: a module, a function, or an object that is called.
+    Values are kept in host memory. `owners` are the model, and the loss: a module or anything that is called.
     """
     modules = dict.fromkeys(part for one in owners if isinstance(one, nn.Module) for part in one.modules())
     tensors = dict.fromkeys(held for one in modules for held in (*one.parameters(False), *one.buffers(False)))

@@ -29,7 +29,6 @@ class Nonfinite:
     parameter: str | None  # the first that is not finite, in the model's order; None: all were finite then
 
     def describe(self) -> str:
-        """For the screen."""
         if self.value is None:
             what = f"{self.parameter} is not finite on rank {self.rank}, though every loss was"
             return f"step {self.step}: {what}"
@@ -40,10 +39,7 @@ class Nonfinite:
 
 
 class FiniteCheck:
-    """Finds trained parameters that are no longer finite; those that are infinite at first may stay so.
-
-    The recorder knows this rank's own losses, and `report` gets the first finding of the run.
-    """
+    """Finds trained parameters that are no longer finite; `report` gets the first finding of the run."""
 
     def __init__(
         self,
@@ -66,9 +62,7 @@ class FiniteCheck:
         return next((1 + self._names.index(name) for name in _nonfinite_names(self._params)), 0)
 
     def check_after_steps(self, agreed_steps: Iterable[AgreedSteps], on_nan: OnNan, step: int) -> bool:
-        """Check the parameters if some rank's loss was not finite in `agreed_steps`. Returns whether the run
-        fails. Called by all ranks after step `step`.
-        """
+        """Check the parameters if a loss in `agreed_steps` was not finite; whether the run fails."""
         if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
         at, loss = self._recorder.first_nonfinite_loss or (0, 0.0)
@@ -103,7 +97,6 @@ class FiniteCheck:
 
 
 def _nonfinite_names(named: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors that are not finite, in order."""
     if not named:
         return []
     flags = torch.stack([torch.isfinite(param.detach()).all().cpu() for param in named.values()]).tolist()

@@ -45,9 +45,7 @@ class Scaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, torch.ones_like(inv_scale), found_inf, True)
 
     def step_and_update(self, optimizer: Optimizer) -> bool:
-        """Take the optimizer's step, unless a gradient is not finite, and move the scale; whether it was
-        taken. Waits for the device once.
-        """
+        """Step, unless a gradient is not finite, and move the scale; whether it did. Waits for the device."""
         self._stepped: bool | None = None
         self.step(optimizer)
         if self._stepped is None:  # a fused optimizer looks itself, on the device
@@ -92,9 +90,7 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self._half_dtype)
 
     def to_device(self, content: Any) -> Any:
-        """Move a batch to the device, floats in the model's type. A GPU copies while it still computes the
-        batch before.
-        """
+        """Move a batch to the device, floats in the model's type; a GPU copies while it still computes."""
         if self._copy_stream is not None:
             content = map_tensors(content, self._copy_stream.copy_to_gpu)
             self._copy_stream.wait_for_copies()
@@ -132,11 +128,9 @@ class Precision:
         return self.scaler.step_and_update(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the loss scale."""
         return {} if self.scaler is None else dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring back what `state_dict` gave."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
@@ -174,10 +168,7 @@ class Objective:
     mapping becomes keyword arguments. With `loss: model` it calls `model(input, target)`, and a batch that is
     a mapping becomes the model's keyword arguments. `batch` in the file names other parts.
 
-    Args:
-        loaded: the pipeline.
-        loss: a function of (output, target); None: the model returns its own.
-        weight: a function of (batch), the pipeline's own `weight_by`; None: it has none.
+    `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     """
 
     def __init__(
@@ -186,7 +177,7 @@ class Objective:
         loss: Callable[[Any, Any], Tensor] | None,
         weight: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._loaded, self._loss, self._weight_function = loaded, loss, weight
+        self._loaded, self.loss, self._weight_function = loaded, loss, weight
         self._joined = belongs_to_model(loss)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
@@ -196,13 +187,11 @@ class Objective:
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
     def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
-        """Forward and loss of what is trained (`ModelWithLoss`, where the loss is a module); raises a
-        PipelineError if batches, model and loss do not fit together.
-        """
+        """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
         positional, named, target = self._split_batch(content)
         call = partial(self._output_and_loss, positional, named, target)
-        output, loss = model(call) if self._joined else call(model, self._loss)
-        return ForwardResult(loss, output, content if self._loss is None else target, content)
+        output, loss = model(call) if self._joined else call(model, self.loss)
+        return ForwardResult(loss, output, content if self.loss is None else target, content)
 
     def _output_and_loss(
         self,
@@ -228,9 +217,8 @@ class Objective:
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise self._loaded.error(
-                "loss", f"gives {shape}", "one number is wanted: the mean over the batch"
-            )
+            allowed = "one number is wanted: the mean over the batch"
+            raise self._loaded.error("loss", f"gives {shape}", allowed)
         return output, loss.reshape(())
 
     def _split_batch(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
@@ -243,25 +231,19 @@ class Objective:
                 return (), inputs, target
             return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
         if isinstance(content, Mapping):
-            if self._loss is not None:
-                raise self._loaded.error(
-                    "data",
-                    f"its batches are mappings of {', '.join(map(str, content))}, and none is known to be "
-                    "the target",
-                    "write batch: {inputs: …, target: …}, or loss: model",
-                )
+            if self.loss is not None:
+                problem = f"its batches are mappings of {', '.join(map(str, content))}, and none is known to "
+                hint = "write batch: {inputs: …, target: …}, or loss: model"
+                raise self._loaded.error("data", f"{problem}be the target", hint)
             return (), content, None
         if not isinstance(content, list | tuple) or len(content) != 2:
             several = isinstance(content, list | tuple)
             shown = f"tuples of {len(content)}" if several else type(content).__name__
-            raise self._loaded.error(
-                "data",
-                f"its samples are {shown}",
-                "a sample is a pair (input, target), or a mapping of the model's keyword arguments; or "
-                "write batch: {inputs: …, target: …}",
-            )
+            allowed = "a sample is a pair (input, target), or a mapping of the model's keyword arguments; or "
+            allowed += "write batch: {inputs: …, target: …}"
+            raise self._loaded.error("data", f"its samples are {shown}", allowed)
         given, target = content
-        if self._loss is None:
+        if self.loss is None:
             return (given, target), {}, None
         return ((), given, target) if isinstance(given, Mapping) else ((given,), {}, target)
 
@@ -287,11 +269,6 @@ class Objective:
         raise self._loaded.error(path, f"batches have no {shown}", f"they {has}")
 
     @property
-    def loss(self) -> Callable[[Any, Any], Tensor] | None:
-        """The loss, as a function of (output, target); None: the model returns its own."""
-        return self._loss
-
-    @property
     def has_batch_weights(self) -> bool:
         """Whether the file says what a batch's mean loss counts, and that is not its samples."""
         return self._weight_by is not None and self._weight_by.name != "samples"
@@ -310,14 +287,14 @@ class Objective:
         """How many targets of a batch count; of a cross-entropy each by its class's weight."""
         wanted = self._weight_by.settings if self._weight_by is not None else None
         assert isinstance(wanted, WeightByTargets)
-        loss = self._loss if wanted.of is None else None
+        loss = self.loss if wanted.of is None else None
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
-        elif self._loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
+        elif self.loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
             problem = "which part of a batch the targets are is not known"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         else:
-            target = content[1] if self._loss is None else self._split_batch(content)[2]
+            target = content[1] if self.loss is None else self._split_batch(content)[2]
         if not isinstance(target, Tensor):
             problem = f"the targets are {type(target).__name__}, and a tensor is wanted"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
@@ -332,7 +309,7 @@ class Objective:
         """
         if self._weight_by is not None:
             return self.batch_weight(result.content) if self.has_batch_weights else samples
-        loss, target = self._loss, result.target
+        loss, target = self.loss, result.target
         if not isinstance(loss, _CROSS_ENTROPIES) or not isinstance(target, Tensor):
             return samples
         return _count_weighted_targets(target, loss, -100 if self.ignore_index is None else self.ignore_index)
@@ -342,13 +319,9 @@ class Objective:
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.is_given(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        problem = f"{false}, but {shown} took no part in {loss_name}"
-        return self._loaded.error(
-            key,
-            f"{problem}, so ranks would wait for their gradients forever",
-            "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
-            "(requires_grad_(False))",
-        )
+        problem = f"{false}, but {shown} took no part in {loss_name}, so ranks would wait for their "
+        allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
+        return self._loaded.error(key, f"{problem}gradients forever", f"{allowed}(requires_grad_(False))")
 
     def _loss_from_output(self, returned: Any) -> Tensor:
         loss = returned
@@ -357,11 +330,9 @@ class Objective:
         elif not isinstance(returned, Tensor):
             loss = getattr(returned, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise self._loaded.error(
-                "loss",
-                f"the model returned {type(returned).__name__} without a loss of one number",
-                "with loss: model it returns the loss, or an object or mapping that has `loss`",
-            )
+            problem = f"the model returned {type(returned).__name__} without a loss of one number"
+            allowed = "with loss: model it returns the loss, or an object or mapping that has `loss`"
+            raise self._loaded.error("loss", problem, allowed)
         return loss.reshape(())
 
 
@@ -380,10 +351,7 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor |
 def find_buffer_use(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, automatic: bool
 ) -> BufferUse:
-    """What training does with the model's buffers, as far as this rank can see in passes on its first batch.
-
-    Not `automatic`: every buffer but a counter counts as changing, without any pass.
-    """
+    """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
     if not automatic or next(model.buffers(), None) is None:
         return BufferUse.assume_changing(model)
     with seeding.preserve_rng_state(precision.device):
@@ -403,10 +371,7 @@ def find_buffer_use(
 def warmup_pass(
     model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, backward: bool
 ) -> None:
-    """Passes on this rank's first batch that leave no trace: forward, and backward too if `backward`.
-
-    There are two: a model may take another way once its first pass has left something in it.
-    """
+    """Two passes without a trace on the first batch: a model may go another way once it has been called."""
     with no_trace(precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
         content = precision.to_device(feed.first_batch())
@@ -437,9 +402,7 @@ def _type_and_shape(value: Any) -> str:
 def settle_bucket_layout(
     replica: DdpReplica, objective: Objective, precision: Precision, feed: Feed, barrier: Callable[[], None]
 ) -> None:
-    """Have DDP fix its buckets, by passes on this rank's first batch; raises a PipelineError if parameters
-    take no part in the loss.
-    """
+    """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
     with no_trace(precision.device, replica.model, objective.loss):
         content = precision.to_device(feed.first_batch())
 

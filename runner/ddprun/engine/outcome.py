@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import time
 import traceback
 from contextlib import suppress
@@ -168,16 +169,11 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 # Failures.
 
-_LOST_PEER_MESSAGES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection refused",
-    "socket closed",
-    "remote process exited",
-    "read error",
-    "left the exchange",
-)  # Gloo raises plain RuntimeErrors, whatever has gone wrong
+_LOST_PEER = re.compile(  # Gloo raises plain RuntimeErrors, whatever has gone wrong
+    "connection (closed by peer|reset by peer|refused)|broken pipe|socket closed|remote process exited|"
+    "read error|left the exchange",
+    re.IGNORECASE,
+)
 _NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
 _EXCHANGE_MODULES = (
     "ddprun_hooks.",
@@ -210,7 +206,9 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
         while time.monotonic() < until and ranks.first_failure() is None:
             time.sleep(_TICK_S)
     headline = _headline(error, secrets)
-    how = [headline, *_step_and_checkpoint(context)]
+    step, run_dir = 0 if session is None else session.state.step, context.run_dir
+    checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
+    how: list[str | int | None] = [headline, step, next(iter(checkpoints), None)]
     code = EXIT_BAD_INPUT if bad_input else EXIT_FAILURE
     if rank_files.error_before() == how and not _is_lost_peer(error):
         code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
@@ -253,18 +251,9 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     return claimed.exit_code
 
 
-def _step_and_checkpoint(context: FailureContext) -> tuple[int, int | None]:
-    """The last step that is done, and the step of the newest checkpoint."""
-    found = [] if context.run_dir is None else folder.steps_in(context.run_dir / folder.CHECKPOINTS_FOLDER)
-    return 0 if context.session is None else context.session.state.step, next(iter(found), None)
-
-
 def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
-    """Close what this rank has open, after rank `first` has failed; `what` happened to this one goes to its
-    log.
-
-    Returns once this host's launcher, if it is that rank's, too, has seen that one's end, and once nobody
-    needs the store any more.
+    """Close what this rank has open after rank `first` has failed; `what` happened to this one is logged.
+    Returns once this host's launcher has seen that rank's end, if it is its own, and nobody needs the store.
     """
     session = context.session
     if session is not None:
@@ -324,5 +313,4 @@ def _is_lost_peer(error: BaseException) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or not f"{frames[-1].f_globals.get('__name__', '')}.".startswith(_EXCHANGE_MODULES):
         return False
-    text = str(error).lower()
-    return isinstance(error, _NETWORK_ERRORS) or any(sign in text for sign in _LOST_PEER_MESSAGES)
+    return isinstance(error, _NETWORK_ERRORS) or _LOST_PEER.search(str(error)) is not None

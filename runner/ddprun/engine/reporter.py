@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from structlog.typing import FilteringBoundLogger
@@ -27,7 +28,7 @@ from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import StepRecord, Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
-from ddprun.track.trackers import Trackers, no_trackers
+from ddprun.track.trackers import Trackers
 from ddprun.units import format_count
 from ddprun_hooks.comm.trace import BucketTrace
 
@@ -37,14 +38,13 @@ class Reporter:
 
     def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
         self.screen, self.events, self._recorder = screen, events, recorder
-        self.trackers: Trackers = no_trackers()
+        self.trackers = Trackers()
         self.location = "before the first stage"  # for an error's message
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
         self._recompile_limit_reported = self._drift_reported = False
 
     def note(self, text: str) -> None:
-        """Show a line."""
         self.screen.note(text)
 
     # Of the stage that is running.
@@ -58,7 +58,6 @@ class Reporter:
         self.screen.begin(name, steps, steps_before)
 
     def end_stage(self) -> None:
-        """The stage is over."""
         self.screen.end()
 
     def exclude_time(self, seconds: float) -> None:
@@ -124,7 +123,6 @@ class Reporter:
         )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
-        """Report the first loss or parameter that is not finite."""
         self.events.warning("nonfinite", **asdict(found))
         self.note(found.describe())
 
@@ -156,15 +154,35 @@ class Reporter:
             self.events.info("compiled_more", step=step, graphs=more, all_graphs=compiler.reported_graphs)
         if compiler.at_recompile_limit and not self._recompile_limit_reported:
             self._recompile_limit_reported = True
-            self._report_recompile_limit(compiler.reported_graphs, step)
+            self.events.warning("compiled_no_more", step=step, all_graphs=compiler.reported_graphs)
+            self.note(
+                f"step {step}: torch.compile has made all graphs that it makes ({compiler.reported_graphs}), "
+                "and batches of further sizes run uncompiled: write compile: {dynamic: true}"
+            )
 
-    def _report_recompile_limit(self, graphs: int, step: int) -> None:
-        """Warn that torch compiles no further sizes of batches."""
-        self.events.warning("compiled_no_more", step=step, all_graphs=graphs)
-        self.note(
-            f"step {step}: torch.compile has made all graphs that it makes ({graphs}), and "
-            "batches of further sizes run uncompiled: write compile: {dynamic: true}"
-        )
+    def report_differing_data(
+        self, name: str, ranks: list[int], size: int, how: str | None, *, again: bool = False, **about: Any
+    ) -> None:
+        """Report ranks that read other samples of shared data than rank 0, the cause first; `how`: from
+        `self_sharding_name`. `again`: the same was said of the training data.
+        """
+        self.events.warning("data_differs", ranks=ranks, sharded_by=how, **about)
+        lost = f"{size - 1} of {size} samples are never used"
+        some = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
+        if again:
+            text = "the same holds as for data"
+        elif how is not None:
+            text = (
+                f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
+                "  write loader: {sharded: true} to use the data set as it is"
+            )
+        else:
+            text = (
+                f"first samples of rank {some} differ from rank 0's\n"
+                f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
+                "  if it draws at random, draw from torch, NumPy or random, which are seeded"
+            )
+        self.note(f"{name}: {text}")
 
     def report_frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

@@ -31,11 +31,8 @@ from ddprun.telemetry.writer import truncate_records
 def resume(session: Session) -> None:
     """Bring a session to where its run's newest whole checkpoint was taken; called by all ranks.
 
-    Records of later steps are cut off. Without a checkpoint the run starts from the beginning.
-
-    Raises:
-        PipelineError: the pipeline was changed in a way that cannot be resumed.
-        RunFolderError: there are checkpoints, but none can be read.
+    Records of later steps are cut off. Without a checkpoint the run starts from the beginning. Raises
+    PipelineError for a change that cannot be resumed, RunFolderError if no checkpoint can be read.
     """
     runtime, reporter, state = session.runtime, session.reporter, session.state
     checkpoint = _newest_valid_checkpoint(session)
@@ -85,9 +82,7 @@ def resume(session: Session) -> None:
 
 
 def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """The data that has changed since the checkpoint was taken (see `Fingerprints.changes`). A PipelineError:
-    steps are left in the middle of an epoch of it, and `checkpoint.on_changed_data` does not accept that.
-    """
+    """Data that has changed since the checkpoint; a PipelineError in mid-epoch, if the file says `stop`."""
     runtime = session.runtime
     pipeline, fingerprints = runtime.loaded.pipeline, runtime.fingerprints
     saved_data = saved.get("data", {})
@@ -119,19 +114,15 @@ def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> It
         kind, problem = "damaged", str(error)
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
+    problem += f" ({runtime.shown(checkpoint.path)})"
     if kind == "damaged":
-        raise RunFolderError(
-            f"the checkpoint of step {checkpoint.step} is damaged: {problem} "
-            f"({runtime.shown(checkpoint.path)})"
-        )
+        raise RunFolderError(f"the checkpoint of step {checkpoint.step} is damaged: {problem}")
     if kind:
-        raise runtime.loaded.error(kind, f"{problem} ({runtime.shown(checkpoint.path)})")
+        raise runtime.loaded.error(kind, problem)
 
 
 def _reopen_longer_stage(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:
-    """Move the cursor back into the last stage that took steps, if it is longer now and nothing has changed
-    the weights since it ended.
-    """
+    """Go back into the last stage with steps, if it is longer now and nothing has changed the weights."""
     last = cursor["stage"]
     stages = session.runtime.loaded.pipeline.stages
     if last is None or not last < min(cursor["next"], len(stages)):
@@ -177,7 +168,6 @@ def _newest_valid_checkpoint(session: Session) -> Checkpoint | None:
 
 
 def _list_steps(session: Session, root: Path) -> list[int]:
-    """The steps of the checkpoints that rank 0 sees, newest first."""
     ranks = session.runtime.ranks
     if ranks.rank == 0:
         folder.clear_unfinished(root)
@@ -300,8 +290,7 @@ _TAKEN_FROM_RANK_0 = {
     *("outer_momentum", "frozen", "reported"),
     # These may differ between ranks; rank 0's are also what `save` writes.
     *("buffers", "extra"),
-}
-"""What a run with another number of ranks takes from rank 0, besides what is in `shared`."""
+}  # what another number of ranks takes from rank 0, besides what is in `shared`
 
 
 def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[str, Any]]) -> dict[str, Any]:

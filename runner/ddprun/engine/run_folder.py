@@ -46,10 +46,7 @@ def agree_on_folder(
     """Create or reuse the run's folder on rank 0, and tell all ranks.
 
     `wanted`: from the command line. `known`: the folder that this host's ranks used before they were
-    restarted.
-
-    Raises:
-        RunFolderError: on rank 0: it cannot be made, is not empty, is not a run's, or is in use.
+    restarted. Rank 0 raises RunFolderError: it cannot be made, is not empty, not a run's, or in use.
     """
     known_folder = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
 
@@ -99,11 +96,8 @@ def _lock_wait_s(loaded: LoadedPipeline) -> float:
 
 
 def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
-    """Lock the folder of a run that was begun; `restarted` ranks may find it locked by a lost one of them.
-
-    Raises:
-        RunFolderError: it is not a run's, or is in use.
-        TimeoutError: it is still locked after a restart; the next attempt may get it.
+    """Lock the folder of a run that was begun, or raise RunFolderError. After a restart a lost rank may still
+    hold it: a TimeoutError, and the next attempt may get it.
     """
     try:
         for name in _FOLDERS:

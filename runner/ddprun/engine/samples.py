@@ -15,9 +15,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which samples are a rank's: of those that all ranks read, every `ranks`-th from its own number on; of
-    data that shards itself, all that it reads.
-    """
+    """A rank's samples: every `ranks`-th from its number on; of data that shards itself, all it reads."""
 
     rank: int
     ranks: int
@@ -45,21 +43,14 @@ class BatchError(Exception):
         self.problem, self.allowed = problem, allowed
 
 
-Collate = Callable[[list[Any]], Any]
-"""Makes a batch of samples, of which there is one at least."""
+Collate = Callable[[list[Any]], Any]  # makes a batch of samples, of which there is one at least
 
 
 def collate(samples: Sequence[Any], numbers: Sequence[int], custom_collate: Collate | None = None) -> Any:
-    """A batch of samples, as torch's `default_collate` makes it.
+    """A batch of one sample or more, by torch's `default_collate` or the pipeline's own function.
 
-    Args:
-        samples: one at least.
-        numbers: of the samples: their indices, or their positions in an iterable dataset.
-        custom_collate: the pipeline's own function instead, whose errors are raised.
-
-    Returns:
-        The batch, or a `BatchError`: returned, because an error that is raised in a loading process reaches
-        the training process as text.
+    `numbers` are the samples' indices, or positions in an iterable dataset. A `BatchError` is returned: one
+    that is raised in a loading process reaches the training process as text.
     """
     if custom_collate is not None:
         return custom_collate(list(samples))
@@ -86,10 +77,9 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
             "a sample is made of tensors, NumPy arrays, numbers and text, and of tuples, lists and mappings "
             "of these: convert it in the data set",
         )
-    text = str(error).strip().splitlines()
+    why, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return BatchError(
-        f"samples do not fit into one batch: {first}; {text[0] if text else type(error).__name__}",
-        "change what the data set returns",
+        f"samples do not fit into one batch: {first}; {why}", "change what the data set returns"
     )
 
 
@@ -111,7 +101,6 @@ def describe_sample(sample: Any) -> str:
 
 
 def _uncollatable_types(sample: Any) -> Iterator[str]:
-    """Types that `default_collate` does not take."""
     if isinstance(sample, Mapping):
         for value in sample.values():
             yield from _uncollatable_types(value)
@@ -164,23 +153,3 @@ def self_sharding_name(dataset: Any) -> str | None:
         names = [getattr(stage, "__name__", "") for stage in pipeline]
         return next((name for name in names if name == "split_by_node"), None)
     return None
-
-
-def differing_samples_message(differing_ranks: Sequence[int], world_size: int, how: str | None) -> str:
-    """The message for ranks (`differing_ranks`) that read other samples of shared data than rank 0; `how`:
-    from `self_sharding_name`.
-
-    Several lines, the likely cause first.
-    """
-    lost = f"{world_size - 1} of {world_size} samples are never used"
-    if how is not None:
-        return (
-            f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
-            "  write loader: {sharded: true} to use the data set as it is"
-        )
-    some = ", ".join(map(str, differing_ranks[:4])) + (", …" if len(differing_ranks) > 4 else "")
-    return (
-        f"first samples of rank {some} differ from rank 0's\n"
-        f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
-        "  if it draws at random, draw from torch, NumPy or random, which are seeded"
-    )

@@ -38,11 +38,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
 
     `model.safetensors` brings `model.yaml` with it, the resolved pipeline, or `model.safetensors.yaml` if the
     other is there and not save's. A relative path is relative to the run's folder. Either file is whole or
-    not there.
-
-    Raises:
-        PipelineError: the file cannot be written there.
-        OutputWriteError: the disk is full, or fails.
+    not there. Raises OutputWriteError if the disk is full or fails, or else PipelineError.
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
@@ -77,9 +73,7 @@ def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
 def write_weights(
     session: Session, target: Path, *, only_trainable: bool = False, step: int | None = None
 ) -> Path:
-    """Write the model as it is, with a note of the `step`, and its pipeline, each whole or not at all; gives
-    the pipeline's file. Raises OSError.
-    """
+    """Write the model and its pipeline, each whole or not at all; gives the latter's path; raises OSError."""
     notes = {"format": "pt", "ddprun": __version__} | ({} if step is None else {_STEP: str(step)})
     with _replace_atomically(target) as unfinished:
         try:
@@ -96,9 +90,7 @@ def write_weights(
 
 
 def saved_step(folder: Path, name: str) -> int | None:
-    """The step stored in the metadata of a weights file by `write_weights`; None: no such file, or no step in
-    it.
-    """
+    """The step in a weights file that `write_weights` made; None: there is no such file, or no step in it."""
     try:
         with open_file(folder, name) as file, safe_open(f"/dev/fd/{file.fileno()}", "pt") as weights:
             return int((weights.metadata() or {})[_STEP])
@@ -119,7 +111,6 @@ class _SavedWeights(nn.Module):
         }
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        """All of it."""
         return self._tensors
 
 
@@ -134,7 +125,6 @@ def pipeline_path(weights: Path) -> Path:
 
 
 def _is_written_by_save(path: Path) -> bool:
-    """Whether save has written the file."""
     if path.is_symlink() or not path.is_file():
         return False
     try:

@@ -28,9 +28,7 @@ def seed_host(seed: int) -> None:
 
 
 def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
-    """Choose deterministic algorithms on a GPU where torch offers them. `strict`: raise where there is none,
-    as in the backward pass of some attention.
-    """
+    """Choose deterministic algorithms where torch has them on a GPU; `strict`: raise where it has none."""
     if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS on several streams may differ
         torch.use_deterministic_algorithms(True)

@@ -1,9 +1,9 @@
 """What a stage does between the ranks, in order: a run carries it out (`stage_run.carry_out`), and `ddprun
 explain` counts what it sends. Imports no torch.
 
-Only the part of a step before its update is in two places, here and in `loop.train_step`. The caller reports
-what is known at run time alone: how many steps were taken (`end`), and updates of the weights
-(`note_update`).
+Only the part of a step before its update is in two places, here and in `loop.train_step`, whose orders
+tests/engine/test_sequence.py compares. The caller reports what a run alone knows: how many steps were taken
+(`end`), and updates of the weights (`note_update`).
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,6 @@ Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate"
 """`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
 `once`: by a stage without steps.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradients:
-    """Backward averages gradients, as the plan says among which ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +35,6 @@ class Equalize:
 
 
 @dataclass(frozen=True, slots=True)
-class CompareFrozen:
-    """Compare the frozen parameters, and make those equal that differ."""
-
-
-@dataclass(frozen=True, slots=True)
 class Audit:
     """Compare all parameters with what `ReplicaConsistency` says."""
 
@@ -52,20 +42,15 @@ class Audit:
     at_end: bool = False  # the stage has just made ranks equal
 
 
-@dataclass(frozen=True, slots=True)
-class Mutate:
-    """Each rank changes its own weights."""
-
-
-Action = SendGradients | SendBuffers | Transfers | Equalize | CompareFrozen | Audit | Mutate
+Action = SendBuffers | Transfers | Equalize | Audit | Literal["send gradients", "compare frozen", "mutate"]
+"""`send gradients`: backward averages them among the plan's ranks. `compare frozen`: make those frozen
+parameters equal that differ. `mutate`: each rank changes its own weights."""
 
 
 @dataclass(eq=False)
 class StageSequence:
-    """What a train or forward stage does to the ranks, moment by moment.
-
-    Carry each action out before you ask for the next one: `replicas` changes between them. Steps count from 1
-    in the stage.
+    """What a train or forward stage does to the ranks, moment by moment; steps count from 1 in the stage.
+    Carry each action out before you ask for the next one: `replicas` changes between them.
     """
 
     pipeline: Pipeline
@@ -90,9 +75,7 @@ class StageSequence:
         return every > 0 and step % every == 0
 
     def exchanges(self, step: int) -> bool:
-        """Whether all ranks exchange anything in this step, by the sync policy, buffers or an audit: such a
-        step has a control message.
-        """
+        """Whether all ranks exchange anything in this step, so that it has a control message."""
         by_policy = self.settings.plan.synchronizes(step)
         return by_policy or self.buffers.synchronizes(step) or self.audits(step)
 
@@ -124,7 +107,7 @@ class StageSequence:
             if names := self.buffers.before_forward():
                 yield "before_forward", SendBuffers(names)
         if self.settings.plan.gradients is not None:
-            yield "backward", SendGradients()
+            yield "backward", "send gradients"
         if self.settings.updates_weights:
             self.note_update()
         for action in self.after_step(step):
@@ -158,9 +141,7 @@ class StageSequence:
         return self.progress.finish(reconcile=False)[0]
 
     def end(self, step: int) -> Iterator[Action]:
-        """End a complete stage of `step` steps: make the ranks equal, unless the next stage takes them as
-        they are.
-        """
+        """End a complete stage of `step` steps: make ranks equal, unless the next stage takes them so."""
         replicas, reconcile = self.replicas, self.pipeline.averages_after(self.stage)
         transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")
         yield transfers
@@ -175,15 +156,13 @@ class StageSequence:
             effect = "common"
         else:
             if effect == "nothing":
-                yield CompareFrozen()
+                yield "compare frozen"
             yield from _equalize_averages(replicas, None)
         yield Audit(recorded=effect == "common", at_end=True)
 
     @property
     def _compares_first_step(self) -> bool:
-        """Whether parameters are compared now, because it is after the first step in this attempt that leaves
-        ranks the same.
-        """
+        """Whether this is the first step in this attempt that leaves ranks the same."""
         if self.compared or self.exchanges_nothing:
             return False
         return self.settings.plan.changes_weights and self.replicas.parameters != "apart"
@@ -193,7 +172,7 @@ class StageSequence:
 
     def _mutate(self, step: int) -> Iterator[Action]:
         if self.settings.mutate is not None:
-            yield Mutate()
+            yield "mutate"
             self.replicas.mark_mutated(self.first_step + step)
 
 

@@ -1,6 +1,4 @@
-"""What the stages of one run work with: Runtime (what stays), RunState (what changes), Reporter (what you
-see).
-"""
+"""What a run's stages work with: Runtime (what stays), RunState (what changes), Reporter (what you see)."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ _CLOCKS_EVERY_S = 60.0
 
 @dataclass(slots=True)
 class Runtime:
-    """What `engine/setup.py` builds once. The same objects serve every stage of the run; what they learn
-    meanwhile, their `state_dict` gives to checkpoints.
-    """
+    """What `engine/setup.py` builds once for all stages; checkpoints have what it learns (`state_dict`)."""
 
     loaded: LoadedPipeline
     run_dir: Path  # absolute, as is every path of a run: the user's code may change the working directory
@@ -108,9 +104,7 @@ class Runtime:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where in its pipeline the run is: which stage runs or comes next, and where its steps began. With that
-    goes what has come of the run so far: its time, and the summary's entries of stages that are done.
-    """
+    """Where in its pipeline the run is, and what has come of it so far: its time, and stages' entries."""
 
     next: int = 0  # the index in `stages` of the stage that runs, or that comes next
     stage: int | None = None  # the last stage that takes steps that has begun; it runs if it is `next`
@@ -128,11 +122,9 @@ class Cursor:
         return self.stage == self.next
 
     def begin(self, stage: int, step: int, epoch: int) -> None:
-        """A stage that takes steps begins."""
         self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
 
     def end(self, entry: dict[str, Any]) -> None:
-        """A stage is done."""
         self.entries.append(entry)
         self.next += 1
 
@@ -145,13 +137,11 @@ class Cursor:
             self.seconds += spent
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
         state = asdict(self)
         del state["ticked_at"]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring it back."""
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -179,9 +169,7 @@ class Evaluations(BaseModel, strict=True):
 
 @dataclass(slots=True)
 class RunState:
-    """What changes during the run. A checkpoint holds all of it but `resume_state` (`engine/state.py`), which
-    `tests/engine/test_session.py` checks field by field.
-    """
+    """What changes in a run; a checkpoint holds all but `resume_state` (tests/engine/test_session.py)."""
 
     step: int = 0  # steps of the run that are done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known

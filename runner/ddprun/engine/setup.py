@@ -25,7 +25,7 @@ from ddprun.engine.objective import (
 )
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
-from ddprun.engine.samples import differing_samples_message, self_sharding_name
+from ddprun.engine.samples import self_sharding_name
 from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
@@ -64,7 +64,7 @@ def open_session(
     signals: SignalRequests,
     token: str = "0",
 ) -> Session:
-    """Build everything, then freeze the bucket layout.
+    """Build everything, then freeze the bucket layout; raises PipelineError for what only a run can see.
 
     1. seed; model, data, loss, optimizer, hooks: what is missing is reported before anything is exchanged
     2. process groups, all of them; parameters and buffers of rank 0 for all
@@ -72,9 +72,6 @@ def open_session(
     4. if some stage exchanges gradients: DDP around the model, the dispatcher in it, and throw-away backward
        passes until DDP's buckets are as they stay
     5. seed again, each rank differently
-
-    Raises:
-        PipelineError: something in the file that only a run can see.
     """
     pipeline, device = loaded.pipeline, place.device
     started_in, shown_dir, run_dir = Path.cwd(), run_dir, run_dir.absolute()
@@ -131,8 +128,7 @@ def open_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    held_out = build.wrap_held_out(loaded, data.evaluate)
-    fingerprints = Fingerprints(loaded, feeds, held_out, stage_held_out, rank=ranks.rank)
+    fingerprints = Fingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
@@ -175,7 +171,7 @@ def open_session(
         objective=objective,
         feeds=feeds,
         fingerprints=fingerprints,
-        held_out=held_out,
+        held_out=data.held_out,
         stage_held_out=stage_held_out,
         checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite_check),
         staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
@@ -232,9 +228,7 @@ def _compile(
 
 
 def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, backend: str) -> None:
-    """Check whether `/dev/shm` has room for what loading processes and NCCL put there; a PipelineError if
-    loading processes cannot even be started.
-    """
+    """Warn of a `/dev/shm` too small for loading processes or NCCL; a PipelineError if none can start."""
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
     shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
@@ -250,7 +244,6 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
 
 
 def _tensor_bytes(feed: Feed) -> list[int]:
-    """The size of each tensor in a batch."""
     sizes: list[int] = []
 
     def note_size(tensor: Tensor) -> Tensor:
@@ -268,14 +261,12 @@ def _open_exchange(
     place: DeviceAndBackend,
     stacks: HookStacksByStage,
 ) -> Exchange:
-    """Make the process groups that the stages need."""
     stages = [
         (stage, stage.effective_settings(loaded.pipeline)) for stage in loaded.pipeline.stages_with_steps()
     ]
+    all_ranks, in_hosts = stacks.all_ranks, stacks.within_hosts
     needed = QueueRequirements.of_stages(
-        queue_requirements(
-            settings.plan, stacks.all_ranks[stage.index], stacks.within_hosts[stage.index], ranks.size
-        )
+        queue_requirements(settings.plan, all_ranks[stage.index], in_hosts[stage.index], ranks.size)
         for stage, settings in stages
     )
     try:
@@ -293,17 +284,14 @@ def _open_exchange(
         by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
         at = "sync" if isinstance(error, UnequalHostsError) and not by_hook else "hooks"
         for stage, _ in stages:
-            if place.device.type == "cuda" and any(
-                one.shared for one in stacks.all_ranks[stage.index].requirements
-            ):
+            shared = any(one.shared for one in all_ranks[stage.index].requirements)
+            if place.device.type == "cuda" and shared:
                 at = stage.key_path("hooks")
         raise loaded.error(at, str(error)) from None
 
 
 def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Reporter) -> None:
-    """Report if ranks read different samples, though each takes its share of them; or if they read the same
-    from a data set that is said to shard itself.
-    """
+    """Report ranks that read other samples of shared data, or the same of data that is to shard itself."""
 
     def note_lost_samples(text: str) -> None:
         reporter.events.warning("data_lost")
@@ -319,6 +307,4 @@ def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Repo
             "remove loader.sharded"
         )
     if differing and not feed.sharded:
-        how = self_sharding_name(feed.dataset)
-        reporter.events.warning("data_differs", ranks=differing, sharded_by=how)
-        reporter.note(f"{name}: {differing_samples_message(differing, feed.world_size, how)}")
+        reporter.report_differing_data(name, differing, feed.world_size, self_sharding_name(feed.dataset))

@@ -35,9 +35,7 @@ def build_stack(
 
 @dataclass(slots=True)
 class HookStacksByStage:
-    """The hook stacks of each stage, by the stage's index. Stages with the same hooks share a stack, so its
-    state carries over.
-    """
+    """The hook stacks of each stage, by its index; stages with the same hooks share one, and its state."""
 
     all_ranks: dict[int, Stack] = field(default_factory=dict)
     # Among the ranks of one host, where `hierarchical` has one level less.
@@ -46,7 +44,6 @@ class HookStacksByStage:
 
     @property
     def first(self) -> Stack:
-        """Of the first stage."""
         return next(iter(self.by_description.values()), Stack([]))
 
     def enter(self, stage: int) -> None:
@@ -56,13 +53,10 @@ class HookStacksByStage:
             stack.adopt_state([other for other in stacks.values() if other is not stack])
 
     def state_dict(self) -> dict[str, Any]:
-        """State of every stack."""
         return {description: stack.state_dict() for description, stack in self.by_description.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. A stack whose description has changed takes over the state of hooks with the
-        same names.
-        """
+        """Restore the state; a stack of another description takes that of hooks with the same names."""
         for description, own in self._assign_states(state).items():
             self.by_description[description].load_state_dict(own)
 

@@ -1,6 +1,4 @@
-"""A stage that takes steps: what begins it, what it works with, what ends it (its loop is in `loop.py`). And
-what makes ranks equal outside of a sync policy.
-"""
+"""A stage that takes steps: what begins it and ends it (`loop.py` has its loop). What makes ranks equal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,16 +23,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.resume import fail_on_all_ranks
-from ddprun.engine.sequence import (
-    Action,
-    Audit,
-    CompareFrozen,
-    Equalize,
-    Mutate,
-    SendBuffers,
-    StageSequence,
-    equalize,
-)
+from ddprun.engine.sequence import Action, Audit, Equalize, SendBuffers, StageSequence, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
@@ -107,9 +96,7 @@ class StageRun:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether the held-out data is measured now, between two steps; that of the stage's end comes
-        after it.
-        """
+        """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
         state = self.session.state
         due = self.steps_done in self.stage.evaluations_inside(self.steps)
         return due and state.evaluations.step != state.step
@@ -183,18 +170,12 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
     sequence = StageSequence(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
-    synchronizer = state.synchronizer = Synchronizer(
-        sequence.progress,
-        runtime.frozen,
-        runtime.optimizer,
-        runtime.exchanger,
-        stack,
-        host_stack,
-        state.outer_momentum,
-    )
+    exchanged = runtime.frozen, runtime.optimizer, runtime.exchanger
+    synchronizer = Synchronizer(sequence.progress, *exchanged, stack, host_stack, state.outer_momentum)
+    state.synchronizer = synchronizer
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    exchanged = () if replica is None else replica.dispatcher.layout
-    runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in exchanged])
+    buckets = () if replica is None else replica.dispatcher.layout
+    runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in buckets])
     signature = f"{synchronizer.describe()}; {stack.description}"
     if replica is not None:
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
@@ -259,19 +240,18 @@ def carry_out(run: StageRun, action: Action, step: int) -> None:
             runtime.buffers.send(names)
         case Equalize():
             _equalize(session, action)
-        case CompareFrozen():
+        case "compare frozen":
             runtime.frozen.post_checksum()
             runtime.frozen.make_equal()
         case Audit(recorded, at_end):
             where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
             audit_parameters(session, where, step, at_end=at_end, recorded=recorded)
-        case Mutate():
+        case "mutate":
             assert run.mutate is not None, "the stage mutates"
             run.mutate(runtime.model)
 
 
 def _epochs_left(session: Session, stage: StepStage, epochs: int) -> int:
-    """Epochs of the stage that are not over, the current one included."""
     return epochs - (session.runtime.feeds.for_stage(stage.index).epoch - session.state.cursor.first_epoch)
 
 

@@ -48,8 +48,8 @@ class StateError(ValueError):
 def collect_state(session: Session) -> dict[str, Any]:
     """This rank's part of a checkpoint. Tensors are those that training continues with, not copies.
 
-    A new key also goes into `restore`, and into `resume.py` what becomes of it on another number of ranks;
-    tests/engine/test_session.py and tests/checkpoint hold that nothing is left out.
+    What has a `state_dict` goes into `_parts`; any other new key here and into `restore`. `resume.py` says
+    what becomes of it on another number of ranks; tests/engine/test_session.py looks for what is left out.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
     ema = runtime.ema
@@ -58,25 +58,17 @@ def collect_state(session: Session) -> dict[str, Any]:
     sync = state.synchronizer.state_dict() if state.synchronizer is not None else {}
     return {
         "step": state.step,
-        "position": state.cursor.state_dict(),
         "schedule": state.loaded_schedule if state.schedule is None else state.schedule.state_dict(),
         "parameters": dict(model.named_parameters()),
         "frozen": {},  # parameters that are the same on all ranks although others are not (`take_checkpoint`)
         "buffers": dict(model.named_buffers()),
         # What modules have besides these (`get_extra_state`).
         "extra": {name: value for name, value in model.state_dict().items() if name.endswith("_extra_state")},
-        "optimizer": runtime.optimizer.state_dict(),
         "ema": None if ema is None else {**ema.state_dict(), "apart": state.replicas.averages_differ},
-        "precision": runtime.precision.state_dict(),
-        "feed": runtime.feed.state_dict(),
-        "stage_feeds": runtime.feeds.state_dict(),
-        "hooks": runtime.stacks.state_dict(),
         "sync": sync,
         "replicas": state.replicas.state_list(),
         "outer_momentum": dict(state.outer_momentum),
-        "buffers_seen": runtime.buffers.state_dict(),
         "evaluations": state.evaluations.model_dump(),
-        "telemetry": runtime.recorder.state_dict(),
         "reported": {
             "loss": state.loss,
             "metrics": state.metrics,
@@ -86,6 +78,22 @@ def collect_state(session: Session) -> dict[str, Any]:
             "nonfinite": asdict(nonfinite) if nonfinite is not None else None,
         },
         "generators": seeding.generator_state(runtime.device),
+        **{name: part.state_dict() for name, part in _parts(session).items()},
+    }
+
+
+def _parts(session: Session) -> dict[str, Any]:
+    """The parts of the state that have `state_dict` and `load_state_dict` themselves."""
+    runtime = session.runtime
+    return {
+        "position": session.state.cursor,
+        "optimizer": runtime.optimizer,
+        "precision": runtime.precision,
+        "feed": runtime.feed,
+        "stage_feeds": runtime.feeds,
+        "hooks": runtime.stacks,
+        "buffers_seen": runtime.buffers,
+        "telemetry": runtime.recorder,
     }
 
 
@@ -103,27 +111,17 @@ def shared_keys(session: Session) -> frozenset[str]:
 
 
 # What reading something other than expected ends in.
-_READ_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
 def raise_damaged_on_error(what: str) -> Iterator[None]:
-    """Context around reading a part of a checkpoint, which may hold anything: errors become a
-    DamagedError.
-    """
+    """Context around reading a part of a checkpoint, which may hold anything: errors are DamagedErrors."""
     try:
         yield
     except (DamagedError, StateError, torch.OutOfMemoryError):
         raise
-    except _READ_ERRORS as error:
+    except _ERRORS as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise DamagedError(f"its {what} cannot be read ({text:.200})") from error
 
@@ -132,14 +130,14 @@ def raise_damaged_on_error(what: str) -> Iterator[None]:
 
 
 def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Restore all but what belongs to the running stage (see `restore_mid_stage`). Raises DamagedError, or
-    StateError if the state does not fit the model.
-    """
+    """Restore all but what `restore_mid_stage` does; raises DamagedError, or StateError: another model."""
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
 
     def load_reported(reported: Mapping[str, Any]) -> None:
         run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
-        run_state.last_audit, runtime.finite_check.first_nonfinite = _read_findings(reported)
+        audit, nonfinite = reported["audit"], reported["nonfinite"]
+        run_state.last_audit = AuditResult(**audit) if audit else None
+        runtime.finite_check.first_nonfinite = Nonfinite(**nonfinite) if nonfinite else None
         run_state.farthest_apart = reported["farthest_apart"]
         session.reporter.difference_reported = reported["apart_reported"]
 
@@ -166,20 +164,13 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "parameters": partial(_copy, dict(model.named_parameters()), "parameter"),
         "buffers": partial(_copy, dict(model.named_buffers()), "buffer"),
         "extra": load_extra,
-        "optimizer": runtime.optimizer.load_state_dict,
         "ema": load_ema,
-        "position": run_state.cursor.load_state_dict,
-        "precision": runtime.precision.load_state_dict,
-        "feed": runtime.feed.load_state_dict,
-        "stage_feeds": runtime.feeds.load_state_dict,
-        "hooks": runtime.stacks.load_state_dict,
         "replicas": run_state.replicas.load_state_list,
         "outer_momentum": run_state.outer_momentum.update,
-        "buffers_seen": runtime.buffers.load_state_dict,
         "evaluations": load_evaluations,
-        "telemetry": runtime.recorder.load_state_dict,
         "reported": load_reported,
-        "generators": partial(seeding.restore_generators, device=runtime.device),
+        **{name: part.load_state_dict for name, part in _parts(session).items()},
+        "generators": partial(seeding.restore_generators, device=runtime.device),  # last: loading may draw
     }
     for part, load in parts.items():
         with raise_damaged_on_error(part):
@@ -237,12 +228,6 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
                     f"{tuple(value.shape)} of {value.dtype}"
                 )
             target.copy_(value)
-
-
-def _read_findings(reported: Mapping[str, Any]) -> tuple[AuditResult | None, Nonfinite | None]:
-    """The last audit's finding, and the first loss or parameter that was not finite."""
-    audit, nonfinite = reported["audit"], reported["nonfinite"]
-    return AuditResult(**audit) if audit else None, Nonfinite(**nonfinite) if nonfinite else None
 
 
 # Taking checkpoints.
@@ -380,16 +365,13 @@ def report_checkpoints(session: Session) -> None:
 
 
 def close_checkpoints(session: Session) -> None:
-    """Finish writing."""
     if (writer := session.runtime.checkpoints) is not None:
         writer.close()
         report_checkpoints(session)
 
 
 def hook_state_layout(session: Session) -> str:
-    """What decides how the hooks' state is divided among ranks; state can be restored rank by rank only where
-    it is unchanged.
-    """
+    """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
     runtime = session.runtime
     cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)
     return repr((cap_mb, runtime.ranks.placement.ranks_by_host(), hooks))

@@ -51,9 +51,7 @@ class StatefulMetric:
         self._updated = True
 
     def compute(self, control: ControlChannel) -> float:
-        """The value over the samples of all ranks, the same on each; called by all of them. One rank at least
-        has been given a batch.
-        """
+        """The value over all ranks' samples, for all of them to call; one at least has been given a batch."""
         metric = self._metric
         if control.size > 1:
             own = self._own_bytes() if self._updated else b""
@@ -78,14 +76,11 @@ class StatefulMetric:
         return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
 
     def _own_bytes(self) -> bytes:
-        """This rank's state as bytes."""
         try:
             return _to_bytes(self._state())
         except UnstorableError as error:
-            raise self._make_error(
-                f"a rank's state cannot be sent: {error}",
-                "a state is made of tensors, numbers, text, lists and mappings",
-            ) from None
+            allowed = "a state is made of tensors, numbers, text, lists and mappings"
+            raise self._make_error(f"a rank's state cannot be sent: {error}", allowed) from None
 
     def _merge_states(self, states: Sequence[Mapping[str, Any]]) -> Any:
         """A metric with what ranks have accumulated, of their states in rank order."""

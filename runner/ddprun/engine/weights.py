@@ -22,18 +22,12 @@ def plain_name(name: str) -> str:
 
 
 def averages_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has `train()` and `eval()`, as schedule-free ones have: in training the model
-    holds other weights than those that are to be read.
-    """
+    """Whether an optimizer has `train()` and `eval()`: it trains other weights than those to be read."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
-    """Give the model the weights of `init`, if the file names some.
-
-    Raises:
-        PipelineError: the file cannot be read, or does not fit the model.
-    """
+    """Give the model the weights of `init`, if there are; a PipelineError if they cannot be read or used."""
     wanted = loaded.pipeline.init
     if wanted is None:
         return
@@ -98,11 +92,8 @@ def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
 def parameter_groups(
     loaded: LoadedPipeline, model: nn.Module, options: Sequence[dict[str, Any]]
 ) -> list[Any]:
-    """What an optimizer is made over: all parameters that are trained; with `groups`, those of each group
-    with its `options`, and then all others.
-
-    Raises:
-        PipelineError: a pattern has no parameter, or a group none that is trained.
+    """What an optimizer is made over: all that is trained; with `groups`, those of each with its `options`,
+    then all others. A PipelineError: a pattern has no parameter, or a group none that is trained.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = loaded.pipeline.groups

@@ -67,11 +67,7 @@ from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.watchdog.hang import HangReport, RunContext, handle_hang
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 
-_EXIT_CODES: dict[Status, int] = {
-    "done": EXIT_SUCCESS,
-    "failed": EXIT_FAILURE,
-    "interrupted": EXIT_INTERRUPTED,
-}
+_EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
 
 _STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
     TrainStage: run_stage,
@@ -85,34 +81,22 @@ _STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
 _HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
 _TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
 _LEAVE_DEADLINE_S = 10.0  # how long a rank may take to close what it has open after another one's failure
-_DEFAULT_GC_THRESHOLDS = (700, 2000)
-_GC_YOUNG_THRESHOLD = 5_000
-"""Allocations before a collection of the youngest generation; Python's default is 700, or 2000 since 3.13.
-Telemetry keeps a few thousand objects for steps whose control messages are in flight.
-"""
-
+_DEFAULT_GC_THRESHOLDS = (700, 2000)  # of the youngest generation; the second since Python 3.13
+_GC_YOUNG_THRESHOLD = 5_000  # telemetry keeps a few thousand objects for steps with messages in flight
 _NCCL_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with CUDA's 8, the clock's stream waits behind those of buckets
-}
-"""So that ranks' watchdogs report before torch's own, and neither process groups nor streams wait for each
-other on a GPU (`docs/reliability.md`).
-"""
+}  # ranks' watchdogs report before torch's, and nothing waits for another on a GPU (docs/reliability.md)
 
-_HEARTBEAT_S = 480
-"""Torch's default: its monitor ends a process whose NCCL watchdog has been stuck for so long."""
-
+_HEARTBEAT_S = 480  # torch's: its monitor ends a process whose NCCL watchdog has been stuck for so long
 _HEARTBEAT_MARGIN_S = 60  # later than a rank's own watchdog, whose report says more
 
 
 def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: ResumeMode = "no") -> int:
-    """Run this rank's share of the pipeline; gives the exit code.
-
-    The run's files go to `run_dir`; None makes a new folder under `runs/<name>/`.
-    """
+    """Run this rank's share of the pipeline in `run_dir`, None: a new one in `runs/`; gives the exit code."""
     die_with_parent()
     _tune_garbage_collector()
     signals = SignalRequests()
@@ -121,12 +105,8 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     failure_context = FailureContext()
     environment, timeout_s = Environment.read(), loaded.pipeline.launch.timeout_s
     watchdog = make_rank_watchdog(environment, timeout_s, failure_context, lambda: ranks)
-    ranks = Ranks(
-        environment,
-        timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S),
-        watchdog,
-        watchdog.status_page.path,
-    )
+    timeout = timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
+    ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
     watchdog.start()
     try:
         ranks.connect()
@@ -200,9 +180,7 @@ def _tune_garbage_collector() -> None:
 
 
 def prepare_nccl(timeout_s: float) -> None:
-    """Set torch's and NCCL's variables, where the user has not, before any process group is made. A hang is
-    reported after `timeout_s`.
-    """
+    """Set variables of torch and NCCL that the user has not, before any process group is made."""
     heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
@@ -276,7 +254,6 @@ def end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) 
 
 
 def _run_stages(session: Session) -> Status:
-    """Run the stages that are left."""
     runtime, cursor = session.runtime, session.state.cursor
     stages, watchdog = runtime.loaded.pipeline.stages, runtime.ranks.watchdog
     while cursor.next < len(stages):

@@ -19,7 +19,6 @@ from ddprun.engine.sequence import (
     Equalize,
     Moment,
     SendBuffers,
-    SendGradients,
     StageSequence,
     equalize,
 )
@@ -459,7 +458,7 @@ class _Planner:
         match action:
             case SendBuffers(names):
                 return self._buffer_sends(moment, names)
-            case SendGradients():
+            case "send gradients":
                 return self._gradient_sends(moment)
             case Transfers(started=started):
                 chosen = (self._plan.transfers[index] for index in started)

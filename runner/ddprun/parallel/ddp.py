@@ -54,10 +54,8 @@ class DdpReplica:
         later. Were step 1 to run in the first layout, a resumed run would sum its first step in another order
         than the unbroken run did, and end with other bits.
 
-        Args:
-            loss: of a forward pass through `ddp` on one and the same batch, shape ().
-            make_unused_error: makes the error for parameters that got no gradient, though DDP waits for all.
-            barrier: waits for all ranks.
+        `loss` is of a pass through `ddp` on one and the same batch, shape (). `make_unused_error` makes the
+        error for parameters without a gradient, for which DDP waits. `barrier` waits for all ranks.
         """
         settings = self._settings
         self.model.train()
@@ -71,22 +69,13 @@ class DdpReplica:
                 barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
-        """Average gradients by these hooks, and among these ranks, from now on; gives what must be
-        the same on all ranks: the buckets, the hooks, the ranks.
-        """
+        """Use these hooks and ranks for gradients from now on; gives what must be the same on all ranks."""
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature
 
     def backward(self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool) -> Sequence[str]:
-        """A backward pass.
-
-        Args:
-            loss: shape ().
-            traces: takes a trace of each bucket.
-            exchange: False: the forward pass ran under `ddp.no_sync()`, which keeps gradients on the rank.
-
-        Returns:
-            Parameters without a gradient, for which DDP would wait for ever; empty if all is well.
+        """A backward pass of a `loss` of shape (), with each bucket's trace for `traces`. If not `exchange`,
+        the forward pass ran under `ddp.no_sync()`. Gives parameters without a gradient: DDP waits for them.
         """
         self.dispatcher.traces = traces
         try:
@@ -108,12 +97,10 @@ class DdpReplica:
 def predict_bucket_layout(
     params_by_completion: Mapping[str, Tensor], caps_bytes: Sequence[int]
 ) -> tuple[BucketLayout, ...]:
-    """The gradient buckets that DDP will rebuild, computed without DDP: the same as `BucketDispatcher.layout`
-    once that is fixed.
+    """The gradient buckets that DDP will rebuild, computed without DDP: `BucketDispatcher.layout` once fixed.
 
-    Args:
-        params_by_completion: parameters by name, in the order in which backward completes their gradients.
-        caps_bytes: the size at which each bucket is full; the last counts for all that follow.
+    `params_by_completion` are in the order in which backward completes their gradients. `caps_bytes`: the
+    size at which each bucket is full; the last counts for all that follow.
     """
     names = list(params_by_completion)
     tensors = [view_complex_as_real(param) for param in params_by_completion.values()]

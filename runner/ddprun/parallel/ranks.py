@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +26,7 @@ from ddprun_hooks.comm.observer import observed_wait
 
 _FIRST_FAILURE = "failed"
 
-_STORE_TIMEOUT_S = 1.0
-"""In trouble nobody waits longer for the store: it may live in the very process that is stuck."""
-
+_STORE_TIMEOUT_S = 1.0  # in trouble: it may live in the very process that is stuck
 _T = TypeVar("_T")
 
 
@@ -67,9 +65,7 @@ class Ranks:
     status_page: str = ""  # path of this rank's status page, on this host
     host: str = field(default_factory=lambda: socket.gethostname())
     hosts: tuple[str, ...] = ()  # host name of each rank, once joined
-    local_sizes: tuple[int, ...] = ()
-    """For each rank, how many ranks its launcher started on its host, once joined."""
-
+    local_sizes: tuple[int, ...] = ()  # by rank, how many ranks its launcher started on its host, once joined
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
     _unanswered: threading.Thread | None = None  # asks the store, which has not answered in time
@@ -92,7 +88,6 @@ class Ranks:
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks are, once joined."""
         return Placement(self.rank, self.hosts, self.local_sizes)
 
     def connect(self, base: Any = None) -> None:
@@ -125,12 +120,8 @@ class Ranks:
         addresses = self.gather("addresses", [self.host, address_towards(endpoint)])
         hosts = [host for host, _ in addresses]
         if "LOCAL_RANK" not in os.environ:
-            self.environment = replace(
-                self.environment,
-                local_rank=hosts[: self.rank].count(self.host),
-                local_world_size=hosts.count(self.host),
-                host_count=len(set(hosts)),
-            )
+            local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
+            self.environment = Environment(self.rank, self.size, local_rank, local_size, len(set(hosts)))
         others = [address for host, address in addresses if host != self.host]
         if not others:
             return
@@ -148,13 +139,8 @@ class Ranks:
         if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
             self.watchdog.set_device(place.device)
-        here = [
-            self.host,
-            self.environment.local_world_size,
-            self.status_page,
-            os.environ.get(STATUS_SERVER_VARIABLE, ""),
-        ]
-        self.store.set(f"host/{self.rank}", json.dumps(here))
+        local_size, server = self.environment.local_world_size, os.environ.get(STATUS_SERVER_VARIABLE, "")
+        self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, self.status_page, server]))
         with observed_wait(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
                 place.backend,
@@ -175,9 +161,7 @@ class Ranks:
             return json.loads(self.store.get(key))
 
     def watch_store_query(self) -> AbstractContextManager[None]:
-        """Context around a query to the store: the watchdog sees it, since a query has no timeout of its own
-        if the store's process is stopped.
-        """
+        """Context around a query to the store, which the watchdog sees: a query has no timeout of its own."""
         holder = [0] if _rank_0_holds_store() else []
         return observed_wait(self._joining, "ask", "the ranks' store", holder)
 
@@ -262,16 +246,12 @@ class Ranks:
         return answers[0] if answers else None
 
     def leave(self) -> None:
-        """Take down the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _store_prefix() -> str:
-    """Prefix of this start's keys in the store, so that no key of an earlier start is found under it.
-
-    A launcher's store outlives the ranks. Only on one host do all ranks know how often they were started.
-    """
+    """Prefix of this start's keys: a launcher's store outlives ranks, and only one host counts starts."""
     if _rank_0_holds_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return "start"
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

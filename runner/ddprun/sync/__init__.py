@@ -1,6 +1,4 @@
-"""When ranks synchronise: one policy per file, and what goes with them: buffers, frozen parameters, the
-audit.
-"""
+"""When ranks synchronise: one policy per file, and buffers, frozen parameters, the audit."""
 
 from ddprun.sync.plan import OuterOptimizer, Partition, StageFacts, SyncPlan, SyncPolicy, Transfer
 

@@ -11,11 +11,9 @@ from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.exchange import Exchange
 
 _WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # 32-bit words that are hashed at once, by device
-_CHECKSUM_BITS = 48
-"""A whole number that float64, in which control messages travel, holds exactly."""
-
+_CHECKSUM_BITS = 48  # a whole number that float64, in which control messages travel, holds exactly
+# Odd numbers: of splitmix64, and Knuth's.
 _HASH_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, 6364136223846793005)
-"""Odd numbers: of splitmix64, and Knuth's."""
 
 
 class DriftError(RuntimeError):
@@ -28,9 +26,7 @@ class AuditResult:
 
     differing: tuple[str, ...]  # parameters of which not all ranks hold the same, in the model's order
     odd_ranks: tuple[int, ...]  # ranks that differ from the majority in the first of them
-    largest_distance: float
-    """Largest difference between two ranks in one value of any parameter; 0 if all are equal."""
-
+    largest_distance: float  # between two ranks, in one value of any parameter; 0 if all are equal
     farthest: str  # the parameter of that value; empty if all are equal
 
 
@@ -45,13 +41,8 @@ def audit(
     """Compare parameters between ranks by checksum, and those that differ by value. Called by all ranks
     together. Its traffic is in no record.
 
-    Args:
-        model: whose parameters they are.
-        exchange: of all ranks.
-        groups: within each of these, parameters have to be equal; None: on all ranks.
-        exempt: names of those that need not.
-        measure_allowed: by value also where no parameter differs that has to be equal. Distances are over all
-            ranks.
+    Within each of `groups` they have to be equal (None: on all ranks), but for the names in `exempt`.
+    `measure_allowed`: by value also where none differs that has to be equal. Distances are over all ranks.
     """
     parameters = dict(model.named_parameters())
     found = gather_checksums(parameters, exchange.control, "checksums of the parameters")

@@ -21,12 +21,8 @@ class BufferUse:
 
     changing: tuple[str, ...] = ()  # those that a training forward pass changes, counters aside
     constant: tuple[str, ...] = ()  # those that it leaves as they are
-    counters: tuple[str, ...] = ()
-    """Whole numbers of one element: every rank counts the same, so they are not sent."""
-
-    read_in_training: bool = False
-    """A training forward pass comes out differently when the changing ones have changed."""
-
+    counters: tuple[str, ...] = ()  # of one element: every rank counts the same, so they are not sent
+    read_in_training: bool = False  # a training forward pass comes out differently when `changing` has
     changing_bytes: int = 0  # size of the changing ones
 
     @classmethod
@@ -52,7 +48,6 @@ class BufferUse:
         return BufferPlan(setting, sent, self.changing, self.read_in_training, gradients_everywhere)
 
     def describe(self) -> str:
-        """In plain words."""
         if not (self.changing or self.constant or self.counters):
             return "the model has no buffers: nothing is sent"
         if not self.changing:
@@ -73,7 +68,6 @@ def is_counter(buffer: Tensor) -> bool:
 
 
 def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of each buffer, by name."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
@@ -90,10 +84,8 @@ def probe_buffer_use(
 ) -> BufferUse:
     """Find out by value what training forward passes do with the buffers.
 
-    Args:
-        model: whose buffers they are.
-        forward: a pass in training mode that leaves no trace, on one and the same batch with the same random
-            numbers: from buffers that have other values by name, to the loss and the buffers after it.
+    `forward` is a pass in training mode that leaves no trace, on one batch with the same random numbers: from
+    buffers that have other values, by name, to the loss and the buffers after it.
     """
     before = clone_buffers(model)
     if not before:
@@ -142,9 +134,7 @@ class BufferSync:
 
     @property
     def _named(self) -> dict[str, Tensor]:
-        """The buffers with which the run began, as they are now: a forward pass may give a name to another
-        tensor. Of one that has another shape, the values that ranks had in common last.
-        """
+        """The buffers as they are now, by name; of one that has another shape, the last values in common."""
         now = dict(self._model.named_buffers())
         return {
             name: buffer if _same_shape(buffer := now.get(name), common) else common
@@ -152,7 +142,6 @@ class BufferSync:
         }
 
     def begin_stage(self, setting: BufferSettings, *, gradients_everywhere: bool) -> None:
-        """Go by other settings from now on."""
         self.plan = self.use.plan(setting, self._named, gradients_everywhere=gradients_everywhere)
 
     def before_forward(self) -> bool:
@@ -174,11 +163,8 @@ class BufferSync:
         digests = [0.0 if can_be_averaged(buffer) else float(one) for buffer, one in sums]
         found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
         changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
-        wanted = [
-            name
-            for index, (name, buffer) in enumerate(named.items())
-            if (changes if can_be_averaged(buffer) else differs)[index]
-        ]
+        flags = zip(named.items(), changes, differs, strict=True)
+        wanted = [name for (name, b), changed, differ in flags if (changed if can_be_averaged(b) else differ)]
         if self.plan.setting.when != "never":
             self.send(wanted)
             self._common_values = self._clones()
@@ -186,9 +172,7 @@ class BufferSync:
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
-        """Context in which buffers are as before an evaluate stage; afterwards each rank has its own back,
-        bit for bit.
-        """
+        """Inside, buffers are as before an evaluate stage; then each rank has its own again, bit for bit."""
         own, common_values = self._clones(), self._common_values
         self.before_evaluate_or_save()
         try:
@@ -202,7 +186,6 @@ class BufferSync:
         return dict(self._common_values)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Bring them back."""
         for name, value in self._common_values.items():
             value.copy_(state[name])
 

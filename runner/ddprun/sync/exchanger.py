@@ -89,8 +89,7 @@ class ParameterExchanger:
             buckets.copy_to_tensors(index, self.wait(one))
 
 
-_COUNTERS = {"step": 0.0, "mu_product": 1.0}
-"""What torch's optimizers count, or make of a count, for each parameter, and what it is before a step."""
+_COUNTERS = {"step": 0.0, "mu_product": 1.0}  # torch's counts, and what is made of them, before a step
 
 
 def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -146,7 +145,6 @@ def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_entry(name: str, values: Sequence[Any]) -> Any:
-    """One entry, of all ranks that have it."""
     if _is_counter(name, values[0]):
         return (max if name == "step" else min)(values)
     if isinstance(values[0], Tensor) and can_be_averaged(values[0]):

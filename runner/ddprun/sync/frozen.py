@@ -71,9 +71,7 @@ class FrozenParameters:
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
-        """Context in which values that differ are their mean; afterwards each rank has its own back, bit for
-        bit.
-        """
+        """Inside, values that differ are their mean; then each rank has its own again, bit for bit."""
         differing = self.differing_parameters()
         own = [param.detach().clone() for param in differing.values()]
         self._average(differing)

@@ -1,7 +1,5 @@
-"""What a sync policy is, what it sends, and when. A policy says it once, in its
-plan: the run carries the plan out, process groups are made for it, and `ddprun explain` shows it.
-
-Nothing here imports torch: `ddprun check` reads plans, too.
+"""What a sync policy sends and when, said once, in its plan: a run carries it out, process groups are made
+for it, and `ddprun explain` shows it. Nothing here imports torch: `ddprun check` reads plans, too.
 """
 
 import math
@@ -11,12 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from ddprun.options import Options
 
-GradientScope = Literal["all", "host"] | None
-"""Among which ranks backward averages gradients: all, those of each host, or none."""
-
-Consistency = Literal["common", "host", "apart"]
-"""Which ranks hold the same: all, those of each host, or none."""
-
+GradientScope = Literal["all", "host"] | None  # among which ranks backward averages
+Consistency = Literal["common", "host", "apart"]  # all ranks hold the same, those of a host, or none
 Effect = Literal["nothing", "common", "host", "hosts_apart", "apart"]
 """What a step did to the ranks' parameters. `nothing`: equal ones stay equal. `common`: all ranks have the
 same now. `host`: the ranks of each host have. `hosts_apart`: ranks of one host stay equal if they were, hosts
@@ -108,16 +102,9 @@ class SyncPlan:
     with another number of ranks."""
 
     def synchronizes(self, step: int) -> bool:
-        """Whether all ranks exchange something in this step. Ranks of one host do not count: they are not to
-        wait for other hosts.
-        """
-        if self.gradients == "all":
-            return True
-        return any(
-            one.is_applied_after(step)
-            for one in self.transfers
-            if one.what != "optimizer" and one.among != "host"
-        )
+        """Whether all ranks exchange something in this step; exchanges inside hosts do not count."""
+        counted = (one for one in self.transfers if one.what != "optimizer" and one.among != "host")
+        return self.gradients == "all" or any(one.is_applied_after(step) for one in counted)
 
     @property
     def never_exchanges(self) -> bool:
@@ -136,9 +123,7 @@ class SyncPlan:
 
     @property
     def control_delay_steps(self) -> int:
-        """After how many steps control messages are read: as long as an overlapping transfer may hold them
-        up, and longer where ranks meet rarely, so that nobody waits for a slow link.
-        """
+        """Steps until control messages are read: more where transfers overlap, or ranks meet rarely."""
         between_exchanges = min(self.period - 1, _MAX_CONTROL_DELAY_STEPS)
         return max([1, *(one.delay for one in self.transfers), between_exchanges])
 
@@ -182,11 +167,8 @@ class BufferPlan:
     setting: BufferSettings
     names: tuple[str, ...]  # all but counters, in the model's order
     changing: tuple[str, ...]  # those that a training forward pass changes
-    read_in_training: bool
-    """A training forward pass comes out differently when the changing ones have changed."""
-
-    gradients_everywhere: bool
-    """Ranks synchronise in every step; where they do not, a forward pass is no time to, either."""
+    read_in_training: bool  # a forward pass comes out differently when the changing ones have
+    gradients_everywhere: bool  # in every step; else a forward pass is no time to synchronise, either
 
     def before_forward(self) -> tuple[str, ...]:
         """Before each forward pass: those that it reads, so that all ranks read the same."""
@@ -270,9 +252,7 @@ class PlanProgress:
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
     def finish(self, *, reconcile: bool) -> tuple[Transfers, Effect]:
-        """The stage is over: what is in flight is applied; the last round is a short one, if ranks are to
-        become equal. Returns as `after_step`.
-        """
+        """The stage is over: apply what is in flight; if to `reconcile`, after a last short round."""
         since, transfers = self.steps_since_start, self.plan.transfers
         unchanged = {index for index, steps in enumerate(since) if not steps}
         finishing = sorted(self.in_flight)
@@ -295,16 +275,11 @@ class ReplicaConsistency:
 
     parameters: Consistency = "common"
     optimizer: Consistency = "common"
-    optimizer_hosts: int | None = None
-    """Into how many hosts the ranks were split where those of each host hold the same state."""
-
+    optimizer_hosts: int | None = None  # the ranks were split into, where those of each hold the same
     mutated_at: int = -1  # after how many steps of the run weights were mutated last
-    hosts: int | None = None
-    """Into how many hosts the running stage splits the ranks; None: as they were launched."""
-
+    hosts: int | None = None  # into which the running stage splits the ranks; None: as launched
     averages_differ: bool = False  # the ranks' averages of the weights (`ema`)
-    optimizer_is_read: bool = False
-    """The optimizer has `train()` and `eval()`: its state is part of the weights that are read."""
+    optimizer_is_read: bool = False  # its state is part of the weights that are read (`train()`, `eval()`)
 
     @property
     def weights_differ(self) -> bool:
@@ -313,9 +288,7 @@ class ReplicaConsistency:
         return differ or (self.optimizer_is_read and self.optimizer != "common")
 
     def apply_effect(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
-        """A step, or a stage, had this effect on the ranks' parameters; `noop`: its hooks give each rank its
-        own values back.
-        """
+        """A step or stage had this effect on the parameters; `noop`: hooks return each rank's own."""
         noop = noop and plan.uses_hooks
         self.parameters = _consistency_after(self.parameters, effect)
         if noop and effect != "nothing":
@@ -355,7 +328,6 @@ class ReplicaConsistency:
 
 
 def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
-    """Which ranks hold the same after a step."""
     match effect:
         case "nothing":
             return before

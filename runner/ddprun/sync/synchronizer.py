@@ -88,9 +88,7 @@ class Synchronizer:
                     self.progress.in_flight.add(index)
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of a new round, from the states of all ranks of another world size whose weights have
-        become equal: only the outer momentum, which is the same on all ranks, is kept.
-        """
+        """A new round's state for another number of ranks: of the old states only the outer momentum."""
         first = states[0] if states else {}
         if not first:
             return {}
@@ -127,9 +125,7 @@ class Synchronizer:
                 delta.store_momentum(self.outer_momentum)
 
     def _equalize_frozen(self, chosen: Transfers) -> None:
-        """Compare the frozen parameters when the exchange of all ranks' trained ones starts, and make them
-        equal when it is applied.
-        """
+        """Compare frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
         index = self._frozen_check_index
         if index is None:
             return
@@ -161,9 +157,7 @@ class Synchronizer:
 
 @dataclass
 class DeltaExchange:
-    """One part of the parameters: the weights that ranks last had in common, and the exchange of their mean
-    change.
-    """
+    """One part of the parameters: the weights last held in common, and the exchange of their change."""
 
     buckets: ParameterBuckets
     exchanger: ParameterExchanger
@@ -216,9 +210,7 @@ class DeltaExchange:
         self._pending, self._weights_at_send, self._means = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """Common weights, what an exchange in flight has brought, and the outer optimizer's momentum, each by
-        bucket: (numel,).
-        """
+        """Common weights, what an exchange in flight brought, outer momentum, each by bucket: (numel,)."""
         if self._pending and not self._means:
             self._means = [self.exchanger.wait(pending).clone() for pending in self._pending]
         tensors = {"base": [*self._base], "left": [*self._weights_at_send], "means": [*self._means]}
@@ -238,10 +230,7 @@ class DeltaExchange:
             self._pending = []
 
     def _outer_step(self, index: int, mean: Tensor) -> Tensor:
-        """A bucket's new common weights: a step of SGD whose gradient is the ranks' mean change, negated.
-
-        As torch.optim.SGD(lr, momentum, nesterov=True): with momentum = 0 and lr = 1 it adds the mean change.
-        """
+        """New common weights of a bucket: a step of torch's Nesterov SGD on the negated mean change."""
         step, momentum = mean, self.outer.momentum
         if momentum:
             wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
@@ -268,9 +257,7 @@ class DeltaExchange:
 def buckets_by_fragment(
     plan: SyncPlan, trainable: Mapping[str, Tensor], cap_bytes: float
 ) -> dict[tuple[int, int], ParameterBuckets]:
-    """The trained parameters of each fragment that a plan sends, in flat buckets of at most `cap_bytes`;
-    raises ValueError for more fragments than parameters.
-    """
+    """A plan's fragments of the trained parameters, in flat buckets; ValueError if there are too many."""
     buckets: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
@@ -281,9 +268,7 @@ def buckets_by_fragment(
 
 
 def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Neighbouring parameters in `parts` groups of about equally many elements, none of them empty; raises
-    ValueError for fewer parameters than parts.
-    """
+    """Neighbouring parameters in `parts` groups of about equal size; ValueError if there are too few."""
     if parts > max(1, len(named)):
         raise ValueError(f"{parts} fragments of {len(named)} parameters: each needs at least one")
     items = list(named.items())

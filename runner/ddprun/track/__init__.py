@@ -16,20 +16,13 @@ from ddprun.telemetry.records import PARTS, StepRecord
 class RunInfo:
     """What a tracker may know of the run; secrets are left out of it."""
 
-    name: str
-    """The pipeline's."""
-
+    name: str  # the pipeline's
     folder: Path
     pipeline: Mapping[str, Any]
-    started_in: Path
-    """The working directory when the run began, to which relative paths refer."""
+    started_in: Path  # the working directory when the run began, to which relative paths refer
 
     def own_folder(self, name: str) -> Path:
-        """Where below the run's folder a tracker may keep files of its own; need not exist.
-
-        Raises:
-            WrongFileTypeError: something else has that name, such as a link that leads elsewhere.
-        """
+        """Where a tracker may keep files of its own; need not exist. Raises WrongFileTypeError."""
         check_folder(self.folder, name)
         return self.folder / name
 
@@ -38,11 +31,8 @@ class RunInfo:
 class StepInfo:
     """One step of rank 0."""
 
-    record: StepRecord
-    """A line of `steps/rank-00000.jsonl` (`docs/records.md`): each field is an attribute."""
-
-    sent_bytes: Mapping[tuple[str, str], int]
-    """Bytes that rank 0 sent, by kind and by the names of the hooks."""
+    record: StepRecord  # a line of `steps/rank-00000.jsonl` (`docs/records.md`), its fields as attributes
+    sent_bytes: Mapping[tuple[str, str], int]  # bytes that rank 0 sent, by kind and by the names of the hooks
 
 
 class Tracker(Plugin):
@@ -82,12 +72,10 @@ class CurveTracker(Tracker):
         raise NotImplementedError
 
     def step(self, step: StepInfo) -> None:
-        """Add a point to every curve."""
         if step.record.step % self._every == 0:
             self.add(step.record.step, curves(step))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to every metric."""
         self.add(step, {f"evaluate/{name}": value for name, value in values.items()})
 
 

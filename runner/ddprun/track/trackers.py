@@ -9,14 +9,8 @@ from typing import Any
 
 from ddprun.track import StepInfo, Tracker, finite_only
 
-_CLOSE_TIMEOUT_S = 20.0
-"""How long the end of a run waits for all trackers together."""
-
-_FAILED_CLOSE_TIMEOUT_S, _MAX_HOLD_S = 5.0, 10.0
-"""How long trackers may take to close after a failure, and how long another thread waits for the main thread
-to close them first.
-"""
-
+_CLOSE_TIMEOUT_S = 20.0  # how long the end of a run waits for all trackers together
+_FAILED_CLOSE_TIMEOUT_S, _MAX_HOLD_S = 5.0, 10.0  # after a failure; another thread's wait for the main one
 _QUEUE_LIMIT = 10_000
 
 TrackerFactory = Callable[[], Tracker]
@@ -54,15 +48,14 @@ class _TrackerThread:
 
 
 class Trackers:
-    """All trackers of a run. Each is made by one of `makers`, which come with its name, on a thread of its
-    own.
-
-    If a tracker fails, `on_failure` is called on its thread with its name and the reason, and it gets no
-    further calls.
+    """All trackers of a run, each made by one of `makers`, with its name, on a thread of its own. One that
+    fails gets no further calls, and `on_failure` is called on its thread with its name and the reason.
     """
 
     def __init__(
-        self, makers: Iterable[tuple[str, TrackerFactory]], on_failure: Callable[[str, str], None]
+        self,
+        makers: Iterable[tuple[str, TrackerFactory]] = (),
+        on_failure: Callable[[str, str], None] = lambda name, why: None,
     ) -> None:
         self._threads = [_TrackerThread(name, make, on_failure) for name, make in makers]
         self._may_close_as_failed = threading.Event()
@@ -78,7 +71,6 @@ class Trackers:
         return found
 
     def step(self, step: StepInfo) -> None:
-        """Pass on a step."""
         for worker in self._threads:
             worker.put(lambda tracker: tracker.step(step))
 
@@ -99,10 +91,7 @@ class Trackers:
         return [worker.name for worker in self._threads if worker.thread.is_alive()]
 
     def delay_close_as_failed(self) -> None:
-        """From now on `close_as_failed` on another thread waits until the main thread has called it.
-
-        It waits for `_MAX_HOLD_S` at most.
-        """
+        """From now on `close_as_failed` elsewhere waits for the main thread's, `_MAX_HOLD_S` at most."""
         self._may_close_as_failed.clear()
 
     def close_as_failed(self, within_s: float | None = None) -> None:
@@ -113,8 +102,3 @@ class Trackers:
         with self._close_lock:
             if not self._closed:
                 self.close({"status": "failed"}, _FAILED_CLOSE_TIMEOUT_S if within_s is None else within_s)
-
-
-def no_trackers() -> Trackers:
-    """No trackers."""
-    return Trackers((), lambda name, why: None)

@@ -58,10 +58,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     """Bytes of local files in sorted order, cut into windows of `context` that do not overlap.
 
     A sample is (window, window moved on by one byte), both int64 of shape (context,). The last share of the
-    bytes is held out.
-
-    Raises:
-        DataError: no file matches, a file cannot be read, or there are too few bytes for one window.
+    bytes is held out. A DataError: no file matches or can be read, or the bytes are too few for a window.
     """
     data = b"".join(_read(path) for path in _matching_files(files, folder))
     stored = (
@@ -102,13 +99,10 @@ def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
     for pattern in patterns:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
         try:
-            matches = [
-                path
-                for path in map(Path, glob.glob(str(folder / encodable_path(full)), recursive=True))
-                if path.is_file()
-            ]
+            paths = glob.glob(str(folder / encodable_path(full)), recursive=True)
         except RecursionError:
             raise DataError(f"a pattern of {len(pattern)} characters goes through too many folders") from None
+        matches = [path for path in map(Path, paths) if path.is_file()]
         if not matches:
             raise DataError(f'no file matches "{pattern}" (looked in {folder})')
         found.update(matches)

@@ -9,9 +9,7 @@ from ddprun.sync.frozen import trainable_parameters
 
 
 def noise(model: nn.Module, *, std: float) -> None:
-    """Mutation: add Gaussian noise, drawn from this rank's own generator, to every parameter that is trained;
-    `std` is in units of the weights.
-    """
+    """Mutation: add Gaussian noise of this rank's own to all that is trained; `std` is in weights' units."""
     with torch.no_grad():
         for param in trainable_parameters(model).values():
             param.add_(torch.randn_like(param), alpha=std)

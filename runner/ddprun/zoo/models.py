@@ -10,10 +10,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "ta
 
 
 def mlp(*, inputs: int, hidden: Sequence[int], outputs: int, activation: str) -> nn.Module:
-    """Linear layers with an activation between them.
-
-    Input: (batch, *), flattened to (batch, inputs). Output: (batch, outputs).
-    """
+    """Linear layers with an activation between them: (batch, *), flattened, to (batch, outputs)."""
     widths = [inputs, *hidden, outputs]
     layers: list[nn.Module] = [nn.Flatten()]
     for index, (fan_in, fan_out) in enumerate(pairwise(widths)):

@@ -31,9 +31,7 @@ from ddprun.cluster import (
 )
 from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint, problem
 
-JOB_LABEL = "ddprun.job"
-"""Label of all that belongs to a job; its value is the job's id."""
-
+JOB_LABEL = "ddprun.job"  # label of all that belongs to a job; its value is the job's id
 _SIGKILL_EXIT_CODE = 137
 
 _VariableName = Annotated[
@@ -52,19 +50,13 @@ _SYSTEM_FOLDERS = (
     "/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/proc", "/root", "/run", "/sbin",
     "/sys", "/usr/bin", "/usr/lib", "/usr/sbin", "/var/lib/containerd", "/var/lib/docker", "/var/lib/kubelet",
     "/var/log", "/var/run", "/var/spool",
-)  # fmt: skip
-"""Folders that hold the system itself, its secrets and its sockets."""
-
+)  # fmt: skip  # they hold the system itself, its secrets and its sockets
 _TOO_BROAD_FOLDERS = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/usr", "/var", "/var/lib")
 """Folders that hold more than data: a folder below one may be mounted, but not the folder itself."""
 
 
 def _check_mount_source(value: Any) -> Any:
-    """A folder of the engine's machine.
-
-    Raises:
-        pydantic.ValidationError: it is the system's.
-    """
+    """A folder of the engine's machine; a ValidationError if it is the system's."""
     if not isinstance(value, str) or not value.startswith("/"):
         return value
     plain = posixpath.normpath("/" + value.lstrip("/"))
@@ -76,16 +68,10 @@ def _check_mount_source(value: Any) -> Any:
 
 
 def _check_network(value: Any) -> Any:
-    """The name of a network, as given.
-
-    Raises:
-        pydantic.ValidationError: it is not a network of containers.
-    """
+    """The name of a network of containers, as given; a ValidationError for another kind."""
     if isinstance(value, str) and (value == "host" or value.startswith(("container:", "ns:"))):
-        raise problem(
-            f'"{value}" is the network of the machine or of another container',
-            "a network of containers; leave it out, and one is made",
-        )
+        text = f'"{value}" is the network of the machine or of another container'
+        raise problem(text, "a network of containers; leave it out, and one is made")
     return value
 
 
@@ -150,11 +136,9 @@ class Docker(Cluster):
         self._configs = {name: self._container_config(node, name, command) for node, name in enumerate(names)}
 
     def missing_variables(self, variables: Iterable[str]) -> list[str]:
-        """Those that are not passed on."""
         return [name for name in variables if name not in self._options.env]
 
     def _container_config(self, node: int, name: str, command: Sequence[str]) -> dict[str, Any]:
-        """The body of the request that creates a container."""
         options = self._options
         runs = {"Type": "bind" if options.runs.startswith("/") else "volume", "Source": options.runs}
         mounts: list[dict[str, Any]] = [{**runs, "Target": CONTAINER_RUNS_FOLDER}]
@@ -212,11 +196,7 @@ class Docker(Cluster):
         return yaml.safe_dump_all(shown, sort_keys=False, width=120, allow_unicode=True)
 
     def send(self) -> str:
-        """Make all of it, and start the containers; what was made is removed again if that fails.
-
-        Raises:
-            ClusterError: the engine is not there, or refuses.
-        """
+        """Make all of it and start the containers, or remove what was made. Raises ClusterError."""
         if missing := [name for name in self._env if name not in os.environ]:
             raise ClusterError(f"docker.env: {', '.join(missing)} is not set here")
         env = self._environment(os.environ)
@@ -237,11 +217,7 @@ class Docker(Cluster):
         return self.name
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
-        """Show what the containers print, until all have ended; then they and their network are removed.
-
-        Raises:
-            ClusterError: the engine does not answer.
-        """
+        """Show what the containers print until all have ended, then remove them. Raises ClusterError."""
         with _engine() as api:
             found = api.containers(all=True, filters={"label": f"{JOB_LABEL}={job}"})
             names = sorted((container["Names"][0].removeprefix("/") for container in found), key=_node_index)
@@ -271,11 +247,7 @@ class Docker(Cluster):
 
 
 def remove(job: str) -> None:
-    """Remove a job's containers and its network; what its run has left stays.
-
-    Raises:
-        ClusterError: the engine does not answer.
-    """
+    """Remove a job's containers and its network, not what its run has left. Raises ClusterError."""
     with _engine() as api:
         label = {"label": f"{JOB_LABEL}={job}"}
         for container in api.containers(all=True, filters=label):
@@ -311,7 +283,6 @@ def _node_index(name: str) -> int:
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:
-    """A tar file with these files, and the folders that they are in."""
     import tarfile
 
     buffer = io.BytesIO()
@@ -328,18 +299,13 @@ def _archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def _parse_bytes(text: str) -> int:
-    """A size such as `512m` or `4g` in bytes."""
     unit = {"b": 0, "k": 10, "m": 20, "g": 30}.get(text[-1])
     return int(text) if unit is None else int(text[:-1]) << unit
 
 
 @contextlib.contextmanager
 def _engine() -> Iterator[Any]:
-    """The engine that `DOCKER_HOST` names, or this machine's.
-
-    Raises:
-        ClusterError: it is not there, or refuses something inside the block.
-    """
+    """The engine that `DOCKER_HOST` names, or this machine's; what it refuses inside is a ClusterError."""
     try:
         import docker
         from docker.errors import APIError, DockerException

@@ -48,19 +48,14 @@ from ddprun.options import (
     problem,
 )
 
-JOB_LABEL = "ddprun.dev/job"
-"""Label of all that belongs to a job; its value is the job's id."""
-
+JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
 _POLL_S = 2.0
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"  # of a job that waits in a queue
 _TRAINER_API_GROUP = "trainer.kubeflow.org"
-_RESTRICTED_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-"""What the restricted pod security standard wants of each container."""
-
-_NODE_JOB_NAME = "node"
-"""What Kubeflow calls the replicated job, and in it the container, that trains."""
-
+_RESTRICTED_CONTEXT = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}  # wanted of each
+_NODE_JOB_NAME = "node"  # what Kubeflow calls the replicated job, and in it the container, that trains
 Manifest = dict[str, Any]
 
 
@@ -78,36 +73,27 @@ _DnsLabel = Annotated[
     str,
     Field(max_length=63),
     pattern_constraint(
-        r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
-        'lower-case letters, digits and "-" only, not "-" first or last',
+        r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", 'lower-case letters, digits and "-" only, not "-" first or last'
     ),
-]
-"""A name as Kubernetes has them."""
-
+]  # a name as Kubernetes has them
 _Quantity = Annotated[
     str,
     pattern_constraint(r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", "a number of bytes, as in 512Mi or 8Gi"),
-]
-"""Bytes as Kubernetes has them: 512Mi, 4Gi."""
-
+]  # bytes as Kubernetes has them: 512Mi, 4Gi
 _RESERVED_FIELDS = {
     "automountServiceAccountToken": "a run asks the cluster for nothing",
     "containers": "there is one, which kubernetes.image and the other keys describe",
     "restartPolicy": "write launch.max_restarts",
     "securityContext": "pods are restricted",
     "volumes": "write kubernetes.claims",
-}
-"""Fields of a pod that are ddprun's to set, and what to do instead."""
-
+}  # fields of a pod that are ddprun's to set, and what to do instead
 _POD_SECURITY_REASON = "pods meet the restricted pod security standard"
 _REFUSED_FIELDS = {
     "ephemeralContainers": "no pod is made with them",
     "hostIPC": _POD_SECURITY_REASON,
     "hostNetwork": _POD_SECURITY_REASON,
     "hostPID": _POD_SECURITY_REASON,
-}
-"""Fields of a pod that may not stand in a file, and why."""
-
+}  # fields of a pod that may not stand in a file, and why
 _ALLOWED_CONTEXT_VALUES: dict[str, tuple[Any, ...]] = {
     "allowPrivilegeEscalation": (False,),
     "capabilities": ({"drop": ["ALL"]},),
@@ -127,17 +113,11 @@ _POD_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": _FIELD_PATTERN, "not": {"enum": list(_RESERVED_FIELDS)}},
     "properties": {name: {"const": False} for name in _REFUSED_FIELDS},
-}
-"""`pod` as far as a JSON Schema can say it."""
+}  # `pod` as far as a JSON Schema can say it
 
 
 def _check_pod_fields(value: Any) -> dict[str, Any]:
-    """The fields of a pod, as given.
-
-    Raises:
-        pydantic.ValidationError: a field that no pod can have, that is ddprun's own, or that is not
-            restricted.
-    """
+    """The fields of a pod, as given; a ValidationError if one is unknown, ddprun's own, or unrestricted."""
     if not isinstance(value, dict):
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
     faults: list[ValidationError] = []
@@ -165,7 +145,6 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every plain value, and where it stands."""
     if not isinstance(value, dict | list):
         yield path, value
         return
@@ -295,11 +274,6 @@ class Kubernetes(Cluster):
         made: Manifest = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
         return made
 
-    @property
-    def _queue_label(self) -> dict[str, str | None]:
-        """The label of a job that waits in a queue."""
-        return {"kueue.x-k8s.io/queue-name": self._options.queue}
-
     def _train_job(self) -> list[Manifest]:
         options, launch = self._options, self._launch
         job = {
@@ -325,7 +299,7 @@ class Kubernetes(Cluster):
         framework = {f"{_TRAINER_API_GROUP}/framework": "torch"}  # for Kubeflow's own tools
         return [
             self._manifest(api, "TrainingRuntime", framework, spec=runtime),
-            self._manifest(api, "TrainJob", self._queue_label, spec=train_job),
+            self._manifest(api, "TrainJob", {_QUEUE_LABEL: options.queue}, spec=train_job),
         ]
 
     def _indexed_job(self) -> list[Manifest]:
@@ -340,7 +314,7 @@ class Kubernetes(Cluster):
         }
         return [
             self._manifest("v1", "Service", spec=service),
-            self._manifest("batch/v1", "Job", self._queue_label, spec=job),
+            self._manifest("batch/v1", "Job", {_QUEUE_LABEL: self._options.queue}, spec=job),
         ]
 
     def _resources(self) -> Manifest | None:
@@ -409,11 +383,7 @@ class Kubernetes(Cluster):
         return {"metadata": {"labels": {JOB_LABEL: self.name}}, "spec": spec}
 
     def send(self) -> str:
-        """Create the objects, the job last; those that were made are deleted again if one is refused.
-
-        Raises:
-            ClusterError: no cluster answers, or it refuses one.
-        """
+        """Create the objects, the job last, or delete those that were made. Raises ClusterError."""
         with _cluster_client() as cluster, ExitStack() as undo:
             namespace = self._options.namespace or _namespace()
             for manifest in self.manifests:
@@ -424,11 +394,7 @@ class Kubernetes(Cluster):
         return self.name
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
-        """Show what the job's first pod prints, or why it does not run yet, until the job is over.
-
-        Raises:
-            ClusterError: the cluster does not answer.
-        """
+        """Show what the job's first pod prints, or why it does not run yet. Raises ClusterError."""
         from kubernetes.client import CoreV1Api
 
         with _cluster_client() as cluster:
@@ -460,9 +426,8 @@ class _Log:
     namespace: str
     selector: str
     show: ShowOutput
+    # When the output of a pod's n-th container was read last; infinity: it was read to its end.
     read_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When the output of a pod's n-th container was read last; infinity: it was read to its end."""
-
     reason: str = ""
 
     def show_new(self) -> None:
@@ -503,7 +468,6 @@ class _Log:
 
 
 def _waiting_reason(pod: Any, container: Any) -> str:
-    """Why a pod does not run yet."""
     if container is not None and container.state is not None and container.state.waiting is not None:
         waiting = container.state.waiting
         message = f": {waiting.message}" if waiting.message else ""
@@ -521,11 +485,7 @@ def _resource(cluster: Any, manifest: Manifest) -> Any:
 
 @contextmanager
 def _cluster_client() -> Iterator[Any]:
-    """A client of the current context's cluster, or of the one that this process runs in.
-
-    Raises:
-        ClusterError: there is none, or it refuses something inside the block.
-    """
+    """A client of the current context's cluster, or this process's; what it refuses is a ClusterError."""
     try:
         from kubernetes import client, config
         from kubernetes.client.exceptions import ApiException
@@ -556,7 +516,6 @@ def _cluster_client() -> Iterator[Any]:
 
 
 def _refusal_message(body: Any) -> str:
-    """The message in a refusal, which is JSON."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     try:
         return str(yaml.safe_load(text)["message"])
@@ -565,7 +524,6 @@ def _refusal_message(body: Any) -> str:
 
 
 def _namespace() -> str:
-    """That of the current context."""
     from kubernetes import config
     from kubernetes.config.config_exception import ConfigException
 

@@ -33,21 +33,16 @@ from ddprun.options import (
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@%+=-]+")
 _POLL_S = 1.0
-_SILENT_S = 300.0
-"""How long Slurm may not answer: its controller restarts, or another host takes over; jobs keep running."""
-
+_SILENT_S = 300.0  # without an answer: its controller restarts, or another host takes over; jobs keep running
 _NO_SUCH_JOB = "Invalid job id"
 _UNFINISHED_STATES = frozenset(
     {
         *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
         *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
     }
-)
-"""States of a job that is not over; https://slurm.schedmd.com/job_state_codes.html."""
-
+)  # of a job that is not over; https://slurm.schedmd.com/job_state_codes.html
 _TIME_PATTERN = r"^([0-9]+-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}$"
-_OPTION_PATTERN = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"
-"""A long option of sbatch's, without its dashes."""
+_OPTION_PATTERN = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"  # a long option of sbatch's, without its dashes
 _PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
 
 _RESERVED_OPTIONS: Mapping[str, str] = MappingProxyType(
@@ -77,16 +72,11 @@ _RESERVED_OPTIONS: Mapping[str, str] = MappingProxyType(
         "wait": "use submit --follow",
         "wrap": "submit writes the script",
     }
-)
-"""Options of sbatch's that are ddprun's to set, and what to do instead."""
+)  # options of sbatch's that are ddprun's to set, and what to do instead
 
 
 def _check_time(value: Any) -> str | int | None:
-    """Slurm's own ways to write a time.
-
-    Raises:
-        pydantic.ValidationError: it is none of them.
-    """
+    """A time, in Slurm's own ways to write it; a ValidationError if it is none."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     if isinstance(value, str) and re.fullmatch(_TIME_PATTERN, value):
@@ -97,11 +87,7 @@ def _check_time(value: Any) -> str | int | None:
 
 
 def _check_options(value: Any) -> dict[str, str | int | float | bool]:
-    """The options of sbatch, as given.
-
-    Raises:
-        pydantic.ValidationError: an option that sbatch cannot have, or that is ddprun's own.
-    """
+    """Options of sbatch, as given; a ValidationError if one is unknown to it, or ddprun's own."""
     if not isinstance(value, dict):
         raise expected("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
     faults = []
@@ -128,24 +114,19 @@ _SlurmName = Annotated[
     str,
     Field(min_length=1, max_length=200),
     pattern_constraint(r"^[A-Za-z0-9_.,:/@+-]+$", 'letters, digits and "_.,:/@+-" only'),
-]
-"""As partitions, accounts and images have."""
-
+]  # as partitions, accounts and images have
 _TIME_SCHEMA = {
     "anyOf": [
         {"type": "integer", "minimum": 1},
         {"type": "string", "pattern": _TIME_PATTERN},
         {"type": "null"},
     ]
-}
-"""`time` as JSON Schema."""
-
+}  # `time` as JSON Schema
 _OPTIONS_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": _OPTION_PATTERN, "not": {"enum": list(_RESERVED_OPTIONS)}},
     "additionalProperties": {"anyOf": [{"type": name} for name in ("string", "number", "boolean")]},
-}
-"""`options` as JSON Schema."""
+}  # `options` as JSON Schema
 
 
 class Slurm(Cluster):
@@ -198,7 +179,6 @@ class Slurm(Cluster):
 
     @property
     def text(self) -> str:
-        """The script."""
         options, submission = self._options, self._submission
         loaded, program = submission.loaded, _program(options, submission)
         directives = {
@@ -256,11 +236,7 @@ class Slurm(Cluster):
         return "\n".join(["#!/bin/sh", *lines, "", *body]) + "\n"
 
     def send(self) -> str:
-        """Hand it to sbatch; gives the job's id.
-
-        Raises:
-            ClusterError: Slurm is not here, or refuses the job.
-        """
+        """Hand it to sbatch; gives the job's id. Raises ClusterError if Slurm is not here, or refuses it."""
         if shutil.which("sbatch") is None:
             raise ClusterError("sbatch is not installed here; --dry-run prints the script")
         try:
@@ -270,11 +246,7 @@ class Slurm(Cluster):
         return _call(["sbatch", "--parsable"], self.text).partition(";")[0]
 
     def follow(self, job: str, show: ShowOutput) -> Outcome:
-        """Show the job's output as it comes, until the job is over.
-
-        Raises:
-            ClusterError: Slurm has not answered for long, or knows no such job.
-        """
+        """Show the job's output until it is over. Raises ClusterError if Slurm is silent, or knows no job."""
         path = Path(str(self._output).replace("%j", job))
         # What was written so far may end within a character.
         offset, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -301,7 +273,6 @@ class Slurm(Cluster):
 
 
 def _program(options: Slurm.Options, submission: Submission) -> str:
-    """How ddprun is called on the hosts."""
     if given := submission.flags.get("program"):
         return given
     if options.image is not None:

@@ -43,9 +43,7 @@ def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
     gradients = {settings.gradient_averaging for _, settings in stages}
     by_host = [
-        setting_text(stage, "sync", settings.sync)
-        for stage, settings in stages
-        if settings.gradient_averaging == "host"
+        setting_text(stage, "sync", one.sync) for stage, one in stages if one.gradient_averaging == "host"
     ]
     if pipeline.ddp.find_unused_parameters and by_host:
         text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
@@ -158,22 +156,14 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 @register_check("sync", "stages", "launch")
 def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
     ranks = known_ranks(pipeline)
-    sources = [
-        ((*path, "source"), one.source)
-        for path, plan in sync_plans(pipeline)
-        for one in plan.transfers
-        if one.source is not None
-    ]
-    sources += [
-        (stage_key_path(stage, "source"), stage.source)
-        for stage in pipeline.stages
-        if isinstance(stage, BroadcastStage)
-    ]
+    plans, broadcasts = sync_plans(pipeline), (s for s in pipeline.stages if isinstance(s, BroadcastStage))
+    sources = [((*path, "source"), one.source) for path, plan in plans for one in plan.transfers]
+    sources += [(stage_key_path(stage, "source"), stage.source) for stage in broadcasts]
     for path, source in sources:
-        if ranks and source >= ranks:
-            there_are, allowed = (
-                (f"are {ranks} ranks", f"0 to {ranks - 1}") if ranks > 1 else ("is 1 rank", "0")
-            )
+        if ranks and source is not None and source >= ranks:
+            there_are, allowed = f"are {ranks} ranks", f"0 to {ranks - 1}"
+            if ranks == 1:
+                there_are, allowed = "is 1 rank", "0"
             text = f'"source: {source}" clashes with "launch": there {there_are}'
             yield KeyConflict(path, text, f"allowed: {allowed}")
 

@@ -24,8 +24,7 @@ from ddprun.config.tree import KeyPath
 from ddprun_hooks.config.messages import describe_value, message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
-_MAX_COMPARED_NAMES = 100_000
-"""Most names that are compared with patterns: `check` has to stay quick, whatever the file says."""
+_MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `check` has to stay quick
 
 
 @register_check("model", "data", "stages")
@@ -35,7 +34,6 @@ def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 def _train_data(pipeline: Pipeline) -> list[Choice]:
-    """What stages train on."""
     return [pipeline.train_data(), *(stage.data for stage in pipeline.stages_with_steps() if stage.data)]
 
 
@@ -117,12 +115,10 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
             model.model_validate({**optimizer.options, **group.options})
         except ValidationError as error:
             for item in error.errors(include_url=False):
-                text, allowed, near = message_parts(
-                    item, describe_value(group.options.get(str(item["loc"][0])))
-                )
+                key = str(item["loc"][0])
+                text, allowed, near = message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
-                    known = list(model.model_fields)
-                    text, allowed, near = unknown_option(optimizer.name, str(item["loc"][0]), known)
+                    text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
                 yield KeyConflict(("groups", index, *item["loc"]), text, allowed, suggestion=near)
 
 
@@ -202,9 +198,8 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         own = loss.name == "model" and loss.source == "built-in"
         if own and metric.name == "accuracy":
             text = f"{clash}: what the model returns besides its loss is not known"
-            yield KeyConflict(
-                path, text, "write the import path of a function of (output, batch), or name a loss"
-            )
+            hint = "write the import path of a function of (output, batch), or name a loss"
+            yield KeyConflict(path, text, hint)
         elif own and pipeline.weight_by is None and not warned:
             text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
             inputs = pipeline.batch.inputs
@@ -245,7 +240,6 @@ def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
-    """Every metric of the evaluations, with its place."""
     for path, evaluation in find_evaluations(pipeline):
         at = (*path, "evaluate") if isinstance(evaluation, EvaluateStage) else path
         for number, metric in enumerate(evaluation.metrics):
@@ -263,13 +257,9 @@ def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[KeyPath, EvaluateStag
 
 @register_check("data", "stages")
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    evaluations = [
-        (path, one)
-        for path, one in find_evaluations(pipeline)
-        if not (isinstance(one, EvaluateStage) and one.data)
-    ]
+    evaluations = [path for path, one in find_evaluations(pipeline) if not getattr(one, "data", None)]
     if reason := _why_nothing_held_out(pipeline.data):
-        for path, _ in evaluations:
+        for path in evaluations:
             text = f'"evaluate" has no data: {reason}'
             yield KeyConflict(path, text, "give data: {train: …, evaluate: …}")
     if isinstance(pipeline.data, DataPair) and pipeline.data.evaluate is not None and not evaluations:
@@ -295,10 +285,8 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{monitor.metric}" is not measured by "evaluate" of {stage.path}'
                 yield KeyConflict(stage_key_path(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
-            text = (
-                f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: ranks train models '
-            )
-            text += "of their own and stop each for itself, so there is no model to measure"
+            text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: ranks train '
+            text += "models of their own and stop each for itself, so there is no model to measure"
             hint = "use an evaluate stage after an average stage"
             yield KeyConflict(stage_key_path(stage, "evaluate"), text, hint)
         if settings.steps is not None and evaluation.every > settings.steps:
@@ -351,9 +339,7 @@ def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("compile", "launch", "accumulate", "stages")
 def _graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Torch keeps the first micro-step's gradients in a graph's memory, which the next ones overwrite; what
-    they add is lost. Seen on an H200 with torch 2.11.
-    """
+    """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
     if pipeline.compile is None or pipeline.launch.device == "cpu":
         return
     mode = pipeline.compile.mode
@@ -362,10 +348,8 @@ def _graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():
         accumulate = stage.effective_settings(pipeline).accumulate
         if accumulate > 1:
-            text = (
-                f'"mode: {mode}" clashes with {setting_text(stage, "accumulate", accumulate)}: CUDA graphs '
-            )
-            text += "overwrite gradients that accumulate, without an error"
+            text = f'"mode: {mode}" clashes with {setting_text(stage, "accumulate", accumulate)}: CUDA '
+            text += "graphs overwrite gradients that accumulate, without an error"
             hint = "write max-autotune-no-cudagraphs, or default"
             yield KeyConflict(("compile", "mode"), text, hint)
             return

@@ -16,9 +16,7 @@ from ddprun.sync.plan import SyncPlan
 class KeyConflict:
     """A conflict between two keys."""
 
-    path: KeyPath
-    """The key at which it is shown; the message names the other."""
-
+    path: KeyPath  # the key at which it is shown; the message names the other
     problem: str
     allowed: str | None = None
     severity: Severity = "error"
@@ -26,8 +24,7 @@ class KeyConflict:
 
 
 _Check = Callable[[Pipeline], Iterator[KeyConflict]]
-_CHECKS: list[tuple[frozenset[str], _Check]] = []
-"""Every check with the top-level keys that it reads."""
+_CHECKS: list[tuple[frozenset[str], _Check]] = []  # every check with the top-level keys that it reads
 
 
 def register_check(*keys: str) -> Callable[[_Check], _Check]:

@@ -15,8 +15,7 @@ from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
 
-_UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")
-"""What a stage uses only if it updates the weights."""
+_UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")  # for updates
 
 
 @register_check("schedule", "warmup_steps", "stages")
@@ -74,11 +73,8 @@ def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("ema", "stages")
 def _ema_of_nothing(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    read = [
-        *find_evaluations(pipeline),
-        *(stage for stage in pipeline.stages if isinstance(stage, SaveStage)),
-    ]
-    if pipeline.ema is not None and not read:
+    saves = any(isinstance(stage, SaveStage) for stage in pipeline.stages)
+    if pipeline.ema is not None and not saves and not [*find_evaluations(pipeline)]:
         text = '"ema" has no effect: nothing evaluates or saves the average'
         yield KeyConflict(("ema",), text, "add an evaluate or a save stage", "warning")
 
@@ -123,9 +119,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
-    """Whether the file gives a key another value than its default; of the optimizer, which must be given, its
-    options.
-    """
+    """Whether the file gives a key another value than its default; for the optimizer, any option."""
     if key == "optimizer":
         return bool(pipeline.optimizer.options)
     said, default = to_plain_data(getattr(pipeline, key)), to_plain_data(Pipeline.model_fields[key].default)

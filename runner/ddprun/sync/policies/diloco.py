@@ -1,5 +1,6 @@
 """DiLoCo: an outer optimizer on what the ranks learn apart; in fragments, and while training goes on."""
 
+from dataclasses import replace
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -45,20 +46,9 @@ class Diloco(SyncPolicy):
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """The change of each fragment, at a phase of its own. With overlap it is applied exactly so many
-        steps after it started, neither before nor after, on every rank alike.
-        """
-        outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
-        return SyncPlan(
-            transfers=tuple(
-                Transfer(
-                    "change",
-                    self.every,
-                    phase=index * self.every // self.fragments,
-                    delay=self.overlap_steps,
-                    fragment=(index, self.fragments),
-                    outer=outer,
-                )
-                for index in range(self.fragments)
-            )
-        )
+        """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
+        outer, parts = OuterOptimizer(self.outer_lr, self.outer_momentum), self.fragments
+        one = Transfer("change", self.every, delay=self.overlap_steps, outer=outer)
+        phases = enumerate(index * self.every // parts for index in range(parts))
+        transfers = [replace(one, phase=phase, fragment=(index, parts)) for index, phase in phases]
+        return SyncPlan(transfers=tuple(transfers))

@@ -7,7 +7,5 @@ class Independent(SyncPolicy):
     """Ranks never synchronise; hooks that hold from above are unused."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
-        """Nothing. What becomes of the ranks is the next stage's to say; else parameters are averaged as they
-        are when the stage ends.
-        """
+        """Nothing. The next stage says what becomes of the ranks; else their parameters are averaged."""
         return SyncPlan(keeps_apart=True)

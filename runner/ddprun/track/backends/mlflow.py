@@ -28,7 +28,6 @@ class Mlflow(CurveTracker):
     needs = "mlflow"
 
     def __init__(self, options: Options, run: RunInfo) -> None:
-        """Begin a run there."""
         from mlflow.tracking import MlflowClient, get_tracking_uri
 
         super().__init__(options, run)
@@ -41,12 +40,10 @@ class Mlflow(CurveTracker):
             client.log_param(self._id, key, str(value)[:_MAX_VALUE_LENGTH])
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Say how it ended."""
         states = {"done": "FINISHED", "interrupted": "KILLED"}
         self._client.set_terminated(self._id, states.get(str(summary.get("status")), "FAILED"))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each of these curves."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)

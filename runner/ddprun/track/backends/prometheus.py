@@ -59,7 +59,6 @@ class Prometheus(Tracker):
             self._server, _ = start_http_server(options.port, addr=options.address, registry=registry)
 
     def step(self, step: StepInfo) -> None:
-        """Count a step."""
         record = step.record
         self._steps.inc()
         self._samples.inc(record.samples)
@@ -80,7 +79,6 @@ class Prometheus(Tracker):
             self._write()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Show what was measured."""
         for name, value in values.items():
             self._evaluation_metrics.labels(name).set(value)
         self._write()

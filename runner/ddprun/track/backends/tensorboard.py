@@ -25,11 +25,9 @@ class Tensorboard(CurveTracker):
         self._writer = EventFileWriter(str(run.own_folder("tensorboard")))
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Bring everything to disk."""
         self._writer.close()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each of these curves."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -29,7 +29,6 @@ class Wandb(CurveTracker):
     needs = "wandb"
 
     def __init__(self, options: Options, run: RunInfo) -> None:
-        """Begin a run there."""
         import wandb
 
         super().__init__(options, run)
@@ -51,9 +50,7 @@ class Wandb(CurveTracker):
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each of these curves."""
         self._run.log({**values, "step": step})
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Say how it ended."""
         self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
