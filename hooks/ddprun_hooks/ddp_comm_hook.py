@@ -57,7 +57,7 @@ class DdpCommHook(Hook):
             tensor, future = group.requests.popleft()
             future.set_result([await comm.all_reduce(tensor)])
         if not mean.done():
-            raise ExchangeError(f"the hook waits for something else than its process group: {_ONLY}")
+            raise ExchangeError(f"the hook waits for something other than its process group: {_ONLY}")
         result: Tensor = mean.value()
         if group.requests:
             raise ExchangeError(f"the hook's result does not wait for all of its all-reduces: {_ONLY}")

@@ -181,7 +181,7 @@ def register(
     except RuntimeError as error:
         if "only be called once" not in str(error):
             raise
-        text = "the model has a communication hook already: DDP takes one in its life"
+        text = "the model has a communication hook already: DDP accepts only one"
         raise HookSetupError(text) from None
 
 

@@ -198,7 +198,7 @@ def check_hooks(
     for rank, results in enumerate(run_hooks(hooks, ranks, resumed, hosts)):
         for step, result in zip((2, 3), results, strict=True):
             same = torch.equal(result, runs[rank][step][0])
-            assert same, f"rank {rank} resumes from a loaded state with other bits in step {step}"
+            assert same, f"rank {rank} resumes from a loaded state with different bits in step {step}"
 
     if keeps_residuals:
         states, kept = [run[-1][1] for run in runs], came_in - came_out

@@ -93,7 +93,11 @@ class JunkBudget:
         """
         self._left_bytes -= max(count, _MIN_LINE_BYTES)
         if self._left_bytes < 0:
-            raise OSError(errno.EFBIG, f"{self._name} holds too much that is no record", str(self._name))
+            raise OSError(
+                errno.EFBIG,
+                f"more than {_MAX_JUNK_BYTES >> 20} MiB of {self._name} are not records",
+                str(self._name),
+            )
 
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:

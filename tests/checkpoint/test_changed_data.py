@@ -109,7 +109,7 @@ def told(done: Finished) -> list[str]:
     [
         ("samples.Samples", "160 1.0", "160 samples here, and 100 in the checkpoint"),
         ("{samples.Samples: {noise: own}}", "40 1.0", "40 samples here, and 100 in the checkpoint"),
-        (AUGMENTED, "100 2.0", "100 samples, as in the checkpoint, but other ones"),
+        (AUGMENTED, "100 2.0", "100 samples, as in the checkpoint, but different ones"),
     ],
 )
 def test_other_data_in_the_middle_of_an_epoch_is_refused(

@@ -96,7 +96,7 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
         files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), name, encode(STATE))
     path = folder.unfinished_path(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
-    with pytest.raises(OSError, match=r"rank-00000\.json is not whole here"):
+    with pytest.raises(OSError, match=r"rank-00000\.json is incomplete here"):
         folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):

@@ -285,7 +285,7 @@ def test_init_overwrites_nothing(tmp_path: Path, capsys: Out) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("mine")
     assert main(["init", str(path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 

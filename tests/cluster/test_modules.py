@@ -61,7 +61,7 @@ def test_those_that_do_not_travel_are_named(folder: Path, to: str) -> None:
     assert done.code == 0, done.stderr
     names = done.stderr.partition(" has ")[2].partition(", which")[0]
     assert sorted(names.split(", ")) == ["helper", "nets", "samples", "shared", "shrink"]
-    assert "--with-modules takes them along" in done.stderr
+    assert "--with-modules sends them" in done.stderr
     assert "shrink.py" not in done.stdout
 
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_taken_along(folder: Path) -> None:
     (folder / "samples.py").write_bytes(b"#" * (900 << 10))
     done = dry(folder, "kubernetes", "--with-modules")
     assert (done.code, done.stdout) == (2, "")
-    assert "--to kubernetes takes at most" in done.stderr
+    assert "--to kubernetes can send at most" in done.stderr
     assert dry(folder, "docker", "--with-modules").code == 0
     (folder / "p.yaml").write_text(PIPELINE.replace("{depth: 3}", "{api_token: '${env:TOKEN}'}"))
     (folder / "samples.py").write_text("TOKEN = 'hunter2hunter2'")

@@ -180,7 +180,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
         "higher (+0.0654 to +0.141, 3 seeds)."
     )
     assert "and shows no clear difference in learning" in told[1]
-    assert told[1].endswith(" seeds would tell a difference of that size.")
+    assert told[1].endswith(" seeds would confirm a difference of that size.")
     assert told[-1] == "Choose unclear: it is the fastest that does not learn worse."
     assert (
         learning.sentences(comparison_rows(sides[:2]))[-1]
@@ -268,7 +268,7 @@ def test_all_combinations_are_named() -> None:
     found = make_variants([Path("a.yaml")], ["accumulate=2"], keys, noop=True, twin=True)
     assert [variant.name for variant in found] == [
         "hooks=[], seed=0",
-        "hooks=[], seed=0 once more",
+        "hooks=[], seed=0 (twin)",
         "hooks=[], seed=1",
         "hooks=[fp16], seed=0",
         "hooks=[fp16], seed=1",
@@ -366,7 +366,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     )
     assert done.code == 0, done.stderr
     table = json.loads(done.stdout)
-    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] once more", "hooks=[noop]"]
+    assert [row["variant"] for row in table] == ["hooks=[]", "hooks=[] (twin)", "hooks=[noop]"]
     assert [row["turns"] for row in table] == [10, 10, 10], "the first of each seed warms up"
     assert [row["seeds"] for row in table] == [2, 2, 2]
     assert table[1]["learning"] == "learns the same"
@@ -437,7 +437,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
         (["--vary", "hooks=[fp16"], "--vary 1:1:"),
         (["--vary", "hooks=fp16"], "hooks: is not a list of values; write KEY=[A, B]"),
         (["--vary", "hooks=[[fp17]]"], 'did you mean "fp16"'),
-        (["--vary", "seed=[0, 1]", "--seeds", "2"], "the seed is not the same in all runs already"),
+        (["--vary", "seed=[0, 1]", "--seeds", "2"], "the runs already differ in their seed"),
         (["--turn", "1"], "1 is not in the range x>=2"),
         (["--output", "full"], "the folder full is not empty"),
         (["--output", "full/file/out"], "cannot write full/file/out: Not a directory"),
@@ -451,7 +451,7 @@ def test_an_interrupt_ends_all_runs(tmp_path: Path) -> None:
             "2 hosts need --rdzv-endpoint, and the same command on each; for this one, --nnodes 1",
         ),
         (["--set=launch.nnodes=3"], "3 hosts need --rdzv-endpoint"),
-        (["--rdzv-endpoint=127.0.0.1:1"], "there is one host: name more with --nnodes"),
+        (["--rdzv-endpoint=127.0.0.1:1"], "there is one host: set more with --nnodes"),
         (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], "'127.0.0.1:x' is not HOST:PORT"),
         (
             ["--steps", "9", "--set", "stages=[{train: {steps: 1}}, {train: {steps: 2}}]"],

@@ -65,7 +65,7 @@ def test_a_measured_link_is_that_of_explain(
     ],
 )
 def test_what_makes_no_sense_is_refused(said: Any) -> None:
-    with pytest.raises(HostsError, match="makes no sense"):
+    with pytest.raises(HostsError, match="sent an invalid message"):
         waiting(said).receive()
 
 

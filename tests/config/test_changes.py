@@ -49,7 +49,7 @@ def test_what_can_change_is_told(loaded: Load, override: str, told: str) -> None
     [
         ("model.mlp.hidden=[8]", "model", "hidden: [8]"),
         ("seed=7", "seed", "7 here, and 0 in the checkpoint"),
-        ("data={synthetic: {}}", "data", "the position in the data"),
+        ("data={synthetic: {}}", "data", "the saved position"),
         ("loss=mse_loss", "loss", ""),
         ("precision=bf16", "precision", "bf16 here, and fp32 in the checkpoint"),
         ("loader.shuffle=false", "loader.shuffle", "twice"),

@@ -54,7 +54,7 @@ def test_a_cast_of_what_is_half_already(loaded: Load) -> None:
     assert told(loaded, text, "precision=pure_bf16") == []
     assert told(loaded, text, "precision=pure_bf16", "hooks=[fp16]") == []
     assert told(loaded, text, "precision=bf16", "hooks=[bf16]") == []
-    problem = '"bf16" has no effect: with "precision: pure_bf16" everything travels so'
+    problem = '"bf16" has no effect: with "precision: pure_bf16" everything is sent in that type'
     assert told(loaded, text, "precision=pure_bf16", "hooks=[bf16]") == [("hooks[0]", problem)]
 
 
@@ -98,7 +98,7 @@ def test_hooks_that_one_stage_uses(loaded: Load) -> None:
         (
             "sync: {hierarchical_sgd: {within: 4, across: 4}}\n",
             "sync.hierarchical_sgd.within",
-            '"within: 4" has no effect with "across: 4": all ranks average as often',
+            '"within: 4" has no effect with "across: 4": all average equally often',
         ),
     ],
 )

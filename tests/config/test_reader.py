@@ -115,6 +115,6 @@ def test_tags_run_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     path = tmp_path / "evil.yaml"
     path.write_text(f"model: !!python/object/apply:os.mkdir ['{trace}']\n")
-    with pytest.raises(PipelineError, match="a pipeline has no tags"):
+    with pytest.raises(PipelineError, match="a pipeline may not have tags"):
         load(path)
     assert not trace.exists()

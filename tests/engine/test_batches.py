@@ -383,7 +383,7 @@ def drawn(epoch: int) -> list[int]:
 def test_a_sampler_of_other_indices_on_each_rank_is_refused(folder: Path) -> None:
     """Each sample would not be used once; so are indices that no sample has."""
     for sampler, expected in (
-        ("mine.own", "loader.sampler gives rank 1 other indices than rank 0"),
+        ("mine.own", "loader.sampler yields other indices on rank 1 than on rank 0"),
         ("mine.too_far", "the index 90 of a data set with 90 samples"),
         ("torch.utils.data.DistributedSampler", "divides the samples among ranks"),
     ):
@@ -410,7 +410,7 @@ def refused(folder: Path) -> str:
         ("batch: {target: label}", 'p.yaml:6:17: batch.target: "target" needs "inputs"'),
         ("batch: {inputs: image}", 'batch.inputs: "inputs" needs "target"'),
         ("loss: model\nbatch: {inputs: image, target: y}", '"target" clashes with "loss: model"'),
-        ("batch: {inputs: {3a: image}, target: y}", '"3a" is no name of an argument'),
+        ("batch: {inputs: {3a: image}, target: y}", '"3a" is not an argument name'),
         ("loader: {sampler: a.b, shuffle: true}", '"shuffle: true" clashes with "sampler"'),
         ("loss: {mse_loss: {reduction: sum}}\nweight_by: targets", 'clashes with "reduction: sum"'),
         (
@@ -432,7 +432,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, more: str, expecte
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ("", "its batches are mappings of image, other, label, and none is known to be the target"),
+        ("", "its batches are mappings of image, other, label, and it is not known which is the target"),
         (
             "batch: {inputs: picture, target: label}",
             'batches have no "picture"; they have image, other, label',

@@ -113,7 +113,7 @@ def test_blocks_that_are_not_there(pipeline: Any) -> None:
     """The fault is at the pattern, and lists what there is."""
     loaded = pipeline('{blocks: ["layers.*", "block.*"]}')
     found = fault(lambda: select_blocks(loaded, Net(), loaded.pipeline.compile))
-    assert found.startswith('4:32: compile.blocks[1]: no module, and no class of one, is called "block.*"; ')
+    assert found.startswith('4:32: compile.blocks[1]: no module or module class is called "block.*"; ')
     assert "there are first, last, " in found
     assert "of the classes Linear, Layer, " in found
     loaded = pipeline("true")
@@ -316,7 +316,7 @@ def test_explain_shows_the_graphs_and_buckets_of_the_run(runs: dict[str, Path]) 
         bucket["params"] for bucket in started["buckets"]
     ]
     said = " ".join(render_text(explained).split())
-    assert "Compile The model, mode default: 1 graph, without a graph break. Gradients of a graph" in said
+    assert "Compile The model, mode default: 1 graph, without a graph break. A graph yields" in said
     assert "0 0 1.weight 0 1 3.weight … 5.bias (4)" in said or "0 1 5.weight … 3.bias (4)" in said
     shown = json.loads(json.dumps(explained.to_json_data()))["compile"]
     assert (shown["mode"], shown["blocks"], len(shown["graphs"][0]["parts"])) == ("default", [""], 2)

@@ -411,7 +411,7 @@ def test_samples_that_are_lost_to_loading_processes_are_told(
 
     (told,) = ranks_with_workers(1, samples_told_lost, kind, sharded, workers)
     assert len(told) == (lost if workers else 0)
-    assert all("write loader: {workers: 0} then" in text for text in told)
+    assert all("then write loader: {workers: 0}" in text for text in told)
 
 
 def test_a_dataset_that_begins_anew_is_not_read_again() -> None:

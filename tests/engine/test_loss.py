@@ -296,7 +296,7 @@ def test_a_checkpoint_from_before_losses_were_trained_is_refused(folder: Path) -
     assert code == 2, told
     assert (
         'p.yaml:5:7: loss: parameter "loss.centres" is not in the checkpoint: when it was taken, ddprun kept '
-        "nothing of a loss, so start a new run (" in told
+        "no state of a loss, so start a new run (" in told
     )
 
 
@@ -324,7 +324,7 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     [
         ("freeze: ['loss.center']\n", 'no parameter is called "loss.center"'),
         ("freeze: ['*']\n", "no parameter is left to train"),
-        ("", 'the model has a "loss.centres" of its own, as the loss\'s is called'),
+        ("", 'a "loss.centres" of its own, which is also the name of a part of the loss'),
     ],
 )
 def test_names_that_do_not_fit_are_a_fault(folder: Path, more: str, problem: str) -> None:
@@ -391,7 +391,7 @@ def test_explain_without_imports_says_that_it_does_not_know_it(folder: Path) -> 
     """Also where names of its parameters are in the file, which then match nothing that is known."""
     pipeline = text("own.Centres", model="{mlp: {inputs: 6, outputs: 3}}")
     for more, words in (
-        ("", 'without what "loss: own.Centres" may have, which is not imported'),
+        ("", 'not counting "loss: own.Centres", which is not imported'),
         ("freeze: [loss.centres]\n", 'Its size is unknown: "loss: own.Centres" is not imported'),
     ):
         (folder / "p.yaml").write_text(pipeline + more)
@@ -419,5 +419,5 @@ def test_the_linear_cross_entropy_is_trained_as_a_head_of_the_model_would_be(fol
 def test_accuracy_is_refused_where_only_the_loss_makes_classes(folder: Path) -> None:
     """The model's output has none, so its largest feature would be taken for one."""
     (folder / "p.yaml").write_text(text(LINEAR).replace("- save", "- evaluate: {metrics: [accuracy]}"))
-    with pytest.raises(PipelineError, match="only the loss makes classes"):
+    with pytest.raises(PipelineError, match="only the loss turns"):
         load(folder / "p.yaml")

@@ -235,7 +235,7 @@ def test_what_fails_has_notes_of_its_place_and_what_may_be_wrong(
             "model",
             [
                 "the model was called as model(float32 (4, 2), int64 (4,))",
-                "write batch: {inputs: …} if its arguments are others",
+                "write batch: {inputs: …} if its arguments are different",
             ],
         ),
         ("cross_entropy", ["the loss was called as loss(float32 (4, 3), int64 (4,))"]),

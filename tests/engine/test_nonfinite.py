@@ -144,7 +144,7 @@ def test_a_run_whose_weights_are_lost_fails(tmp_path: Path, sync: str) -> None:
     told = summary(tmp_path)
     assert told["status"] == "failed"
     assert told["nonfinite"] == {"step": 3, "rank": 0, "value": "nan", "parameter": "1.weight"}
-    assert "1.weight is not finite any more, and on_nan is stop" in told["error"]["message"]
+    assert "1.weight is no longer finite, and on_nan is stop" in told["error"]["message"]
     assert "ddprun: the run failed (stages[0].train, step" in said
     assert "Traceback" not in said
 
@@ -155,7 +155,7 @@ def test_a_failed_run_goes_on_from_its_last_finite_checkpoint(tmp_path: Path) ->
     codes, said = run(tmp_path)
     assert codes == [1, 1]
     assert kept(tmp_path)[2] is None
-    assert "from step 2, with a smaller learning rate" in said
+    assert "from step 2, with a lower learning rate" in said
     (tmp_path / "mended").touch()
     codes, said = run(tmp_path, resuming=True)
     assert codes == [0, 0]

@@ -116,7 +116,7 @@ def test_weights_that_do_not_fit_are_one_fault(folder: Path) -> None:
 def test_only_safetensors_are_read(folder: Path) -> None:
     """Never a pickle, whatever it is called; and a file that is not there is named."""
     torch.save({"body.weight": torch.zeros(1)}, folder / "pickle.safetensors")
-    assert "is no file of safetensors" in fault(folder, "init: pickle.safetensors\n").problem
+    assert "is not a safetensors file" in fault(folder, "init: pickle.safetensors\n").problem
     assert "no-such.safetensors" in fault(folder, "init: no-such.safetensors\n").problem
     (folder / "p.yaml").write_text(pipeline("init: weights.pt\n"))
     found = ddprun_here("check", "p.yaml", cwd=folder)

@@ -143,7 +143,7 @@ def test_held_out_data_that_differs_like_training_data_is_told_in_a_line(tmp_pat
     folder, said = run(tmp_path, kind, options, stages="{train: {epochs: 1}}, evaluate, evaluate")
     assert [event.get("held_out") for event in found(folder)] == [None, True]
     assert said.count("are never used") == 1
-    assert said.count("held-out data: the same holds as for data\n") == 1
+    assert said.count("held-out data: as for the training data, ranks read different samples\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked", "Augmented"])
@@ -203,5 +203,5 @@ def test_samples_that_loading_processes_do_not_get_are_told(tmp_path: Path) -> N
     said = done.stderr
     assert done.code == 0, said
     assert [event["event"] for event in found(tmp_path / "run")] == ["data_lost"]
-    assert said.count("data: read again, it begins with other samples; if it reads one source") == 1
-    assert "write loader: {workers: 0} then" in said
+    assert said.count("data: read again, it begins with other samples; if it reads on from one source") == 1
+    assert "then write loader: {workers: 0}" in said

@@ -77,22 +77,22 @@ def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
 
 
 PERIODS = {
-    "{local_sgd: {every: 8}}": ("Steps 8, 16, 24 …: what parameters have changed by", "7 of every 8 steps"),
+    "{local_sgd: {every: 8}}": ("Steps 8, 16, 24 …: the changes of parameters", "7 of every 8 steps"),
     "{hierarchical_sgd: {within: 2, across: 8, hosts: 2}}": (
-        "Steps 2, 4, 6 of every 8: what parameters have changed by, averaged over the 2 ranks of each host",
-        "Steps 8, 16, 24 …: what parameters have changed by, averaged over all 4 ranks",
+        "Steps 2, 4, 6 of every 8: the changes of parameters, averaged over the 2 ranks of each host",
+        "Steps 8, 16, 24 …: the changes of parameters, averaged over all 4 ranks",
     ),
     "{hierarchical_sgd: {across: 8, hosts: 2}}": (
         "Gradients are averaged over the 2 ranks of each host, in every step",
         "gradients are averaged inside a host only",
     ),
     "{diloco: {every: 6, fragments: 2, overlap_steps: 1}}": (
-        "Steps 3, 9, 15 …: what parameters have changed by, averaged over all 4 ranks (buckets 1 to 2)",
+        "Steps 3, 9, 15 …: the changes of parameters, averaged over all 4 ranks (buckets 1 to 2)",
         "is applied exactly 1 step later",
     ),
     "{broadcast: {every: 5, source: 2}}": ("Steps 5, 10, 15 …: the parameters of rank 2, as they are",),
-    "{broadcast: {every: 1}}": ("Each rank changes its own, and all have the same again after the step.",),
-    "{average: {every: 1}}": ("Every step: what parameters have changed by",),
+    "{broadcast: {every: 1}}": ("Each rank changes its own, and all are equal again after the step.",),
+    "{average: {every: 1}}": ("Every step: the changes of parameters",),
     "independent": (
         "Nothing is sent.",
         "None: ranks exchange no messages",
@@ -113,7 +113,7 @@ def test_stages_around_steps(file: Path, capsys: Out) -> None:
     """What was said of an earlier stage is not said again, and a stage that leaves ranks apart says so."""
     stages = "[{train: {steps: 5, sync: independent}}, average, {forward: {steps: 2}}, evaluate, save]"
     out = folded(said(file, capsys, "--set", f"stages={stages}"))
-    assert "Ranks stay as they are: the next stage takes them so." in out
+    assert "Ranks stay as they are: the next stage starts from that." in out
     assert "stages[1]: average The parameters as they are, averaged over all 4 ranks." in out
     assert "Buffers As in stages[0]." in out
     assert "stages[3]: evaluate Nothing is sent before it." in out
@@ -133,8 +133,8 @@ def test_noop(file: Path, capsys: Out) -> None:
     stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"
     out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
     assert "Gradients go through the hooks in every step, but to no other rank, in 2 buckets" in out
-    assert "noop gives each rank its own back, so ranks diverge." in out
-    assert "Steps 2, 4: nothing, as noop gives each rank its own back." in out
+    assert "noop sends nothing, so ranks diverge." in out
+    assert "Steps 2, 4: nothing, because the hook is noop." in out
     assert "Gradients are averaged" not in out
     assert "so once more: the parameters as they are, averaged over all 4 ranks." in out
 
@@ -177,12 +177,12 @@ def test_evaluations_inside_a_stage_and_the_moving_average(file: Path, capsys: O
     assert (
         "After every 6 steps, and at the end: 5 evaluations. 2 of them: the parameters as they are, " in out
     )
-    assert "over all 4 ranks; 3 of them: nothing. Then each rank has its own again." in out
+    assert "over all 4 ranks; 3 of them: nothing. Then each rank has its own values again." in out
     # ranks' averages differ even where their weights do not
     averaged = ("--set", stages.replace("STEPS", "25"), "--set", "ema=0.9")
     out = folded(said(file, capsys, *averaged))
     assert "4 of them: the parameters as they are, averaged over all 4 ranks; 1 of them: nothing." in out
-    assert "Each rank holds an average of the parameters that are trained, 1.62 MB, and while" in out
+    assert "Each rank holds an average of the trained parameters, 1.62 MB, and, while" in out
     found = to_json_data(file, capsys, *averaged)
     assert found["model"]["ema_bytes"] == 405_610 * 4
     assert [one["times"] for one in found["stages"][0]["evaluations"]] == [4, 1]

@@ -142,7 +142,7 @@ def test_elements_of_no_parameter_cannot_be_kept_and_the_error_says_what_to_do()
         ((_, int8),) = zip(["int8"], make_stack(["int8"]).hooks, strict=True)
         exchanger = Rank(group, Stack([("mine", Doubled()), ("int8", int8)]))
         with pytest.raises(
-            (ExchangeError, RuntimeError), match=r"let it call reduce\(…, compression_error=…\)"
+            (ExchangeError, RuntimeError), match=r"have it call reduce\(…, compression_error=…\)"
         ):
             exchanger.send(contribution(0, 0, 1))
 

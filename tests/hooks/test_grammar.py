@@ -43,7 +43,7 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
     (
         [{"hierarchical": {"within": [SUMMED_IN_FP32]}}],
         (0, "hierarchical", "within", 0),
-        "sums of 16 bits are taken in fp32 as it is",
+        "16-bit sums are computed in fp32 anyway",
     ),
     (
         [SUMMED_IN_FP32, "hierarchical"],
@@ -56,7 +56,7 @@ CASES: list[tuple[list[HookSpec], tuple[object, ...], str]] = [
     (
         [{"hierarchical": {"across": ["hierarchical"]}}],
         (0, "hierarchical", "across", 0),
-        "there are two levels",
+        "there are only two levels",
     ),
 ]
 

@@ -166,7 +166,7 @@ def test_two_hosts_and_casts() -> None:
         (Forgetful, "do not add up to what came in"),
         (Wasteful, "do not add up to what came in"),
         (Apart, "rank 1 and rank 0 got different bits"),
-        (Newborn, "resumes from a loaded state with other bits"),
+        (Newborn, "resumes from a loaded state with different bits"),
         (Stubborn, "rolled back has changed the state"),
         (Off, "away from the mean"),
         ("bf16", "away from the mean"),

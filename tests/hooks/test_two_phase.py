@@ -126,7 +126,7 @@ def test_int4_puts_two_codes_into_a_byte() -> None:
 @pytest.mark.parametrize("wire", [wire for wire, _ in CODES], ids=named)
 def test_a_block_fills_whole_words(wire: BlockScaled) -> None:
     """Scales lie behind the codes and are read in place."""
-    with pytest.raises(ValueError, match="is no multiple of"):
+    with pytest.raises(ValueError, match="is not a multiple of"):
         type(wire)(258)
 
 

@@ -127,7 +127,7 @@ def test_loading_processes_that_cannot_start_are_bad_input(tmp_path: Path) -> No
     done = run_with(tmp_path, "64k", workers=2, batch=16, ranks=2)
     assert done.code == 2, done.stderr
     assert done.stderr.count("p.yaml:5:") == 1
-    assert "node0: /dev/shm has 64 KiB free, too little to start 2 loading processes" in done.stderr
+    assert "node0: /dev/shm has 64 KiB free, too little to start 2 DataLoader workers" in done.stderr
     assert "docker run --shm-size=1g" in done.stderr
     assert "Traceback" not in done.stderr
 

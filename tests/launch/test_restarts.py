@@ -144,7 +144,7 @@ def test_a_failure_that_comes_again_is_not_started_once_more(tmp_path: Path, cal
     assert done.code == 1, done.stderr
     assert done.stderr.count("ValueError: like the last time\n") == 4  # the headline and the traceback, twice
     assert [f"restart {i} of 2" in done.stderr for i in (1, 2)] == [True, False]
-    assert done.stderr.count("ddprun: not starting the ranks again: they have failed alike before") == 1
+    assert done.stderr.count("ddprun: not starting the ranks again: they failed the same way before") == 1
 
 
 ENDING = """

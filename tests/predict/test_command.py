@@ -101,8 +101,11 @@ def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> 
         (["--from=.", "--from-link=abc"], '--from-link or --from-latency: "abc" is not a rate'),
         (["--latency=8"], "is not a time; write 5us"),
         (["--link=within=1Gbit,within=2Gbit"], 'must name "within" and "across"'),
-        (["--link=1Gbit", "--sweep=ranks=1..4"], "is no range of hosts; write nnodes=1..64"),
-        (["--link=1Gbit", "--sweep=nnodes=8..4"], "is no range of hosts"),
+        (
+            ["--link=1Gbit", "--sweep=ranks=1..4"],
+            "is not a range of 1 to 1,048,576 hosts; write nnodes=1..64",
+        ),
+        (["--link=1Gbit", "--sweep=nnodes=8..4"], "is not a range of 1 to 1,048,576 hosts"),
         (["--link=1Gbit", "--no-import"], "a prediction needs the model"),
         (["--from-link=1Gbit"], "name it"),
         (["--cores=4"], "--cores is for a prediction"),

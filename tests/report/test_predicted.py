@@ -110,7 +110,7 @@ def test_too_few_cores_are_a_reason(tmp_path: Path) -> None:
         over_a_link(tmp_path / "run", late_us=50_000, cores=0.5), predicted(waits_us={"late": 9e9})
     )
     assert stage.sentences[1].endswith(
-        ": ranks share too few cores: each had one for 50% of the time in which it did not wait."
+        ": ranks share too few cores: each had a core for 50% of the time in which it did not wait."
     )
 
 
@@ -211,7 +211,7 @@ def test_a_difference_from_a_prediction_has_a_reason(
 def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     """A sentence says what differs."""
     stage = compared(over_a_link(tmp_path / "run"), predicted(**changed))
-    assert stage.sentences == [f"The prediction is not compared, since it is of something else: {said}."]
+    assert stage.sentences == [f"The prediction is not compared, because it is for something else: {said}."]
     assert not stage.step_parts_us
     assert not stage.buckets
 
@@ -219,9 +219,9 @@ def test_what_is_not_alike_is_not_compared(tmp_path: Path, changed: dict[str, An
 def test_other_stages_and_few_steps(tmp_path: Path) -> None:
     """What there is nothing to say of is said."""
     folder = over_a_link(tmp_path / "run")
-    assert compared(folder, predicted(stage=1)).sentences == ["Nothing is predicted of this stage."]
+    assert compared(folder, predicted(stage=1)).sentences == ["There is no prediction for this stage."]
     few = compared(folder, predicted(cycle=10))
-    assert few.sentences == ["Too few steps are recorded: it takes 10 after the first 3."]
+    assert few.sentences == ["Too few steps are recorded: 10 are needed after the first 3."]
 
 
 def test_a_policy_that_seldom_synchronises_is_compared_by_its_cycle(tmp_path: Path) -> None:

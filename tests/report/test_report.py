@@ -108,11 +108,11 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
         "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
         "others waited for it.",
         "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "
-        "runs on the late rank's cores or GPU (at most 22% of a step).",
+        "runs on the late rank's cores or GPU (saves at most 22% of a step).",
     ]
     assert sentences(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long.",
-        "Communication is hidden or small. `compile: true` may make steps faster, and changes no more than "
+        "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
         "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training.",
     ]
     assert sentences(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
@@ -130,7 +130,7 @@ def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
         nothing = dict.fromkeys(PARTS, 0)
         file.write_text("".join(json.dumps(line | nothing) + "\n" for line in lines))
     assert sentences(digest_run(Run(folder)))[""][0] == (
-        "A step took 10.0 ms on average; its records do not tell what for."
+        "A step took 10.0 ms on average; the records do not tell where the time went."
     )
     assert main(["report", str(folder)]) == 0, capsys.readouterr().err
 
@@ -195,13 +195,13 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         (
             0,
             "exposed_wire_us",
-            "What changes training: hooks as in stage 1, where a step took 10.0 ms; to synchronise less "
-            "often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`).",
+            "To try next, although it changes training: hooks as in stage 1, where a step took 10.0 ms; "
+            "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`).",
         ),
         (
             1,
             "exposed_hook_us",
-            "To try first, since nothing is lost: no hooks, as in stage 0 (at most 50% of a step).",
+            "To try first, since nothing is lost: no hooks, as in stage 0 (saves at most 50% of a step).",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, pa
 @pytest.mark.parametrize(
     ("part", "advice"),
     [
-        ("exposed_wire_us", "What changes training: to send less (`ddprun compare`"),
+        ("exposed_wire_us", "To try next, although it changes training: sending less (`ddprun compare`"),
         ("exposed_hook_us", "To try first, since nothing is lost: no hooks, or cheaper ones"),
     ],
 )
@@ -338,7 +338,7 @@ def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
     told = words(text)
     assert "A step took 20.0 ms longer than with" in told
     assert "did not take turns" in told
-    assert "What changes training" not in told
+    assert "To try next" not in told
     charts = [one["choices"] for one in charts_in(text).values()]
     bars = [one[""] for one in charts if "" in one and one[""]["data"][0].get("type") == "bar"]
     ranks = [chart for chart in bars if "rank 0" in chart["data"][0]["y"]]
@@ -396,7 +396,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
     assert "Each of 3 episodes" in page
     assert "Each of" not in told(whole, other)[1], "there is nothing to sum up"
-    assert told({**whole, "last_step": 4})[0][2].startswith("What changes training: to synchronise less"), (
+    assert told({**whole, "last_step": 4})[0][2].startswith("To try next, although it changes training"), (
         "one step in five"
     )
 
@@ -687,7 +687,7 @@ def test_whether_hooks_paid_follows_from_their_break_even(
     verdict = {
         True: "Here they saved time",
         False: "Here they cost more than they saved",
-        None: "the records cannot tell",
+        None: "The records cannot tell whether they saved time here",
     }[paid]
     assert verdict in told
     if paid is False:
@@ -766,11 +766,12 @@ def test_advice_names_first_what_loses_nothing(
     if lossless is None:
         assert before == "No rank was late for long."
     else:
-        gain = "at most 50% of a step"
+        gain = "saves at most 50% of a step"
         assert before == f"To try first, since nothing is lost: {lossless} ({gain})."
     assert last == (
-        "What changes training: to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`); "
-        "to synchronise less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)."
+        "To try next, although it changes training: sending less (`ddprun compare` with `--vary "
+        "'hooks=[[], [fp16], [int8]]'`); "
+        "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)."
     )
 
 

@@ -159,7 +159,7 @@ def test_what_stands_in_a_folders_place_is_refused(
         os.chown(place, 65534, 65534)
     problem = {
         "link": "is a link",
-        "file": "is no folder",
+        "file": "is not a folder",
         "mode": "can be written by other users",
         "owner": "belongs to another user",
     }

@@ -531,7 +531,7 @@ def test_a_report_reads_no_holes(tmp_path: Path, name: str, lines: bool) -> None
     code, said = bounded("report", folder)
     assert code == 2
     expected = (
-        f"ddprun: {folder} cannot be read: {Path(name).name} holds too much that is no record; "
+        f"ddprun: {folder} cannot be read: more than 16 MiB of {Path(name).name} are not records; "
         "see `ddprun --help`\n"
     )
     assert said == expected
@@ -546,7 +546,7 @@ def test_a_report_reads_little_that_is_no_record(
     folder = make(tmp_path / "run")
     junk(folder / name, kind)
     assert main(["report", str(folder)]) == 2
-    assert f"{Path(name).name} holds too much that is no record" in capsys.readouterr().err
+    assert f"more than 16 MiB of {Path(name).name} are not records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["noise", "empty lines", "a beginning"])
@@ -556,7 +556,8 @@ def test_resuming_reads_little_that_is_no_record(run: Path, name: str, kind: str
     code, told = go_on(run)
     assert code == 2
     assert (
-        f"cannot resume in the run folder {run}: {Path(name).name} holds too much that is no record" in told
+        f"cannot resume in the run folder {run}: more than 16 MiB of {Path(name).name} are not records"
+        in told
     )
 
 
@@ -580,7 +581,7 @@ def test_resuming_reads_no_holes(run: Path, name: str, lines: bool) -> None:
     code, told = go_on(run)
     assert code == 2
     file = Path(name).name
-    assert f"cannot resume in the run folder {run}: {file} holds too much that is no record" in told
+    assert f"cannot resume in the run folder {run}: more than 16 MiB of {file} are not records" in told
     assert "Traceback" not in told
 
 

@@ -280,7 +280,7 @@ def test_no_variant_of_a_comparison_is_called_by_a_secret(tmp_path: Path) -> Non
     names = [load_variant(one)[0].name for one in variants]
     assert names == [
         "track=[{mlflow: {tracking_uri: 'https://u:[redacted]@h'}}]",
-        "track=[{mlflow: {tracking_uri: 'https://u:[redacted]@h'}}] once more",
+        "track=[{mlflow: {tracking_uri: 'https://u:[redacted]@h'}}] (twin)",
         "track=[]",
     ]
 
@@ -372,9 +372,7 @@ def test_a_secrets_variable_goes_into_secret_options_only(
     """Elsewhere it would be sent or written; `check` says so, whatever is trusted and set."""
     with pytest.raises(PipelineError) as caught:
         loaded("", f"{key}={value.replace('NAME', 'AWS_SECRET_ACCESS_KEY')}")
-    problem = (
-        "AWS_SECRET_ACCESS_KEY is a secret by its name, and goes only into an option that is one by its name"
-    )
+    problem = "AWS_SECRET_ACCESS_KEY has the name of a secret, so only an option with such a name may hold it"
     assert problem in [fault.problem for fault in caught.value.faults]
 
 

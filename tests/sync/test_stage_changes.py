@@ -248,7 +248,7 @@ def test_torchs_detailed_debugging_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
     assert main(["p.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run")
+    assert capsys.readouterr().err.startswith("ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL makes every run")
 
 
 def test_fp16_loss_scaling_works_where_ranks_train_apart(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def test_a_port_that_is_taken_costs_the_tracker_and_not_the_run(tmp_path: Path) 
         (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", f"[{{prometheus: {{port: {port}}}}}]"))
         done = ddprun("p.yaml", "--nproc-per-node=1", "--run-dir=run", cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert "prometheus has failed and gets no more of this run: OSError" in done.stderr
+    assert "prometheus has failed and receives nothing more of this run: OSError" in done.stderr
     (event,) = [one for one in events(tmp_path / "run") if one["event"] == "tracker_failed"]
     assert event["tracker"] == "prometheus"
 

@@ -133,9 +133,10 @@ def test_what_learns_more_slowly_gains_less(figures: Figures) -> None:
     assert pick_winner([rare, exact, never], Floors()) is exact
     assert pick_winner([rare, never], Floors()) is rare
     assert pick_winner([never], Floors()) is None
-    assert "does not come to the file's loss" in (rejection_reason(never, Floors()) or "")
+    assert "never reaches the file's loss" in (rejection_reason(never, Floors()) or "")
     slower = figures.trial(4.0, to_loss=0.8, changes={"sync": SYNC[1]})
-    assert rejection_reason(slower, Floors()) == "it takes 1.25 times as long as the file to the same loss"
+    reason = rejection_reason(slower, Floors())
+    assert reason == "it takes 1.25 times as long as the file to reach the same loss"
     assert pick_winner([rare, exact, never], Floors(loss=0.0)) is rare or never
 
 

@@ -224,12 +224,12 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
     )
     assert done.code == 0, done.stderr
     assert "4 ranks on 2 hosts, 100 kbit/s, 1 ms between hosts\n" in done.stdout
-    assert "by prediction alone: the 2 hosts are not here." in done.stdout
+    assert "by prediction alone: the 2 hosts do not take part (give --rdzv-endpoint on each)." in done.stdout
     assert (
         "Winner, with lossy hooks: hooks=[{topk: {density: 0.001}}]. By prediction, a step takes "
         in done.stdout
     )
-    assert "How much that loses was not measured." in done.stdout
+    assert "What that costs in learning was not measured." in done.stdout
     text = (folder / "slow.yaml").read_text()
     assert "by prediction alone." in text
     assert load(folder / "slow.yaml").pipeline.hooks[0].name == "topk"
@@ -246,9 +246,9 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
         (["--floor=speed=2"], "write cosine=0.99 or loss=+1%"),
         (["--minutes=0"], "0.0 is not in the range x>0"),
         (["--link=fast"], '"fast" is not a rate'),
-        (["--link=1Mbit"], "it is a link between hosts, and there is one: name more with --nnodes"),
-        (["--nnodes=2", "--floor=loss=1%"], "floors need real runs, and the 2 hosts are not here"),
-        (["--output=p.yaml"], "p.yaml is there already"),
+        (["--link=1Mbit"], "it is a link between hosts, and there is one: set more with --nnodes"),
+        (["--nnodes=2", "--floor=loss=1%"], "floors need real runs, and the 2 hosts do not take part"),
+        (["--output=p.yaml"], "p.yaml already exists"),
         (["--output=out.txt"], "out.txt does not end in .yaml"),
         (["--output=no/out.yaml"], "there is no folder no"),
         (["--from=nowhere"], "Directory 'nowhere' does not exist"),
@@ -274,7 +274,7 @@ def test_too_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(made(tmp_path))
     assert main(["tune", "p.yaml", "--minutes=0.01"]) == 1
     err = capsys.readouterr().err
-    assert "had 1 s, a third of --minutes, and that is too short" in err
+    assert "had 1 s, a third of --minutes, which is too short" in err
     assert '"costs": null' in next(tmp_path.glob("runs/tune/*/state.json")).read_text()
 
 

@@ -96,8 +96,8 @@ def test_a_warm_up_of_the_whole_pipeline_is_shortened(tmp_path: Path) -> None:
 
 def test_where_real_runs_are_possible() -> None:
     assert why_not_run(1, Links()) == ""
-    assert why_not_run(4, Links()) == "the 4 hosts are not here"
-    assert "not that of this one" in why_not_run(1, parse_links("within=1Gbit"))
+    assert why_not_run(4, Links()) == "the 4 hosts do not take part (give --rdzv-endpoint on each)"
+    assert "not this host's" in why_not_run(1, parse_links("within=1Gbit"))
 
 
 def recorded(folder: Path, trials: int) -> SearchOutcome:

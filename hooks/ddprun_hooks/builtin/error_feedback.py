@@ -55,7 +55,7 @@ class ErrorFeedback(Hook):
         if not payload.params and payload.tensor.numel():
             raise ExchangeError(
                 f"the residual of bucket {payload.bucket} is kept by parameter, but a codec before reduces "
-                "elements of no parameter: let it call reduce(…, compression_error=…) and keep that itself"
+                "elements of no parameter: have it call reduce(…, compression_error=…) and keep that itself"
             )
         key = payload.kind, payload.bucket
         bucket = self._bucket_residuals.get(key)

@@ -125,7 +125,7 @@ class BlockScaled(WireFormat):
     def __init__(self, block: int) -> None:
         codes = 4 * 8 // self.bits  # in 4 bytes: scales lie behind the codes, aligned
         if block % codes:
-            raise ValueError(f"block: {block} is no multiple of {codes}")
+            raise ValueError(f"block: {block} is not a multiple of {codes}")
         self.block = block  # values per scale
 
     def to_codes(self, scaled: Tensor) -> Tensor:

@@ -103,9 +103,9 @@ def _level_refusal(level: str, hook: StackEntry) -> str | None:
         hint = "remove it" if name == "hierarchical" else 'move it to "across"'
         return f", which takes fp16, bf16 and shared_memory only; {hint}"
     if level == "within" and name in CASTS and hook.role == "reducer":
-        return ' with "accumulate": inside a host, sums of 16 bits are taken in fp32 as it is; remove it'
+        return ' with "accumulate": inside a host, 16-bit sums are computed in fp32 anyway; remove it'
     if level == "across" and name == "hierarchical":
-        return ": there are two levels, inside hosts and between; remove it"
+        return ": there are only two levels, inside hosts and between them; remove it"
     if level == "across" and name == "shared_memory":
         return ': ranks of different hosts share no memory; move it to "within"'
     return None

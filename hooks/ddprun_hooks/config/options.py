@@ -192,7 +192,7 @@ class Fp8Options(HookOptions):
 
 @_built_in("topk", "reducer", "topk:TopK")
 class TopKOptions(HookOptions):
-    """Send the largest values only, with their places, and keep the rest for later (error feedback)."""
+    """Send only the values of largest magnitude, with indices; keep the rest for later (error feedback)."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of a bucket's values that each rank sends."""
@@ -203,13 +203,13 @@ class HierarchicalOptions(HookOptions):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
 
     within: LevelStack = ()
-    """Hooks of the leg inside a host: casts and shared_memory."""
+    """Hooks for the leg inside a host: casts and shared_memory."""
 
     across: LevelStack = ()
-    """Hooks of the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
+    """Hooks for the leg between hosts, on each rank's share of the bucket; none is plain all-reduce."""
 
     hosts: Annotated[int, Field(gt=0)] | None = None
-    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+    """Treat the ranks as this many equal hosts, for trials on one machine; null: as they were launched."""
 
 
 @_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")

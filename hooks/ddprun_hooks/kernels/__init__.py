@@ -44,7 +44,7 @@ def _triton_works(device: torch.device) -> bool:
         casts.launch_downcast(torch.zeros(1, device=device), None, torch.bfloat16)
     except Exception as error:  # no compiler, a folder that cannot be written, an old Triton
         warnings.warn(
-            "Triton is installed but does not work here; hooks compute in torch, to the same bits but slower "
+            "Triton is installed but does not work here; hooks compute in torch: the same bits, but slower "
             f"({type(error).__name__}: {error})",
             stacklevel=2,
         )

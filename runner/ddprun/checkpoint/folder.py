@@ -146,7 +146,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
         raise problem
     for name, sent in files.items():
         if _synced(folder / name) != sent:
-            raise OSError(None, f"{name} has not arrived whole")
+            raise OSError(None, f"{name} did not arrive complete")
 
 
 def commit(
@@ -157,7 +157,7 @@ def commit(
     target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
     for name, described in files.items():
         if (folder / name).stat().st_size != described["bytes"]:
-            raise OSError(None, f"{name} is not whole here")
+            raise OSError(None, f"{name} is incomplete here")
     manifest = {"v": VERSION, "step": step, "world_size": world_size, "nonfinite": nonfinite, "files": files}
     with open_file(folder, MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
@@ -211,7 +211,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
             with errors_naming(path), open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != described["bytes"]:
-                    raise ValueError(f"{size:,} bytes and not {described['bytes']:,}")
+                    raise ValueError(f"{size:,} bytes instead of {described['bytes']:,}")
                 if size > memory_bytes:
                     raise ValueError(f"{size:,} bytes, which is more than this host's memory")
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto

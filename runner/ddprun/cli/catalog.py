@@ -42,9 +42,9 @@ def _words() -> list[str]:
 @click.argument("what", metavar="[KIND | NAME]", type=_KindOrName(), required=False)
 @format_option("text", "json")
 def catalog(what: str | None, form: str) -> int:
-    """Everything that a pipeline can choose, with options, types and defaults.
+    """List everything that a pipeline can choose, with options, types and defaults.
 
-    KIND shows one kind of it, such as hook; NAME shows one entry in full, such as diloco.
+    KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
     from ddprun.config.catalog import KIND_HEADINGS, entries_named, entries_of_kind
     from ddprun.config.choices import CHOICE_KINDS

@@ -16,10 +16,10 @@ from ddprun.cli.run import format_option, override_option
 @override_option("Override a value, as in `ddprun run`.")
 @format_option(
     *("text", "json", "github"),
-    text="How errors are printed: for a reader, as a JSON list, or as GitHub annotations.",
+    text="How errors are printed: as text, as a JSON list, or as GitHub annotations.",
 )
 @click.option(
-    "--resolved", is_flag=True, help="Print the whole pipeline as it will run, each value's origin beside it."
+    "--resolved", is_flag=True, help="Print the whole pipeline as it will run, with each value's origin."
 )
 def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, resolved: bool) -> int:
     """List every error of pipeline files, without running or importing anything they name.

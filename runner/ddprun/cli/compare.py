@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _RUNS = Path("runs") / "compare"
 _SEEDS_NOTE = (
     "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
-    "lowest seed to the highest; all else is of the first seed."
+    "lowest seed to the highest; everything else is from the first seed."
 )
 
 
@@ -33,20 +33,22 @@ _SEEDS_NOTE = (
     "--vary",
     metavar="KEY=[A, B]",
     multiple=True,
-    help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. Several times: all combinations.",
+    help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. Repeated: all combinations.",
 )
 @override_option("Override a value in all of them.")
-@click.option("--noop", is_flag=True, help="Also the first one with nothing sent: the upper bound.")
-@click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once a turn.")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default what the file says.")
+@click.option("--noop", is_flag=True, help="Also run the first setting with nothing sent: the upper bound.")
+@click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once per turn.")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default the file's.")
 @click.option(
     "--seeds",
     type=click.IntRange(min=1),
     default=1,
-    help="Run all of them under so many seeds, one after the other: it takes several to compare learning.",
+    help="Run everything under this many seeds, one after the other: comparing learning takes several.",
 )
 @click.option("--turn", type=click.IntRange(min=2), default=20, help="Steps that a run takes at a time.")
-@click.option("--control/--no-control", default=True, help="Run the first one twice, to know what is noise.")
+@click.option(
+    "--control/--no-control", default=True, help="Run the first setting twice, to measure the noise."
+)
 @click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts; by default the file's.")
 @click.option("--nproc-per-node", help="Ranks per host, as in `ddprun run`.")
 @click.option(
@@ -71,11 +73,11 @@ def compare(
     form: str,
     **flags: FlagValue,
 ) -> int:
-    """Compare pipelines, or one with several settings: speed, traffic, learning.
+    """Compare pipelines, or several settings of one: speed, traffic, learning.
 
-    The runs take turns of a few steps, so that whatever disturbs the machine disturbs all alike. A page with
-    all of them is written beside the table. On several hosts, run the same command on each with --nnodes and
-    --rdzv-endpoint. Exit code 0; 1 if a run failed; 2 if the input is wrong.
+    The runs take turns of a few steps, so that whatever disturbs the machine affects all of them
+    equally. A table is printed, and a page with all runs is written. On several hosts, run the same command
+    on each with --nnodes and --rdzv-endpoint. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
     from ddprun.cli import printing
     from ddprun.compare import runs as comparing
@@ -93,7 +95,9 @@ def compare(
     printing.print_faults(dict.fromkeys(fault for one in own for fault in one.warnings))
     first_seed = loaded[0].pipeline.seed
     if seeds > 1 and any(one.pipeline.seed != first_seed for one in loaded):
-        raise click.BadParameter("the seed is not the same in all runs already", param_hint="--seeds")
+        raise click.BadParameter(
+            "the runs already differ in their seed: take it out of --vary and the files", param_hint="--seeds"
+        )
     run_seeds = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):

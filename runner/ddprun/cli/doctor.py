@@ -22,7 +22,7 @@ _WIDTH, _INDENT = 110, 24
 
 @add_torchrun_flags
 @click.command(options_metavar="[OPTIONS]")
-@format_option("text", "json", text="How findings are printed: for a reader, or as a JSON object.")
+@format_option("text", "json", text="How findings are printed: as text, or as a JSON object.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -32,11 +32,11 @@ _WIDTH, _INDENT = 110, 24
     help="How long to wait for the other hosts, and for a collective.",
 )
 def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
-    """Check whether this host is fit to run, or all hosts of a launch together.
+    """Check this host, or all hosts of a launch together.
 
-    With torchrun's own flags, on every host, or under srun or torchrun, hosts find each other as those of a
-    run do, and the first one prints what was found and what to do. Exit code 0 if there is no problem, 1 if
-    there is.
+    For several hosts, give torchrun's own flags on every host, or start it under srun or torchrun: the hosts
+    find each other as in a run, and the first one prints what was found and what to do. Exit code 0 if there
+    is no problem, 1 if there is.
     """
     from ddprun.cli import printing
     from ddprun.doctor.run import run

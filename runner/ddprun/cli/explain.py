@@ -29,7 +29,8 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
         return None
     found = re.fullmatch(r"nnodes=(\d+)\.\.(\d+)", value)
     if found is None or not 0 < int(found[1]) <= int(found[2]) <= _MOST_HOSTS:
-        raise click.BadParameter(f'"{value}" is no range of hosts; write nnodes=1..64', ctx, param)
+        text = f'"{value}" is not a range of 1 to {_MOST_HOSTS:,} hosts; write nnodes=1..64'
+        raise click.BadParameter(text, ctx, param)
     first, last = int(found[1]), int(found[2])
     hosts = []
     while first < last:
@@ -43,17 +44,17 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
 @override_option("Override a value, as in `ddprun run`.")
 @forecast_options
 @click.option(
-    "--from-link", metavar="RATE", help="The link between the hosts of that run; by default unlimited."
+    "--from-link", metavar="RATE", help="The link between the --from run's hosts; by default unlimited."
 )
 @click.option("--from-latency", metavar="TIME", help="Latency of that link, one way; by default none.")
 @click.option(
     "--cores", type=click.FloatRange(min=0.1), help="Cores of each host; by default the measured run's."
 )
 @click.option(
-    "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for many numbers of hosts."
+    "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for A, 2A, 4A … B hosts."
 )
-@click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is named.")
-@format_option("text", "json", text="For a reader, or one JSON object with every parameter's name.")
+@click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is listed.")
+@format_option("text", "json", text="Text, or one JSON object with every parameter's name.")
 def explain(
     pipeline: Path,
     overrides: tuple[str, ...],
@@ -69,12 +70,12 @@ def explain(
     no_import: bool,
     form: str,
 ) -> int:
-    """Show what a pipeline sends: which buckets, when, among whom, how many bytes. No rank is started.
+    """Show what a pipeline sends: which buckets, when, among which ranks, how many bytes. Starts no rank.
 
     Builds the model and the data, and runs forward and backward passes on one batch. With --link, --latency,
-    --from or --sweep, it also predicts how long steps take. What computing and hooks cost is measured first,
-    in a short run on this machine, or read from RUN. Exit code 0; 2 if the pipeline cannot run; 1 if code
-    that it names, or the short run, fails.
+    --from or --sweep, it also predicts how long steps take. What computation and hooks cost is measured
+    first, in a short run on this machine, or read from RUN. Exit code 0; 2 if the pipeline cannot run; 1 if
+    code that it names, or the short run, fails.
     """
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
@@ -85,9 +86,9 @@ def explain(
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):
-        raise click.UsageError("--from-link and --from-latency say what link the run of --from had: name it")
+        raise click.UsageError("--from-link and --from-latency describe the link of a --from run: add --from")
     if no_import and predicts:
-        raise click.UsageError("--no-import: a prediction needs the model, and so your code")
+        raise click.UsageError("--no-import: a prediction needs the model, and therefore your code")
     if cores is not None and not predicts:
         raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
     with bad_parameter("--link or --latency"):
@@ -160,7 +161,7 @@ def _forecast(
             run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
             click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
             run_measurement(explained.loaded, stacks, run_dir)
-            click.echo(f"ddprun explain: --from {run_dir} takes its results again", err=True)
+            click.echo(f"ddprun explain: --from {run_dir} reuses its results", err=True)
         model = cost_model_of_run(run_dir, measured_links, cores=cores)
     except (CostsUnknownError, NoRunError) as error:
         raise click.ClickException(str(error)) from None

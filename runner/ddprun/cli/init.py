@@ -49,7 +49,7 @@ def init(file: Path) -> int:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(_STARTER.format(file=os.fsencode(file).decode("utf-8", "replace")))
     except FileExistsError:
-        raise click.UsageError(f"{file} exists already; name another file, or remove it") from None
+        raise click.UsageError(f"{file} already exists; name another file, or remove it") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise click.UsageError(f"{file} cannot be written: {reason}") from None

@@ -23,16 +23,14 @@ from ddprun.run_files import replace_atomically
     help="What `ddprun explain PIPELINE --link … --format json` printed, to show beside what was measured.",
 )
 @click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default a selection over the run.")
-@click.option(
-    "--trace/--no-trace", default=True, help="Whether trace.json is written into each run's folder."
-)
+@click.option("--trace/--no-trace", default=True, help="Write trace.json into each run's folder.")
 def report(
     runs: tuple[Path, ...], output: Path | None, predicted: IO[bytes] | None, steps: str | None, trace: bool
 ) -> int:
     """Write one self-contained HTML page about one run, or several side by side, and each run's trace.json.
 
-    The page opens without a network; trace.json opens in https://ui.perfetto.dev. What is on top of the page
-    of one run is printed to stderr. Exit code 0; 2 if a folder is not a run's, or FILE not a prediction.
+    The page opens without a network; trace.json opens in https://ui.perfetto.dev. For one run, the top of
+    the page is also printed to stderr. Exit code 0; 2 if a folder is not a run's, or FILE not a prediction.
     """
     from ddprun.report import html
     from ddprun.report import trace as traces

@@ -20,12 +20,12 @@ TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "rdzv-backend": (str, "Rendezvous backend, such as c10d or static."),
     "rdzv-endpoint": (str, "Rendezvous endpoint, HOST:PORT."),
     "rdzv-id": (str, "Name of this run at the rendezvous."),
-    "rdzv-conf": (str, "More for the rendezvous: key=value,key=value."),
+    "rdzv-conf": (str, "Additional rendezvous configuration: key=value,key=value."),
     "node-rank": (click.IntRange(min=0), "Rank of this host, for the static rendezvous."),
     "master-addr": (str, "Address of host 0, for the static rendezvous."),
     "master-port": (click.IntRange(0, 65535), "Port on host 0, for the static rendezvous."),
     "local-addr": (str, "Address of this host."),
-    "max-restarts": (click.IntRange(min=0), "How often ranks are restarted after a failure."),
+    "max-restarts": (click.IntRange(min=0), "How many times ranks are restarted after a failure."),
     "monitor-interval": (click.FloatRange(min=0), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
 }
@@ -55,7 +55,7 @@ def rendezvous_flags(flags: Mapping[str, FlagValue], hosts: int) -> dict[str, st
     if (endpoint := flags["rdzv_endpoint"]) is None:
         return None
     if hosts == 1:
-        raise click.BadParameter("there is one host: name more with --nnodes", param_hint="--rdzv-endpoint")
+        raise click.BadParameter("there is one host: set more with --nnodes", param_hint="--rdzv-endpoint")
     with bad_parameter("--rdzv-endpoint"):
         host_and_port(str(endpoint))
     given = {name: str(value) for name, value in flags.items() if value is not None}
@@ -104,7 +104,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
             *("--from", "measured"),
             metavar="RUN",
             type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Predict from a saved run in place of a short one on this machine.",
+            help="Predict from an existing run in place of a short one on this machine.",
         ),
         click.option(
             "--latency", metavar="TIME", help="Its latency one way: 5us, 8ms, or within=TIME,across=TIME."
@@ -112,7 +112,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--link",
             metavar="RATE",
-            help="Predict for such a link between hosts: 100Mbit, 10GB/s, unlimited, "
+            help="Predict for this link between hosts: 100Mbit, 10GB/s, unlimited, "
             "within=RATE,across=RATE, or what `ddprun doctor --format json` wrote to a file: link.json.",
         ),
         click.option(
@@ -130,7 +130,7 @@ def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @override_option(
     "Override a value, as in --set optimizer.sgd.lr=0.2; the value is YAML. May be given several times."
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for what the run leaves behind.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder for everything that the run writes.")
 @click.option(
     "--or-resume", is_flag=True, help="Resume the run if --run-dir holds one, as `ddprun resume` does."
 )
@@ -139,10 +139,10 @@ def run(
 ) -> int:
     """Run a pipeline. Under torchrun or srun, join the run as a worker.
 
-    Flags that are torchrun's too mean what they mean there, and go before what the file says under `launch`.
+    Flags that torchrun has, too, mean the same as there, and take precedence over the file's `launch`.
     """
     if or_resume and run_dir is None:
-        raise click.UsageError("--or-resume needs --run-dir, the folder of the run that may be there")
+        raise click.UsageError("--or-resume needs --run-dir, the folder of the run to resume if it exists")
     return _load_and_launch(pipeline, overrides, run_dir, flags, "if begun" if or_resume else "no")
 
 

@@ -39,7 +39,7 @@ class _Submit(click.Command):
     "Override a value, as in --set slurm.nodes=4; the value is YAML. May be given several times."
 )
 @click.option(
-    "--with-modules", is_flag=True, help="Take along the modules beside the file that the pipeline names."
+    "--with-modules", is_flag=True, help="Also send those modules beside the file that the pipeline names."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sent, and send nothing.")
 @click.option(
@@ -56,8 +56,8 @@ def submit(
 ) -> int:
     """Hand a pipeline to a cluster; prints the job's id.
 
-    What is asked for stands in the file under `launch` and under the cluster's own name. The cluster runs it:
-    ddprun is not a scheduler.
+    The file says what to ask for, under `launch` and under the cluster's own name. The cluster schedules and
+    runs the job: ddprun is not a scheduler.
     """
     from ddprun.cli import printing
     from ddprun.cluster import ClusterError, Submission
@@ -109,9 +109,9 @@ def _collect_modules(
     from ddprun.units import format_bytes
 
     if with_modules and not cluster.max_modules_bytes:
-        why = "takes none along"
+        why = "cannot send modules"
         if not cluster.job_contains_pipeline:
-            why = f"needs none: its hosts read {loaded.folder} themselves"
+            why = f"needs none sent: its hosts read {loaded.folder} themselves"
         raise click.UsageError(f"--with-modules: --to {to} {why}")
     beside = modules_beside(loaded) if cluster.job_contains_pipeline else {}
     if not beside:
@@ -119,7 +119,7 @@ def _collect_modules(
     names = ", ".join(beside)
     if not with_modules:
         way_out = "the image needs them"
-        way_out += ", or --with-modules takes them along" if cluster.max_modules_bytes else ""
+        way_out += ", or --with-modules sends them" if cluster.max_modules_bytes else ""
         verb = "is" if len(beside) == 1 else "are"
         text = f"only {loaded.folder} has {names}, which {verb} not sent with the job: {way_out}"
         click.echo(f"ddprun: warning: {text}", err=True)
@@ -128,13 +128,13 @@ def _collect_modules(
     held = sum(map(len, found.values()))
     if held > cluster.max_modules_bytes:
         limit = format_bytes(cluster.max_modules_bytes)
-        text = f"{names} hold {format_bytes(held)}, and --to {to} takes at most {limit} along"
+        text = f"{names} hold {format_bytes(held)}, and --to {to} can send at most {limit}"
         raise click.UsageError(f"--with-modules: {text}: put them into the image")
     for path, data in found.items():
         text = data.decode("utf-8", errors="replace")
         if loaded.secrets.redact(text) != text:
             raise click.UsageError(f"--with-modules: {path} holds a secret, which the job would show")
-    click.echo(f"ddprun: taking along {', '.join(found)} ({format_bytes(held)})", err=True)
+    click.echo(f"ddprun: also sending {', '.join(found)} ({format_bytes(held)})", err=True)
     return found
 
 

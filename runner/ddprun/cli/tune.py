@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     metavar="KEY=[A, B]",
     multiple=True,
     help="Try these values of a key in place of its usual ones: --vary 'hooks=[[], [fp16]]'. Keys: sync, "
-    "hooks, ddp.bucket_cap_mb, and accumulate, which is else left as it is.",
+    "hooks, ddp.bucket_cap_mb, and accumulate, which otherwise keeps its value.",
 )
 @forecast_options
 @click.option(
@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     "floors",
     metavar="NAME=VALUE",
     multiple=True,
-    help="What a winner must hold: cosine=0.99 of its gradients to the exact ones, loss=+1% at most above "
-    "the file's own.",
+    help="What a winner must meet: cosine=0.99, the least cosine similarity of its gradients to the exact "
+    "ones; loss=+1%, how far its loss may be above the file's.",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, help="How long it may take."
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    help="How long the search may take.",
 )
 @click.option(
     "--output",
@@ -67,7 +70,7 @@ if TYPE_CHECKING:
     default=Path("runs") / "tune",
     help="Folder for the short runs; the same command continues with what is there.",
 )
-@format_option("text", "json", text="For a reader, or one JSON object with every candidate.")
+@format_option("text", "json", text="Text, or one JSON object with every candidate.")
 def tune(
     pipeline: Path,
     overrides: tuple[str, ...],
@@ -84,12 +87,12 @@ def tune(
     form: str,
     **flags: FlagValue,
 ) -> int:
-    """Find the sync policy, hooks and size of buckets with which a pipeline trains fastest.
+    """Find the sync policy, hooks and bucket size with which a pipeline trains fastest.
 
-    All candidates are predicted from a short run on this machine. The best few then run in turns with the
-    file as it is, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit code
-    0; 2 if the input is wrong; 1 if a run of the file as it is fails; 130 after Ctrl-C: the same command goes
-    on. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
+    All candidates are predicted from a short run on this machine. The best few then take turns with the
+    unchanged file, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit
+    code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails; 130 after Ctrl-C: the same
+    command continues. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
     """
     from ddprun.cli import printing
     from ddprun.config import load
@@ -194,7 +197,7 @@ def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floor
     from ddprun.tune.search import why_not_run
 
     if hosts == 1 and links is not None and links.across.takes_time:
-        text = "it is a link between hosts, and there is one: name more with --nnodes, or write within=RATE"
+        text = "it is a link between hosts, and there is one: set more with --nnodes, or write within=RATE"
         raise click.BadParameter(text, param_hint="--link or --latency")
     reason = "" if here else why_not_run(hosts, links or Links())
     if reason and (floors.cosine, floors.loss) != (None, None):
@@ -207,7 +210,7 @@ def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
     if output.suffix not in (".yaml", ".yml"):
         problem = "does not end in .yaml"
     elif output.exists():
-        problem = "is there already: remove it, or name another file"
+        problem = "already exists: remove it, or name another file"
     elif not output.parent.is_dir():
         problem = f"cannot be written: there is no folder {output.parent}"
     if problem:
@@ -231,7 +234,7 @@ def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Pa
     if left_out := write.secret_overrides(loaded):
         keys = ", ".join(left_out)
         click.echo(
-            f"ddprun tune: not written, for they hold secrets: --set {keys}; give them again", err=True
+            f"ddprun tune: not written, because they hold secrets: --set {keys}; give them again", err=True
         )
     else:
         load(output, (), loaded.folder)  # what `ddprun check` says of it

@@ -114,13 +114,15 @@ class ComparisonHosts:
             meeting.wait_for_keys(self._group.store, [key])
             data = self._group.store.get(key)
         except RuntimeError as error:  # the store's
-            raise meeting.HostsError(f"the first host is gone: {meeting.first_line(error)}") from None
+            raise meeting.HostsError(
+                f"the first host is gone, see its output: {meeting.first_line(error)}"
+            ) from None
         try:
             if len(data) > _MAX_MESSAGE_BYTES:
                 raise ValueError(f"longer than {_MAX_MESSAGE_BYTES:,} bytes")
             return HostMessage.model_validate(parse_json(data))
         except ValueError as error:
-            raise meeting.HostsError(f"what the first host says makes no sense: {error}") from None
+            raise meeting.HostsError(f"the first host sent an invalid message: {error}") from None
 
     def follow(self, take_part: Callable[[HostMessage], object]) -> int:
         """Take part in the runs that the first host tells of, until it tells the end; gives the exit code."""

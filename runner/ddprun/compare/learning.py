@@ -200,7 +200,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], str]:
     cells = [[row["variant"], str(row["seeds"] or "-"), *_cells(row, names)] for row in rows]
     samples = next((row["loss_after_samples"] for row in rows if row["seeds"]), 0)
     window = f"over the last {_LOSS_WINDOW_SHARE:.0%} of {samples:,} samples"
-    caption = f"Learning: means over seeds, with 95 % intervals. Training loss: {window}."
+    caption = f"Learning: means over seeds, with 95% intervals. Training loss: {window}."
     return heads, cells, caption
 
 
@@ -264,7 +264,7 @@ def _sentence(row: Row) -> str:
         return f"{name} {speed}, and {learning}: {size}."
     needed = row["seeds_needed"]
     more = f"about {needed}" if needed else f"more than {_MAX_SEEDS}"
-    return f"{name} {speed}, and {learning}: {size}; {more} seeds would tell a difference of that size."
+    return f"{name} {speed}, and {learning}: {size}; {more} seeds would confirm a difference of that size."
 
 
 def choose_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:

@@ -92,7 +92,7 @@ def make_variants(
         overrides = (*first.overrides, "hooks=[noop]")
         found.append(Variant("nothing sent (noop)", first.pipeline, overrides, noop=True))
     if twin:
-        found.insert(1, Variant(f"{first.name} once more", first.pipeline, first.overrides, twin=True))
+        found.insert(1, Variant(f"{first.name} (twin)", first.pipeline, first.overrides, twin=True))
     return found
 
 
@@ -105,7 +105,7 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
     more: list[str] = []
     if steps is not None:
         if len(stages) != 1:
-            text = f"{len(stages)} stages take steps: --steps needs a pipeline with one"
+            text = f"{len(stages)} stages take steps: --steps needs a pipeline with one such stage"
             raise loaded.error("stages", text, "leave --steps out, or name one stage")
         more.append(_steps_override(loaded, stages[0], steps))
     if variant.noop:
@@ -450,7 +450,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
     speed = [[*(_cell(key, row) for key in _SPEED_HEADS), learning.conclusion(row)] for row in rows]
     turns = format_count(max(row["turns"] for row in rows), "turn")
-    caption = f"Speed: over {turns}, with 95 % intervals."
+    caption = f"Speed: over {turns}, with 95% intervals."
     return [([*_SPEED_HEADS.values(), ""], speed, caption), learning.table(rows)]
 
 

@@ -34,10 +34,10 @@ class Mlp(Options):
     """Width of each hidden layer; none makes it a linear model."""
 
     outputs: PositiveInt
-    """Values per sample that come out: the number of classes."""
+    """Output values per sample: the number of classes."""
 
     activation: Literal["relu", "gelu", "tanh"] = "relu"
-    """What stands after each hidden layer."""
+    """The activation after each hidden layer."""
 
     def parameter_names(self) -> list[str]:
         return _weight_and_bias(f"{2 * index + 1}" for index in range(len(self.hidden) + 1))
@@ -78,7 +78,7 @@ class Transformer(Options):
     """Attention heads in each layer."""
 
     context: PositiveInt = 128
-    """Tokens it sees at most."""
+    """Largest number of tokens that it sees."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of values dropped while training."""
@@ -164,7 +164,7 @@ class Synthetic(Options):
 
 
 class Noise(Options):
-    """Add normally distributed noise to every weight, another on each rank."""
+    """Add normally distributed noise to every weight, different on each rank."""
 
     std: PositiveFloat
     """Standard deviation of the noise, in units of the weights."""
@@ -179,7 +179,7 @@ class EvolutionStrategies(Options):
     """Standard deviation of the changes, in units of the weights."""
 
     population: PositiveInt = 8
-    """Changes that each rank tries in a step, each forwards and backwards: twice as many forward passes."""
+    """Changes that each rank tries in a step, each added and subtracted: twice as many forward passes."""
 
 
 class ModelsOwnLoss(NoOptions):

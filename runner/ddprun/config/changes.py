@@ -15,8 +15,8 @@ from ddprun.config.tree import format_path
 
 _UNCHANGEABLE_KEYS = {
     "seed": "it decides the order of samples",
-    "model": "the weights are those of the model",
-    "data": "the position in the data would be another",
+    "model": "the weights belong to it",
+    "data": "the saved position would not fit the data",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
     "freeze": "the optimizer's state belongs to it",
@@ -42,8 +42,9 @@ def check_changes(
     try:
         old = pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
-        text = f"this version of ddprun cannot read the checkpoint's pipeline: {error.error_count()} errors"
-        raise loaded.error("", text) from None
+        key, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        problem = f"this version of ddprun cannot read the checkpoint's pipeline, for one its {key}: {text}"
+        raise loaded.error("", problem, "resume with the version that took the checkpoint") from None
     if faults := [
         *_unchangeable_key_faults(loaded, old),
         *_stage_faults(loaded, old, next_stage, begun_stage),

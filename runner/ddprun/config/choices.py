@@ -91,7 +91,7 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
         ChoiceKind("data", "a Dataset class or a function that returns a dataset", built_ins.DATA),
         ChoiceKind(
             "loss",
-            "a function of (output, target), or a module class with such a forward",
+            "a function of (output, target), or a module class whose forward takes them",
             built_ins.LOSSES,
             "loss",
         ),
@@ -115,12 +115,12 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
         ChoiceKind("collate", "a function of (samples) that returns a batch, or a class of such objects"),
         ChoiceKind(
             "sampler",
-            "a Sampler class, or a class or function that gives the indices of an epoch; it is called with "
+            "a Sampler class, or a class or function that yields the indices of an epoch; it is called with "
             "the data set, as `dataset` or as its first argument",
         ),
         ChoiceKind(
             "weight",
-            "a function of (batch) that returns how much its mean loss counts: a number",
+            "a function of (batch) that returns the weight of its mean loss: a number",
             built_ins.WEIGHTS,
         ),
         ChoiceKind("tracker", plugins=TRACKERS),

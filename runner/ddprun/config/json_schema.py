@@ -141,7 +141,7 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
 def _schedule_with_over(schedule: Schema) -> Schema:
     """A schedule, or one with `over` beside its name."""
     *_, mapping = schedule["anyOf"]
-    over = {"enum": ["stage", "run"], "description": "Whether each stage has one of its own."}
+    over = {"enum": ["stage", "run"], "description": "What it spans: each stage, or the whole run."}
     spanning = {**mapping, "properties": {**mapping["properties"], "over": over}, "required": ["over"]}
     return {"anyOf": [{"$ref": "#/$defs/schedule"}, {**spanning, "minProperties": 2, "maxProperties": 2}]}
 

@@ -44,7 +44,7 @@ _SYNTAX_ERROR_WORDS = (
     (r"expected <block end>, but found '-'", "a list item is not allowed here", "check the indentation"),
     (
         r"expected <block end>, but found .*",
-        "this does not fit in here",
+        "this does not belong here",
         "check the indentation and the quotes",
     ),
     (r"did not find expected <document start>", "more text after the document's end", None),
@@ -180,7 +180,7 @@ class _Builder:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self.add_fault(
-                place, path, f'the tag "{tag}" is not allowed', "a pipeline has no tags; remove it"
+                place, path, f'the tag "{tag}" is not allowed', "a pipeline may not have tags; remove it"
             )
         self.count_nodes(place, path, 1)
         if isinstance(event, yaml.ScalarEvent):
@@ -289,7 +289,7 @@ def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     if error.context_mark and error.context and error.problem == "found unexpected end of stream":
         place = builder.place(error.context_mark.line, error.context_mark.column)
     if "${" in builder.source.line(place.line)[: place.column]:
-        allowed = 'between { } and [ ], put "${env:NAME}" in quotes'
+        allowed = 'inside { } and [ ], put "${env:NAME}" in quotes'
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 

@@ -74,7 +74,7 @@ def number_hint(text: str, *, quoted: bool) -> str | None:
     if re.fullmatch(r"[0-9]+(:[0-9]+)+", text):
         return "YAML 1.2 has no base-60 numbers: write the number itself"
     if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", text):
-        return f"the decimal sign is a point: write {text.replace(',', '.')}"
+        return f"the decimal separator is a point: write {text.replace(',', '.')}"
     return None
 
 

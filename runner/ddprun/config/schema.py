@@ -79,15 +79,15 @@ class Pipeline(Options):
     """What is trained."""
 
     init: Annotated[Init, CustomValidator(parse_init, "init")] | None = None
-    """A file of weights with which the model starts; null is as the model makes them."""
+    """A file of weights to start from; null keeps the weights that the model is created with."""
 
     freeze: Patterns = ()
-    """Parameters that are not trained, by patterns of their names."""
+    """Parameters that are not trained: patterns of their names."""
 
     data: Annotated[
         Choice | DataPair, CustomValidator(parse_data, "data_or_pair", CHOICE_KINDS["data"].allowed_names)
     ]
-    """What it is trained on; a built-in brings its own held-out part."""
+    """What the model is trained on; a built-in data set has a held-out part of its own."""
 
     loader: Loader = Field({}, validate_default=True)
     """How samples reach a rank."""
@@ -96,8 +96,8 @@ class Pipeline(Options):
     """Which parts of a batch the model and the loss get."""
 
     weight_by: Annotated[Choice, choice_validator("weight")] | None = None
-    """What a batch's mean loss counts in means over batches, micro-steps and ranks; null is samples, and in
-    evaluate stages the targets of a cross-entropy."""
+    """The weight of a batch's mean loss in means over batches, micro-steps and ranks; null counts samples,
+    and in evaluate stages the targets of a cross-entropy."""
 
     loss: LossChoice = Field("cross_entropy", validate_default=True)
     """A torch loss, the import path of a function of (output, target), or `model` if the model returns its
@@ -107,8 +107,8 @@ class Pipeline(Options):
     """A torch optimizer, or an import path."""
 
     groups: ParameterGroups = ()
-    """Parameters, by patterns of their names, with options of the optimizer of their own; the first that
-    matches counts."""
+    """Parameter groups: patterns of names, and optimizer options for these parameters; the first group
+    that matches counts."""
 
     schedule: AnySchedule | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
@@ -118,28 +118,28 @@ class Pipeline(Options):
     """Optimizer steps in which the learning rate rises to its full value."""
 
     clip_norm: PositiveFloat | None = None
-    """Largest norm of all gradients together; null does not clip."""
+    """Largest allowed norm of all gradients together; null does not clip."""
 
     clip_value: PositiveFloat | None = None
-    """Largest absolute value of a gradient, clipped before the norm is; null does not clip."""
+    """Largest allowed absolute value of a gradient, clipped before the norm is; null does not clip."""
 
     ema: FractionFloat | None = None
-    """Decay of an exponential moving average of the weights, which is evaluated and saved; null has none."""
+    """Decay of an exponential moving average of the weights, which is evaluated and saved; null is none."""
 
     on_nan: Literal["continue", "stop"] = "stop"
     """What happens when weights are no longer finite: the run fails, or continues."""
 
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
-    """bf16 and fp16 are autocast; with pure_ the model itself is half."""
+    """bf16 and fp16 are autocast; with pure_ the model's own parameters are 16-bit."""
 
     deterministic: bool = False
-    """Use only algorithms that repeat bit for bit; an operation that has none is an error."""
+    """Use only deterministic algorithms; an operation that has none is an error."""
 
     compile: Annotated[Compile, CustomValidator(parse_compile, "compile")] | None = None
-    """Compile the model with `torch.compile`: true, or how; null and false run it as it is."""
+    """Compile the model with `torch.compile`: true, or how; null and false do not compile it."""
 
     ddp: Ddp = Field({}, validate_default=True)
-    """What DistributedDataParallel is built with."""
+    """Options of DistributedDataParallel."""
 
     accumulate: PositiveInt = 1
     """Micro-steps per optimizer step; only the last one synchronises."""
@@ -148,11 +148,11 @@ class Pipeline(Options):
     """When ranks synchronise."""
 
     hooks: HookStack = ()
-    """How gradients and changes of parameters travel, in the order in which they leave the rank; none is
-    plain all-reduce."""
+    """How gradients and changes of parameters are sent: hooks, in the order in which they are applied; an
+    empty list is plain all-reduce."""
 
     buffers: BuffersField = Field("auto", validate_default=True)
-    """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
+    """When and how ranks make their buffers equal, such as BatchNorm's running statistics."""
 
     stages: Stages = Field(default=[{"train": {"epochs": 1}}], validate_default=True)
     """What is done, in order."""
@@ -161,7 +161,7 @@ class Pipeline(Options):
     """Where the ranks run."""
 
     checkpoint: Checkpoint = Field({}, validate_default=True)
-    """When the whole state of the run is kept."""
+    """When the whole state of the run is saved."""
 
     timings: Timings = Field({}, validate_default=True)
     """What is recorded."""
@@ -170,7 +170,7 @@ class Pipeline(Options):
     """Whether parameters are compared between ranks."""
 
     track: Trackers = ()
-    """Where else curves and metrics go, from rank 0; `ddprun catalog tracker` lists them."""
+    """Where else rank 0 sends curves and metrics; `ddprun catalog tracker` lists them."""
 
     def train_stages(self) -> list[TrainStage]:
         return [stage for stage in self.stages if isinstance(stage, TrainStage)]

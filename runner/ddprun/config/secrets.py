@@ -93,7 +93,7 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
         return "${env:NAME} is not filled in for the name of a file that is written", "write the name itself"
     for name in referenced_variables(text):
         if is_secret_name(name) and not found.named_secret:
-            problem = f"{name} is a secret by its name, and goes only into an option that is one by its name"
+            problem = f"{name} has the name of a secret, so only an option with such a name may hold it"
             return problem, "such as password or api_token"
         allowed = os.environ.get(FILLED_VARIABLE, "").split(",")
         if TRUST_VARIABLE in os.environ and name not in map(str.strip, allowed):

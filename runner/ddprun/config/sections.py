@@ -40,7 +40,7 @@ OptimizerChoice = Annotated[Choice, choice_validator("optimizer")]
 
 def _parse_stage_schedule(value: Any) -> Choice:
     if isinstance(value, dict) and "over" in value:
-        text = "the schedule of a stage is over that stage"
+        text = "a stage's own schedule always spans that stage"
         raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
     return parse_choice("schedule", value)
 
@@ -96,16 +96,16 @@ Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(stri
 
 
 class Init(Options):
-    """The weights with which the model starts."""
+    """The weights to start from."""
 
     file: Annotated[str, SAFETENSORS_CONSTRAINT]
-    """A file of safetensors, relative to the pipeline's folder."""
+    """A safetensors file, relative to the pipeline's folder."""
 
     missing: Patterns = ()
-    """Weights that the file may lack, or hold in another shape: they stay as the model makes them."""
+    """Weights that the file may lack, or hold in another shape: they keep their initial values."""
 
     unexpected: Patterns = ()
-    """Weights that the file may hold and the model has not."""
+    """Weights that the file may hold in addition to the model's."""
 
 
 def parse_init(value: Any) -> Init:
@@ -162,13 +162,13 @@ class Loader(Options):
     """Drop the last, smaller batch of an epoch."""
 
     sharded: bool = False
-    """The data set gives each rank samples of its own, and is taken as it is."""
+    """The data set gives each rank samples of its own, and is used as it is."""
 
     collate: Annotated[Choice, choice_validator("collate")] | None = None
-    """Makes a batch of a list of samples; null is torch's `default_collate`."""
+    """Makes a batch from a list of samples; null is torch's `default_collate`."""
 
     sampler: Annotated[Choice, choice_validator("sampler")] | None = None
-    """Gives the indices of an epoch, of all ranks together, in place of `shuffle`."""
+    """Yields the indices of an epoch, for all ranks together, in place of `shuffle`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +182,7 @@ def _parse_batch_parts(value: Any) -> Any:
     """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
     if isinstance(value, dict):
         if wrong := next((name for name in value if not name.isidentifier()), None):
-            text = f'"{wrong}" is no name of an argument'
+            text = f'"{wrong}" is not an argument name'
             raise problem(text, "write argument: key", at=wrong, on_key=True)
         return {name: _parse_batch_part(key, name) for name, key in value.items()}
     if isinstance(value, list | tuple):
@@ -242,10 +242,10 @@ class Compile(Options):
     repeat. null compiles the whole model."""
 
     dynamic: bool = False
-    """One kernel for all sizes of batches; false compiles once more for each size."""
+    """Compile once for all batch sizes; false compiles again for each size."""
 
     fullgraph: bool = False
-    """What cannot be compiled is an error, not run as it is."""
+    """A graph break is an error; false runs what cannot be compiled uncompiled."""
 
 
 def parse_compile(value: Any) -> Compile | None:
@@ -271,22 +271,22 @@ def _parse_bucket_cap(value: Any) -> float | tuple[float, ...]:
 
 
 class Ddp(Options):
-    """What DistributedDataParallel is built with."""
+    """Options of DistributedDataParallel."""
 
     bucket_cap_mb: Annotated[float | tuple[float, ...], CustomValidator(_parse_bucket_cap, "bucket_cap")] = (
         25.0
     )
     """Size in MiB at which a bucket is full. A list has one size for each bucket, in the order in which
-    backward fills them; the last counts for all that follow."""
+    backward fills them; the last one applies to all that follow."""
 
     gradient_as_bucket_view: bool = True
     """Gradients are views into the buckets, which saves a copy of all gradients."""
 
     static_graph: bool = False
-    """The same parameters take part in each step; DDP then prepares less."""
+    """The same parameters take part in every step, which saves DDP some work."""
 
     find_unused_parameters: bool = False
-    """Look in each step for parameters that take no part; needed where some take none, slower otherwise."""
+    """Look in each step for parameters that take no part. Needed if there are any; otherwise only slower."""
 
     @property
     def bucket_caps_bytes(self) -> list[int]:
@@ -319,7 +319,8 @@ class Timings(Options):
     """Compare each bucket of every n-th step with the exact mean gradient; 0 never does."""
 
     grad_norm_every: NonNegativeInt = 10
-    """Measure the norm of all gradients in every n-th step; 0 never does. `clip_norm` knows it in each."""
+    """Measure the norm of all gradients in every n-th step; 0 never does. With `clip_norm`, every
+    step has it."""
 
     gradients: bool = False
     """Record when each parameter's gradient was complete, and which one completed its bucket."""
@@ -328,7 +329,7 @@ class Timings(Options):
     """`[first, last]`: the steps that torch's profiler records, on all ranks; null does not use it."""
 
     straggler_window: Annotated[int, Field(ge=2, le=10_000)] = 20
-    """Steps in which ranks synchronise, over which is judged whether one is late."""
+    """Synchronising steps over which ddprun judges whether a rank is late."""
 
     straggler_over: Annotated[float, Field(gt=0, lt=100)] = 0.1
     """A rank is late if the others wait for it for more than this share of a step."""
@@ -338,15 +339,15 @@ class Audit(Options):
     """Whether parameters are compared between ranks."""
 
     every: NonNegativeInt = 0
-    """Compare at every n-th step of a stage, and record how far ranks are apart; 0 only looks for drift that
+    """Compare at every n-th step of a stage, and record how far apart ranks are; 0 only looks for drift that
     `sync` does not allow: after the first step, at a stage's end, before weights are saved or measured."""
 
     on_drift: Literal["stop", "continue"] = "stop"
-    """What drift does that `sync` does not allow: `stop` ends the run, `continue` reports it once."""
+    """What happens on drift that `sync` does not allow: `stop` ends the run, `continue` reports it once."""
 
 
 class Checkpoint(Options):
-    """When the whole state of a run is kept, so that `ddprun resume` can continue from it. One is also
+    """When the whole state of a run is saved, so that `ddprun resume` can continue from it. One is also
     taken at the run's end and when it is interrupted.
     """
 
@@ -354,10 +355,10 @@ class Checkpoint(Options):
     """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
 
     keep: NonNegativeInt = 3
-    """How many are kept, the newest; 0 takes none at all."""
+    """How many of the newest are kept; 0 takes none at all."""
 
     on_changed_data: Literal["continue", "stop"] = "stop"
-    """What a resumed run does in the middle of an epoch whose data is not as it was."""
+    """What a resumed run does in the middle of an epoch whose data has changed."""
 
 
 def _parse_nnodes(value: Any) -> int | str:
@@ -374,10 +375,10 @@ def _parse_nnodes(value: Any) -> int | str:
 
 
 class Launch(Options):
-    """Where the ranks run. The launcher's environment and flags go before these."""
+    """Where the ranks run. The launcher's environment and flags take precedence."""
 
     nproc_per_node: PositiveInt | None = None
-    """Ranks per host; null is one for each GPU, or two on a host without."""
+    """Ranks per host; null is one for each GPU, or two on a host without GPUs."""
 
     nnodes: Annotated[int | str, CustomValidator(_parse_nnodes, "nnodes")] = 1
     """Hosts: a number, or "MIN:MAX" for a run that continues when hosts leave or join."""
@@ -392,7 +393,7 @@ class Launch(Options):
     """Seconds that a collective may take before the run fails."""
 
     max_restarts: NonNegativeInt = 0
-    """How often the ranks are restarted after a failure, from the newest checkpoint."""
+    """How many times the ranks are restarted after a failure, from the newest checkpoint."""
 
     @property
     def host_range(self) -> tuple[int, int]:

@@ -25,13 +25,13 @@ TorchKind = Literal["optimizer", "schedule", "loss"]
 _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
     "optimizer": {
         "LBFGS": "it needs a closure that computes the loss again",
-        "SparseAdam": "it takes sparse gradients only, which DDP's buckets do not carry",
+        "SparseAdam": "it takes sparse gradients only, which DDP's buckets cannot hold",
     },
     "schedule": {
-        "LambdaLR": "its lr_lambda is a Python function; write an import path of your own schedule",
-        "MultiplicativeLR": "its lr_lambda is a Python function; write an import path of your own schedule",
-        "SequentialLR": "it takes schedules that are built; write an import path of your own schedule",
-        "ChainedScheduler": "it takes schedules that are built; write an import path of your own schedule",
+        "LambdaLR": "its lr_lambda is a Python function; write the import path of your own schedule",
+        "MultiplicativeLR": "its lr_lambda is a Python function; write the import path of your own schedule",
+        "SequentialLR": "it takes schedule objects; write the import path of your own schedule",
+        "ChainedScheduler": "it takes schedule objects; write the import path of your own schedule",
         "ReduceLROnPlateau": "it needs a metric at every step",
     },
     "loss": {"NLLLoss2d": "torch has deprecated it; use nll_loss"},

@@ -107,7 +107,7 @@ class Stage(Options):
 
 
 class StageEvaluation(Options):
-    """The held-out data is measured while a stage takes its steps, which changes no bit of training."""
+    """Evaluate on the held-out data while a stage trains, which does not change a bit of training."""
 
     every: PositiveInt
     """Steps of the stage from one evaluation to the next; the last comes at the stage's end."""
@@ -138,10 +138,10 @@ class KeepBest(MonitoredMetric):
 
 
 class EarlyStop(MonitoredMetric):
-    """The stage ends when evaluations get no better."""
+    """The stage ends when evaluations stop improving."""
 
     patience: PositiveInt
-    """So many evaluations in a row without improvement end the stage."""
+    """This many evaluations in a row without improvement end the stage."""
 
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """A value that is better by no more than this is no improvement."""
@@ -189,7 +189,7 @@ class StepStage(Stage):
     hooks: HookStack = ()
     buffers: BuffersField = Field("auto", validate_default=True)
     optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
-    """Other settings of the optimizer above, whose state stays."""
+    """Other settings for the same optimizer, which keeps its state."""
 
     schedule: ScheduleChoice | None = None
     warmup_steps: NonNegativeInt = 0
@@ -207,7 +207,7 @@ class StepStage(Stage):
     """Keep the weights of the best evaluation."""
 
     stop: EarlyStop | None = None
-    """End the stage when evaluations get no better."""
+    """End the stage when evaluations stop improving."""
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:
@@ -269,12 +269,12 @@ class AverageStage(Stage):
 
 
 class BroadcastStage(Stage):
-    """The parameters of all ranks become those of one, once."""
+    """The parameters of all ranks become those of one rank, once."""
 
     name: ClassVar[str] = "broadcast"
 
     source: NonNegativeInt = 0
-    """The rank whose parameters all take."""
+    """The rank whose parameters all ranks take."""
 
 
 class EvaluateStage(Stage):
@@ -295,10 +295,10 @@ class SaveStage(Stage):
     name: ClassVar[str] = "save"
 
     to: Annotated[str, SAFETENSORS_CONSTRAINT] = "model.safetensors"
-    """A file, relative to the run's folder; the one way in which a pipeline may write outside of it."""
+    """A file, relative to the run's folder; the only key that may write outside of that folder."""
 
     only: Literal["trainable"] | None = None
-    """`trainable` leaves out buffers and the parameters that are frozen; null saves all."""
+    """`trainable` leaves out buffers and frozen parameters; null saves everything."""
 
 
 STAGES: dict[str, type[Stage]] = {

@@ -117,7 +117,7 @@ def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterat
         ]
         yield Finding(name, "interfaces", "ok", "; ".join(listed))
     else:
-        found = "only the loopback is up: runs on this host alone work"
+        found = "only the loopback is up: only runs on this host alone work"
         do = "for several hosts bring one up: ip link set NAME up, and give it an address"
         yield Finding(name, "interfaces", "note", found, do)
     for variable, fault in bad_interface_variables().items():
@@ -138,7 +138,7 @@ def _own_name_finding(name: str) -> Finding:
         return Finding(name, "own name", "warning", text, do)
     if all(map(network.is_loopback, found)):
         text = f"{name} leads to {listed}, the loopback, where other hosts cannot reach Gloo"
-        do = "for scripts without ddprun, which chooses itself, set GLOO_SOCKET_IFNAME or correct /etc/hosts"
+        do = "ddprun chooses an interface itself; for other scripts, set GLOO_SOCKET_IFNAME or fix /etc/hosts"
         return Finding(name, "own name", "note", text, do)
     return Finding(name, "own name", "ok", f"{name} is {listed}")
 
@@ -156,8 +156,8 @@ def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -
         found += format_binary_bytes(least)
     elif space.free < enough:
         level = "warning"
-        found += ": batches of loading processes" + (" and NCCL" if nccl else "") + " may not fit"
-        found += f", for which {format_binary_bytes(enough)} are usually enough"
+        found += ": batches of DataLoader workers" + (" and NCCL" if nccl else "") + " may not fit"
+        found += f", for which {format_binary_bytes(enough)} is usually enough"
     do = "" if level == "ok" else f"{REMEDY}; `loader.workers: 0` and the hook shared_memory need none of it"
     value = {"total_bytes": space.total, "free_bytes": space.free}
     return Finding(name, "/dev/shm", level, found, do, value)
@@ -221,7 +221,7 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
         found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.why_unusable}"
         do = (
             "install a torch build for CUDA (https://pytorch.org/get-started/locally), and check "
-            "CUDA_VISIBLE_DEVICES and the driver's age"
+            "CUDA_VISIBLE_DEVICES, and that the driver is recent enough"
         )
         return Finding(name, "GPUs", "problem", found, do)
     if not gpus.names:

@@ -120,7 +120,7 @@ def _measure_links(
         kinds.append(("nccl", torch.device("cuda", 0)))
     schedule = links.pair_rounds(len(hosts))
     if group.index == 0 and len(schedule) > _MANY_ROUNDS:
-        print_stderr(f"ddprun doctor: measuring links in {len(schedule)} rounds of some seconds each")
+        print_stderr(f"ddprun doctor: measuring links in {len(schedule)} rounds of a few seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
         pair = next((pair for pair in pairs if group.index in pair and pair not in blocked_pairs), None)

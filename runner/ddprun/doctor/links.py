@@ -179,8 +179,8 @@ def port_findings(
             found = f"{names[here]} cannot connect to {listed}{some}: {whys}"
             do = (
                 f"open all TCP ports on {names[there]} ({hosts[there].address}) for {names[here]} "
-                f"({hosts[here].address}): Gloo and NCCL take any of net.ipv4.ip_local_port_range, and "
-                "which cannot be chosen; no collective was tried"
+                f"({hosts[here].address}): Gloo and NCCL use ports of net.ipv4.ip_local_port_range "
+                "that cannot be chosen; no collective was tried"
             )
             value = {"from": names[here], "to": names[there], "closed": [port for port, _ in ports]}
             faults.append(Finding(where, "ports", "problem", found, do, value))

@@ -181,7 +181,7 @@ class ChoiceBuilder:
             make = self.bound_callable(first)
         made = self.call_constructor(lambda: make(first))
         if not isinstance(made, expected_type):
-            raise self.error(self.describe_result(made), f"an {expected_type.__name__} is wanted")
+            raise self.error(self.describe_result(made), f"expected an {expected_type.__name__}")
         return made
 
     def call_constructor(self, make: Callable[[], _T]) -> _T:
@@ -261,7 +261,7 @@ def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
             raise chosen.error(str(error)) from None
     made = chosen.call()
     if not (hasattr(made, "__iter__") or hasattr(made, "__getitem__")):
-        raise chosen.error(chosen.describe_result(made), "a map-style or iterable PyTorch dataset is wanted")
+        raise chosen.error(chosen.describe_result(made), "expected a map-style or iterable PyTorch dataset")
     if not is_iterable(made) and not hasattr(made, "__len__"):
         raise chosen.error(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
     return Split(made, None)
@@ -310,15 +310,15 @@ def build_sampler_order(loaded: LoadedPipeline, dataset: Any) -> Callable[[int],
     def order(epoch: int) -> list[int]:
         sampler = make()
         if isinstance(sampler, DistributedSampler):
-            problem = f'"{chosen.name}" divides the samples among ranks, and ddprun does so once more'
-            raise chosen.error(problem, "name a sampler of the whole order")
+            problem = f'"{chosen.name}" divides the samples among ranks, and ddprun would divide them again'
+            raise chosen.error(problem, "name a sampler that yields the order for all ranks")
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         try:
             indices = [operator.index(index) for index in sampler]
         except TypeError as error:
             problem = f"{chosen.describe_result(sampler)}: {error}"
-            raise chosen.error(problem, "it gives indices, one by one") from None
+            raise chosen.error(problem, "a sampler yields indices, one at a time") from None
         wrong = next((index for index in indices if not 0 <= index < len(dataset)), None)
         if wrong is not None:
             size = f"a data set with {len(dataset)} samples"
@@ -373,7 +373,7 @@ def join_loss(
         of_model = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
         of_loss = {f"loss.{name}" for name, _ in chain(loss.named_parameters(), loss.named_buffers())}
         if both := of_model & of_loss:
-            text = f'the model has a "{min(both)}" of its own, as the loss\'s is called'
+            text = f'the model has a "{min(both)}" of its own, which is also the name of a part of the loss'
             raise loaded.error("loss", text, "rename the model's part")
     if not any(param.requires_grad for param in joined.parameters()):
         raise loaded.error("model", f'"{loaded.pipeline.model.name}" has no parameter to train')
@@ -441,7 +441,9 @@ def build_schedule(
     length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
-            problem = f"{length} is left out, but nobody knows how many steps an epoch of iterable data has"
+            problem = (
+                f"{length} is left out, but the number of steps in an epoch of iterable data is not known"
+            )
             raise chosen.error(problem, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
     return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)

@@ -147,9 +147,9 @@ def check_dynamo(loaded: LoadedPipeline) -> None:
     key = "ddp" if loaded.pipeline.compile is None else "compile"
     if get_optimize_ddp_mode() == "python_reducer":
         text = 'torch._dynamo.config.optimize_ddp is "python_reducer": hooks would get parameters one by one '
-        raise loaded.error(key, f"{text}in place of buckets", "remove it from your code")
+        raise loaded.error(key, f"{text}instead of buckets", "remove it from your code")
     if torch._dynamo.config.compiled_autograd:
-        text = "torch._dynamo.config.compiled_autograd is on: it goes past DDP's buckets"
+        text = "torch._dynamo.config.compiled_autograd is on: it bypasses DDP's buckets"
         raise loaded.error(key, text, "remove it from your code")
 
 
@@ -173,7 +173,7 @@ def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -
         fitting = [n for n, m in named.items() if matches(n, [pattern]) or type(m).__name__ == pattern]
         if not fitting:
             classes = [*dict.fromkeys(type(module).__name__ for module in named.values())]
-            text = f'no module, and no class of one, is called "{pattern}"'
+            text = f'no module or module class is called "{pattern}"'
             there_are = f"there are {abbreviated_list([*named])}; of the classes {abbreviated_list(classes)}"
             faults.append(loaded.fault(f"compile.blocks[{index}]", text, there_are))
         chosen |= {name: named[name] for name in fitting}
@@ -302,8 +302,12 @@ def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineErro
     if "failed to map segment" in text:
         return loaded.error("compile", "torch.compile may not execute what it has built", _CACHE_HINT)
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        problem = f'"fullgraph: true" clashes with batches of more sizes than {_MAX_GRAPHS_PER_BLOCK}'
-        return loaded.error("compile.fullgraph", problem, "write dynamic: true")
+        problem = f'"fullgraph: true" clashes with more than {_MAX_GRAPHS_PER_BLOCK} batch sizes'
+        return loaded.error(
+            "compile.fullgraph",
+            problem,
+            "write dynamic: true, fullgraph: false, or loader: {drop_last: true}",
+        )
     if settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
         place = re.findall(r'File "([^"]+)", line ([0-9]+)', text)
         at = f" ({place[-1][0]}:{place[-1][1]})" if place else ""

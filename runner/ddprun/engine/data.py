@@ -69,6 +69,7 @@ def reweight_step(
     return StepBatches(batches, step.micro_batch_count, total_over_ranks(own_weight))
 
 
+_FEWER_RANKS = "use fewer ranks, a smaller batch_size, drop_last: false, or more data"
 ErrorFactory = Callable[[str, str | None], Exception]  # makes an error of what is wrong and what is allowed
 
 
@@ -143,7 +144,7 @@ class Feed:
         """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
         own = digest_of([torch.tensor(self._epoch_indices())])
         if differing := control.differing_ranks(own, "the sampler's order"):
-            problem = f"loader.sampler gives rank {differing[0]} other indices than rank 0"
+            problem = f"loader.sampler yields other indices on rank {differing[0]} than on rank 0"
             allowed = "have it draw from torch, NumPy or random, which are seeded alike on all ranks"
             raise self.make_error(problem, allowed)
 
@@ -193,7 +194,8 @@ class Feed:
         digest, ahead = self._stream.peek(self.batch_size * self._share.read_per_sample)
         mine = self._share.of(ahead)
         if not mine:
-            raise self.make_error(f"the dataset yields too few samples for {self.world_size} ranks", None)
+            problem = f"the dataset yields too few samples for {self.world_size} ranks"
+            raise self.make_error(problem, _FEWER_RANKS)
         self._first_samples = mine, self._share.of(range(len(ahead)))
         return digest
 
@@ -213,10 +215,10 @@ class Feed:
             if self._consumed_samples == 0:
                 if self._stream.one_shot and self.epoch:
                     problem = "the data set is its own iterator and has nothing left for epoch "
-                    allowed = "train for fewer steps or one epoch, or have its __iter__ begin again"
+                    allowed = "train for fewer steps or one epoch, or have its __iter__ start over"
                     raise self.make_error(f"{problem}{self.epoch + 1}: it can be read only once", allowed)
                 problem = f"the dataset yields too few samples for one step of {self.world_size} ranks"
-                raise self.make_error(problem, None)
+                raise self.make_error(problem, _FEWER_RANKS)
             self.epoch, self._consumed_samples = self.epoch + 1, 0
             epochs = None if epochs is None else epochs - 1
 
@@ -279,9 +281,9 @@ class Feed:
                 indices = self.sampler_order(self.epoch)
             before = self._lengths[self.rank] if self._lengths else len(indices)
             if len(indices) != before:
-                problem = f"loader.sampler gives {len(indices)} indices in epoch {self.epoch + 1}"
-                problem += f", and gave {before} in the one before"
-                raise self.make_error(problem, "give equally many")
+                problem = f"loader.sampler yields {len(indices)} indices in epoch {self.epoch + 1}"
+                problem += f", but {before} in the epoch before"
+                raise self.make_error(problem, "yield equally many in each epoch")
             return indices
         size = len(self.dataset)
         if not self.shuffle:
@@ -316,12 +318,12 @@ class Feed:
         elif self.drop_last and size < world:
             problem = (
                 f"{size} samples are fewer than one step needs: {world} (batch_size {self.batch_size} x "
-                f"{self.world_size} ranks), and drop_last leaves out what is less"
+                f"{self.world_size} ranks), and drop_last drops a smaller batch"
             )
         elif size < self.world_size:
             problem = f"{size} samples are too few for {self.world_size} ranks: each needs at least one"
         if problem is not None:
-            raise self.make_error(problem, None)
+            raise self.make_error(problem, _FEWER_RANKS)
 
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
@@ -391,8 +393,9 @@ class Feed:
         if differs and self._second_iteration_differs():
             self._warned = True
             self.on_samples_lost(
-                "read again, it begins with other samples; if it reads one source, the first ones are lost\n"
-                "  write loader: {workers: 0} then; if it draws at random, use torch, NumPy or random, "
+                "read again, it begins with other samples; if it reads on from one source, the first ones "
+                "are lost\n"
+                "  then write loader: {workers: 0}; if it draws at random, use torch, NumPy or random, "
                 "which are seeded"
             )
         return chain([first], batches)

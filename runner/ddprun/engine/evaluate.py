@@ -125,7 +125,7 @@ def discard_stale_best(session: Session) -> None:
             for path in (runtime.run_dir / BEST_FILE, pipeline_path(runtime.run_dir / BEST_FILE)):
                 path.unlink(missing_ok=True)
         session.reporter.events.info("best_removed", step=step, file=BEST_FILE)
-        session.reporter.note(f"{BEST_FILE} is of step {step}, which is taken again: removed")
+        session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
 
 
 def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
@@ -140,7 +140,7 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
     if run.stopped_early:
         about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
         session.reporter.events.info("stopped_early", stage=run.stage.index, step=state.step, **about)
-        than = "never was a number" if best is None else f"was best after step {best.step} ({best.value:.4f})"
+        than = "was never a number" if best is None else f"was best after step {best.step} ({best.value:.4f})"
         session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {than}")
 
 
@@ -370,5 +370,5 @@ def _require_samples(held_out: HeldOutData, samples_per_rank: Sequence[int]) -> 
     none = [rank for rank, count in enumerate(samples_per_rank) if not count]
     if none:
         whose = "" if len(none) == len(samples_per_rank) else f" for rank {none[0]}"
-        allowed = "data that can be read only once serves one evaluation: have its __iter__ begin again"
+        allowed = "data that can be read only once lasts for one evaluation: have its __iter__ start over"
         raise held_out.make_error(f"it has no sample to evaluate on{whose}", allowed)

@@ -91,5 +91,5 @@ def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return f"{now['length']} samples here, and {was['length']} in the checkpoint"
     pairs = zip(was["digests"], now["digests"], strict=False)
     if any(None not in pair and pair[0] != pair[1] for pair in pairs):
-        return f"{now['length']} samples, as in the checkpoint, but other ones"
+        return f"{now['length']} samples, as in the checkpoint, but different ones"
     return ""

@@ -206,7 +206,7 @@ class Objective:
         except Exception as error:
             error.add_note(f"the model was called as {_describe_call('model', positional, named)}")
             if criterion is None and self._batch.inputs is None and positional:
-                error.add_note("write batch: {inputs: …} if its arguments are others")
+                error.add_note("write batch: {inputs: …} if its arguments are different")
             raise
         if criterion is None:
             return output, self._loss_from_output(output)
@@ -217,7 +217,7 @@ class Objective:
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            allowed = "one number is wanted: the mean over the batch"
+            allowed = "expected one number: the mean over the batch"
             raise self._loaded.error("loss", f"gives {shape}", allowed)
         return output, loss.reshape(())
 
@@ -232,9 +232,9 @@ class Objective:
             return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
         if isinstance(content, Mapping):
             if self.loss is not None:
-                problem = f"its batches are mappings of {', '.join(map(str, content))}, and none is known to "
+                problem = f"its batches are mappings of {', '.join(map(str, content))}, and it is not known "
                 hint = "write batch: {inputs: …, target: …}, or loss: model"
-                raise self._loaded.error("data", f"{problem}be the target", hint)
+                raise self._loaded.error("data", f"{problem}which is the target", hint)
             return (), content, None
         if not isinstance(content, list | tuple) or len(content) != 2:
             several = isinstance(content, list | tuple)
@@ -280,7 +280,7 @@ class Objective:
         found = self._weight_function(content)
         value = float(found) if not isinstance(found, Tensor) or found.numel() == 1 else math.nan
         if not (math.isfinite(value) and value >= 0):
-            raise self._loaded.error("weight_by", f"gives {found!r:.60}", "a number is wanted, at least 0")
+            raise self._loaded.error("weight_by", f"gives {found!r:.60}", "expected a number, at least 0")
         return value
 
     def _count_targets(self, content: Any) -> Tensor | int:
@@ -291,12 +291,12 @@ class Objective:
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
         elif self.loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
-            problem = "which part of a batch the targets are is not known"
+            problem = "it is not known which part of a batch holds the targets"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         else:
             target = content[1] if self.loss is None else self._split_batch(content)[2]
         if not isinstance(target, Tensor):
-            problem = f"the targets are {type(target).__name__}, and a tensor is wanted"
+            problem = f"the targets are {type(target).__name__}, expected a tensor"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
         target = target[..., wanted.shift :] if wanted.shift else target

@@ -93,16 +93,16 @@ def _nonfinite_message(session: Session) -> str:
     assert finite_check.first_nonfinite is not None
     first = finite_check.first_nonfinite
     step = folder.newest_finite_step(runtime.run_dir / folder.CHECKPOINTS_FOLDER)
-    lines = [f"{finite_check.nonfinite_parameter} is not finite any more, and on_nan is stop"]
+    lines = [f"{finite_check.nonfinite_parameter} is no longer finite, and on_nan is stop"]
     if first.value is not None:
         lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
     again = "no finite checkpoint is left: start again"
     if step is not None:
         again = f"{resume_command(runtime.shown_dir)} --set …, from step {step},"
     lines += [
-        f"  next      {again} with a smaller learning rate,",
-        "            clip_norm or warmup_steps, or with bf16 in place of fp16; or, if it should",
-        "            continue as it is, with on_nan: continue",
+        f"  next      {again} with a lower learning rate,",
+        "            with clip_norm or warmup_steps, or with bf16 in place of fp16; or, to continue",
+        "            regardless, with on_nan: continue",
     ]
     return "\n".join(lines)
 

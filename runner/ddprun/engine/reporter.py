@@ -118,8 +118,8 @@ class Reporter:
         self.events.warning("handlers_replaced", handlers=dict(replaced))
         named = ", ".join(f"{name} ({handler})" for name, handler in replaced.items())
         self.note(
-            f"handlers of signals that the pipeline's code has installed are not called: {named}; "
-            "the signals do what they do in any run"
+            f"signal handlers that the pipeline's code has installed are not called: {named}; "
+            "ddprun handles these signals itself"
         )
 
     def report_nonfinite(self, found: Nonfinite) -> None:
@@ -156,7 +156,7 @@ class Reporter:
             self._recompile_limit_reported = True
             self.events.warning("compiled_no_more", step=step, all_graphs=compiler.reported_graphs)
             self.note(
-                f"step {step}: torch.compile has made all graphs that it makes ({compiler.reported_graphs}), "
+                f"step {step}: torch.compile has reached its limit of {compiler.reported_graphs} graphs, "
                 "and batches of further sizes run uncompiled: write compile: {dynamic: true}"
             )
 
@@ -170,10 +170,10 @@ class Reporter:
         lost = f"{size - 1} of {size} samples are never used"
         some = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
         if again:
-            text = "the same holds as for data"
+            text = "as for the training data, ranks read different samples"
         elif how is not None:
             text = (
-                f"it shards itself by rank ({how}), and ddprun shards it once more: {lost}\n"
+                f"it shards itself by rank ({how}), and ddprun shards it again: {lost}\n"
                 "  write loader: {sharded: true} to use the data set as it is"
             )
         else:
@@ -242,7 +242,7 @@ def open_trackers(
 
     def failed(name: str, why: str) -> None:
         reporter.events.warning("tracker_failed", tracker=name, reason=why)
-        reporter.note(f"{name} has failed and gets no more of this run: {why}")
+        reporter.note(f"{name} has failed and receives nothing more of this run: {why}")
 
     run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()), started_in)
     makers = []

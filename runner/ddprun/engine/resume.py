@@ -93,7 +93,7 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, s
     for name, text, mid_epoch in changes:
         if mid_epoch and steps_left and pipeline.checkpoint.on_changed_data == "stop":
             problem = f"{name}: {text}, in the middle of an epoch"
-            allowed = "bring the data back, or accept it with --set checkpoint.on_changed_data=continue"
+            allowed = "restore the data, or accept the change with --set checkpoint.on_changed_data=continue"
             raise fingerprints.error(name, problem, allowed)
     return [(name, text, mid_epoch) for name, text, mid_epoch in changes]
 
@@ -310,7 +310,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     elif loaded.pipeline.loader.sharded and any(
         feed["samples"] for feed in (state["feed"], *state["stage_feeds"].values())
     ):
-        text = "the data set shards itself by rank, so another number of ranks cannot resume in mid-epoch"
+        text = "the data set shards itself by rank, so another number of ranks cannot resume mid-epoch"
         refused = "loader.sharded", text
     if refused is not None:
         raise loaded.error(*refused, "resume on as many ranks as before")

@@ -220,7 +220,7 @@ def _compile(
     finally:
         notice.cancel()
     if stages and not compiler.graphs:
-        why = "; ".join(one.reason for one in compiler.breaks) or "torch says no reason"
+        why = "; ".join(one.reason for one in compiler.breaks) or "torch gives no reason"
         problem = f"torch.compile found nothing to compile in {what}: {why}"
         raise loaded.error("compile", problem, _BLOCKS_HINT)
     reporter.report_compilation(compiler, what, list(blocks), time.monotonic() - started)

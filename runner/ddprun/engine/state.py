@@ -215,10 +215,11 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
         name = min(targets.keys() ^ values.keys())
         if name in targets and name.startswith(f"{LOSS_PREFIX}."):
             problem = (
-                f'{what} "{name}" is not in the checkpoint: when it was taken, ddprun kept nothing of a loss'
+                f'{what} "{name}" is not in the checkpoint: when it was taken, ddprun kept no state of a loss'
             )
             raise StateError(f"{problem}, so start a new run", "loss")
-        raise StateError(f'{what} "{name}" is only in {"the model" if name in targets else "the checkpoint"}')
+        where = "the model" if name in targets else "the checkpoint"
+        raise StateError(f'{what} "{name}" is only in {where}: the code has changed since')
     with torch.no_grad():
         for name, target in targets.items():
             value = values[name]

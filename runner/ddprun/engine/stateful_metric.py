@@ -63,7 +63,7 @@ class StatefulMetric:
         value = metric.compute()
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise self._make_error(f"compute gives {given}", "one number is wanted, as with average: macro")
+            raise self._make_error(f"compute gives {given}", "expected one number, as with average: macro")
         # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
         return float(control.all_gather([float(value)], "a metric")[0, 0])
 

@@ -37,7 +37,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     except OSError as error:
         raise loaded.error("init.file", f"cannot read {path}: {error.strerror or error}") from None
     except SafetensorError as error:
-        text = f"{path} is no file of safetensors: {error}"
+        text = f"{path} is not a safetensors file: {error}"
         raise loaded.error("init.file", text, "`save` writes one, and so does safetensors.torch") from None
     model_tensors = {
         plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)
@@ -111,7 +111,7 @@ def parameter_groups(
             continue
         params = [param for param in trained if param in matching - taken]
         if not params:
-            text = "each parameter that it matches is frozen, or in a group before"
+            text = "each parameter that it matches is frozen, or in an earlier group"
             faults.append(loaded.fault(path, text, "move the group up, or remove it"))
         taken.update(params)
         found.append({"params": params, **options[index]})

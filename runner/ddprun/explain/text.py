@@ -47,7 +47,7 @@ def _head(explained: Explanation) -> Iterator[str]:
     what += f"{format_count(values, 'value')}, {format_bytes(held)}; "
     what += f"{format_count(len(buffers), 'buffer')}, {format_bytes(more)}" if buffers else "no buffers"
     if explained.probe.unknown_reasons.batch and is_external_code(pipeline.loss):
-        what += f'; without what "loss: {pipeline.loss.name}" may have, which is not imported'
+        what += f'; not counting "loss: {pipeline.loss.name}", which is not imported'
     yield from paragraph("Model", what)
     yield from _compile_lines(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]
@@ -55,14 +55,14 @@ def _head(explained: Explanation) -> Iterator[str]:
         held_frozen = format_bytes(sum(one.nbytes for one in frozen))
         which = f"{len(frozen)} of them, {held_frozen}, require no gradient"
         yield from paragraph(
-            "Frozen", f"{which}: they are sent only if something else makes ranks differ in them."
+            "Frozen", f"{which}: they are sent only if something else makes them differ between ranks."
         )
     if (average := explained.ema_bytes) is not None:
         trained = format_bytes(sum(one.nbytes for one in parameters.values() if one.requires_grad))
         yield from paragraph(
             "Average",
-            f"ema: {pipeline.ema}. Each rank holds an average of the parameters that are trained, "
-            f"{format_bytes(average)}, and while it is evaluated or saved a copy of them, {trained}.",
+            f"ema: {pipeline.ema}. Each rank holds an average of the trained parameters, "
+            f"{format_bytes(average)}, and, while that is evaluated or saved, a copy of them, {trained}.",
         )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {format_bytes(held + more)}.")
@@ -92,15 +92,15 @@ def _compile_lines(explained: Explanation) -> Iterator[str]:
         made += ", since blocks that are alike share one"
     yield from paragraph("Compile", f"{made}, {broken}.")
     if not graphs:
-        yield from paragraph("", "Nothing is compiled, and a run would end with that as an error.")
+        yield from paragraph("", "Nothing is compiled: a run would end with an error.")
     rows = []
     for number, graph in enumerate(graphs):
         for part, names in enumerate(graph.parts):
             rows.append((str(number), str(part), first_and_last(names) if names else "none that is trained"))
     if any(len(graph.parts) > 1 for graph in graphs):
-        cut = "Gradients of a graph come all at its end, so each is cut where its gradients fill a bucket"
+        cut = "A graph yields all its gradients at its end, so each is cut where its gradients fill a bucket"
         yield from paragraph(
-            "", f"{cut}: sending one part's overlaps with the backward pass of the part before."
+            "", f"{cut}: sending one part's gradients overlaps with the backward pass of the part before."
         )
         yield from labelled(
             "", table([("graph", "part", "parameters"), *_omit_middle(rows, ("…", "", ""))], ">><")
@@ -127,7 +127,7 @@ def _stage_lines(
     length, sync = _length_text(stage, settings), _choice_text(settings.sync)
     yield f"{title} for {length}, sync: {sync}, hooks: [{hooks}]"
     if stage.begin:
-        why = "Equal gradients keep ranks equal only if that is equal, too"
+        why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
     yield from once("Forward", _parameters_text(stage, settings))
     yield from once("Buffers", _buffers_text(stage, settings.buffers, explained))
@@ -155,19 +155,19 @@ def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> st
     if settings.mutate is not None:
         why = (
             "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
-            "last. DDP does not undo that: it sends gradients, no parameters."
+            "last. DDP does not undo that: it sends gradients, not parameters."
         )
     elif settings.uses_noop:
-        why = "noop gives each rank its own back, so ranks diverge."
+        why = "noop sends nothing, so ranks diverge."
     elif settings.gradient_averaging == "all":
         why = (
-            "Ranks hold the same from the start, and all take their steps by the same mean gradient, so they "
-            "stay the same."
+            "All ranks start with the same values, and take every step by the same mean gradient, so they "
+            "stay equal."
         )
     elif stage.stage.name == "forward" and settings.update is None:
         why = "Nothing changes them here."
     elif settings.plan.period == 1:
-        why = "Each rank changes its own, and all have the same again after the step."
+        why = "Each rank changes its own, and all are equal again after the step."
     else:
         why = "Each rank changes its own until ranks synchronise."
     return f"{always} {why}"
@@ -194,7 +194,7 @@ def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: E
         when = "None are sent in this stage. Nor before evaluate and save: each rank keeps its own."
     else:
         when = "None are sent in this stage. They are sent before evaluate and save."
-    change = "none changes in training, but for counters."
+    change = "none changes in training, except counters."
     if use.changing:
         change = f"{len(use.changing)} {'changes' if len(use.changing) == 1 else 'change'} in training "
         change += f"({first_and_last(use.changing)}, {format_bytes(use.changing_bytes)}), and training "
@@ -245,7 +245,7 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
 
 def _end_lines(stage: StageExplanation) -> Iterator[str]:
     if stage.left_apart:
-        yield from paragraph("End", "Ranks stay as they are: the next stage takes them so.")
+        yield from paragraph("End", "Ranks stay as they are: the next stage starts from that.")
     elif stage.end is None:
         yield from paragraph("End", "If ranks differ after the last step, they synchronise once more.")
     elif stage.end:
@@ -270,7 +270,7 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
         whose = f"{one.times} of them: " if stage.steps is not None else "Some of them: "
         whose = "Each sends " if len(stage.evaluations) == 1 else whose
         sent.append(whose + (_exchanges_phrase(one.exchanges) if one.exchanges else "nothing"))
-    yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own again.")
+    yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own values again.")
     shown = {exchange.route for exchange in stage.exchanges if exchange.moment != "evaluate"}
     yield from _bucket_tables(
         [one for one in _exchanges_at(stage, "evaluate") if one.route not in shown], stage.ranks
@@ -294,9 +294,9 @@ def _control_text(stage: StageExplanation) -> str:
 
 
 def _loss_text(settings: StepStageSettings) -> str:
-    own = "Each rank's is that of its own samples"
+    own = "Each rank has the loss of its own samples"
     if settings.gradient_averaging == "all" and not settings.uses_noop:
-        what = f"DDP does not average it. {own}; gradients are averaged: the step is the mean loss's."
+        what = f"DDP does not average it. {own}; gradients are averaged, so the step follows the mean loss."
     elif settings.gradient_averaging == "host" and not settings.uses_noop:
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
@@ -308,7 +308,7 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
     if stage.end:
         what = _exchanges_phrase(stage.end)
         if stage.stage.name not in ("average", "broadcast"):
-            what = f"first, as far as they have changed: {what}"
+            what = f"first, if they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
         yield from _bucket_tables(stage.end, stage.ranks)
         yield from _sizes_table([_sizes_row("once", stage.sent_in_stage)])
@@ -386,7 +386,7 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
     """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
     kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_phrase(exchange)
     if exchange.sent is not None and not any(one.legs for one in exchange.buckets or ()):
-        return "nothing, as noop gives each rank its own back"
+        return "nothing, because the hook is noop"
     if exchange.route.ema:
         of = f" of rank {source}, to" if exchange.route.through == "broadcast" else ", averaged over"
         return f"the moving average of the weights (ema){of} {ranks}"
@@ -395,7 +395,7 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
         return f"the {whose} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
     what = {
         "gradient": "the gradients,",
-        "delta": "what parameters have changed by,",
+        "delta": "the changes of parameters,",
         "parameters": "the parameters as they are,",
         "optimizer": "the optimizer's state as it is,",
         "buffers": "the buffers,",

@@ -74,7 +74,7 @@ def _own_folder(folder: Path, variable: str) -> bool:
     except OSError:
         return False  # whoever needs it says so
     if not stat.S_ISDIR(found.st_mode):
-        problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is no folder"
+        problem = "is a link" if stat.S_ISLNK(found.st_mode) else "is not a folder"
     elif found.st_uid != os.geteuid():
         problem = "belongs to another user"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

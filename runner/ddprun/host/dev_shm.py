@@ -71,7 +71,7 @@ def shortage(
     least, needed = startup_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
     if space.free >= needed:
         return None
-    who = f"{workers} loading processes for each of {ranks} rank{'s' if ranks > 1 else ''}"
+    who = f"{workers} DataLoader workers for each of {ranks} rank{'s' if ranks > 1 else ''}"
     if certain := space.free < least:
         why = f"too little to start {who}, which need {format_binary_bytes(least)} for their queues alone "
         why += f"and about {format_binary_bytes(needed)} with batches"

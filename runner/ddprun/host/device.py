@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ddprun.config import LoadedPipeline
+from ddprun.units import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def check_launch(loaded: LoadedPipeline, local_ranks: int) -> None:
             "launch.backend",
             f"nccl needs a GPU for each rank; this host has {local_ranks} ranks and "
             f"{gpus} GPU{'s' if gpus > 1 else ''}",
-            f"start at most {gpus} ranks here, or write gloo, which lets ranks share a GPU",
+            f"start at most {format_count(gpus, 'rank')} here, or write gloo, which lets ranks share a GPU",
         )
 
 

@@ -35,7 +35,7 @@ def start(
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         print_stderr(
-            "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL ends every run that uses DDP in a segmentation "
+            "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL makes every run that uses DDP end in a segmentation "
             "fault inside torch; INFO is safe, and OFF is the default"
         )
         return EXIT_BAD_INPUT

@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
         codes = {failure.exitcode for failure in failures.values()}
         if EXIT_REPEATED in codes:
             print_stderr(
-                "ddprun: not starting the ranks again: they have failed alike before, at the same step, "
+                "ddprun: not starting the ranks again: they failed the same way before, at the same step, "
                 "and no checkpoint has come since"
             )
         if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:

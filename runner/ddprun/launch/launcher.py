@@ -202,7 +202,7 @@ def restart_warning() -> str | None:
     if value("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not (several and shared):
         return None
     return (
-        "ddprun: warning: torchrun may start ranks again, which mostly fails on several hosts, where the "
+        "ddprun: warning: torchrun may start ranks again, which usually fails on several hosts, where the "
         "ranks' store keeps old addresses: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
     )
 

@@ -143,7 +143,7 @@ def join_rendezvous(
             f"not all of the {hosts} hosts reached {parameters.endpoint} within {timeout_s:g} s ({why})",
             f"start the same command on all {hosts} hosts within this time (--timeout SECONDS gives more); "
             f"where it cannot connect, open TCP port {host_and_port(parameters.endpoint)[1]} to that host; "
-            "take a port that nobody uses" + ("" if static else ", and the same --rdzv-id everywhere"),
+            "choose a port that is free" + ("" if static else ", and the same --rdzv-id everywhere"),
         ) from None
 
 
@@ -179,5 +179,5 @@ def wait_until_reachable(endpoint: str, until: float) -> None:
         do = f"open TCP port {port} on {host} for {here} in the firewall or security group"
     else:
         why = cause.strerror or str(cause)
-        do = "see `ip route` and `ip addr`: this host has no way there"
+        do = "see `ip route` and `ip addr`: this host has no route there"
     raise HostsError(f"{here} cannot connect to {at}: {why}", f"{do}; or correct --rdzv-endpoint")

@@ -101,8 +101,8 @@ class Forecast:
         if not predicted.hooks_measured:
             yield from paragraph(
                 "",
-                "The measured run has no steps with these hooks, so their own work counts as nothing, and "
-                "whether they help is not said.",
+                "The measured run has no steps with these hooks, so their own work is not counted, and "
+                "it is not known whether they help.",
             )
         for verdict in self.hook_verdicts.get(stage, ()):
             yield from paragraph(verdict.hook, _verdict_text(verdict))

@@ -95,8 +95,8 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
         about = [step_time_difference(*timed[0], times)] if times is not timed[0][1] else []
         found[name] = [*about, time_breakdown(times)]
     if comparison is None:
-        text = "The runs did not take turns, so the machine may have made a part of what differs in time"
-        found["All runs"] = [f"{text}: `ddprun compare` tells it apart."]
+        text = "The runs did not take turns, so differences in time may come from the machine"
+        found["All runs"] = [f"{text}: `ddprun compare` rules that out."]
     return found
 
 

@@ -167,7 +167,7 @@ class _StageComparer:
         started = self.digest.run.started
         one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
         if one is None or one.predicted is None:
-            return StageComparison(self.stage.name, ["Nothing is predicted of this stage."])
+            return StageComparison(self.stage.name, ["There is no prediction for this stage."])
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
@@ -182,17 +182,17 @@ class _StageComparer:
             if predicted != actual
         ]
         if differ:
-            text = f"The prediction is not compared, since it is of something else: {', '.join(differ)}."
+            text = f"The prediction is not compared, because it is for something else: {', '.join(differ)}."
             return StageComparison(self.stage.name, [text])
         measured = self.measured.parts(max(1, one.cycle))
         if not measured:
-            text = f"Too few steps are recorded: it takes {one.cycle:,} after the first {WARM_UP}."
+            text = f"Too few steps are recorded: {one.cycle:,} are needed after the first {WARM_UP}."
             return StageComparison(self.stage.name, [text])
         predicted_us, measured_us = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
         text += f"{format_duration(1e-6 * measured_us)} ({_percent_change(predicted_us, measured_us)})."
         if prediction.measured_run and prediction.measured_run.started == started.time:
-            text += " The prediction was fitted to this very run, so it had to come close."
+            text += " The prediction was fitted to this very run, so it was bound to come close."
         predicted = one.predicted.bucket_times
         names = dict.fromkeys((*predicted, *self.measured.buckets))
         found = StageComparison(
@@ -239,7 +239,7 @@ class _StageComparer:
         for amount_us, reason in self._evidence(found, bucket):
             if amount_us * math.copysign(1.0, us) >= _MIN_EXPLAINED_SHARE * abs(us):
                 return reason
-        return "nothing in the records says why"
+        return "the records show no reason"
 
     def _evidence(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
         """Causes that the records show: by how many microseconds each makes the bucket, or else the step,
@@ -252,14 +252,14 @@ class _StageComparer:
             bucket or max(done_us, key=done_us.__getitem__, default="")
         )
         waited = _unsigned_duration(late_us)
-        text = f"ranks waited {waited} for the last one, which was not always the same"
+        text = f"ranks waited {waited} for the last one, which was not always the same rank"
         if last is not None:
             episodes = straggler_episodes(self.digest, self.stage)
             causes = [f", late in {one.cause}" for one in episodes if one.rank == last]
             text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
         yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
         if (share := self.measured.cpu_share) < _STARVED_CPU_SHARE:
-            text = "ranks share too few cores: each had one for"
+            text = "ranks share too few cores: each had a core for"
             yield math.inf, f"{text} {share:.0%} of the time in which it did not wait"
         if predicted_times and measured_times:
             us = measured_times.ready_us - predicted_times.ready_us

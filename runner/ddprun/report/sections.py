@@ -362,7 +362,7 @@ def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
         if digest.slow_steps:
             rows = [[one.step, one.ms, one.median_ms, PART_NAMES[one.part]] for one in digest.slow_steps]
             title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
-            slow_heads = ["step", "ms", "median, ms", "longer by most"]
+            slow_heads = ["step", "ms", "median, ms", "part that grew most"]
             yield Table(slow_heads, rows, _longest(digest), f"{title}: which, and why")
         of_stages, of_ranks = _time_rows(digest)
         rows = [
@@ -376,7 +376,7 @@ def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
 
 def _longest(digest: RunDigest) -> str:
     left_out = digest.slow_step_count > len(digest.slow_steps)
-    median_of = "The median is that of the stage's steps in which ranks exchange something, or do not."
+    median_of = "The median is over the stage's steps of the same kind: with or without an exchange."
     return f"The {len(digest.slow_steps)} longest. {median_of}" if left_out else median_of
 
 
@@ -393,7 +393,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 for part, us in one.step_parts_us.items()
             ]
             if rows:
-                yield Table(heads, rows, "A step of the training thread, means.")
+                yield Table(heads, rows, "A step of the training thread, means over ranks and steps.")
             ready_heads, done_heads = (
                 [f"{what}, {how}, ms" for how in ("predicted", "measured")] for what in ("ready", "done")
             )
@@ -405,7 +405,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
                 done = _predicted_measured_cells(done_us[0], done_us[1], done_us[0])
                 rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
             if rows:
-                caption = "Since the step began."
+                caption = "Times count from the start of the step."
                 yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS))
             if one.sweep:
                 heads = ["ranks", "a step, ms", "waiting, ms"]
@@ -490,7 +490,7 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
             rows.append([*about, *sizes, _format_rate(one), *times])
     caption = (
         "Means over ranks and over the steps with such an exchange; times are for one payload. The rate is "
-        "what a rank sent while anything was on the wire that all ranks had ready, latency included."
+        "what a rank sent while anything that all ranks had ready was on the wire, latency included."
     )
     yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
     heads = ["stage", "bucket", "size", "sent by a rank", "on the wire, ms", "on the wire", "parameters"]
@@ -529,9 +529,9 @@ def _machine_section(digest: RunDigest) -> Iterator[Block]:
 
 def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
     labels = {
-        "cosine": ("Cosine of the mean gradient with hooks and the exact mean", "cosine"),
+        "cosine": ("Cosine similarity between the mean gradient with hooks and the exact mean", "cosine"),
         "relative_l2": (
-            "Distance of the mean gradient with hooks from the exact mean, as a share of its norm",
+            "Distance of the mean gradient with hooks from the exact mean, as a share of the latter's norm",
             "relative L2 error",
         ),
     }

@@ -35,7 +35,7 @@ _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from 
 _SAVED, _COST_MORE = "Here they saved time", "Here they cost more than they saved"
 _STRAGGLER_ADVICE = {
     "data": "more `loader.workers`, or a look at the late rank's disk",
-    "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that cost more",
+    "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
     "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
     "optimizer": "a look at what else runs on the late rank's cores or GPU",
     "sync": "a look at what the late rank does between steps",
@@ -92,7 +92,7 @@ def time_breakdown(times: StepTimes) -> str:
     named = [f"{share:.0%} {what}" for share, what in sorted(known, reverse=True) if share >= 0.005]
     text = f"A step took {times.mean_parts_us['step_us'] / 1000:.1f} ms on average"
     if not named:
-        return f"{text}; its records do not tell what for."
+        return f"{text}; the records do not tell where the time went."
     listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])}, and {named[-1]}"
     return f"{text}: {listed}."
 
@@ -215,13 +215,13 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
         text += f" {_SAVED if saved_time else _COST_MORE}: a step took {stage.step_ms:.1f} ms, and "
         text += f"{without.step_ms:.1f} ms without hooks in stage {without.index}."
     elif stage.times.shares["hook"] + stage.times.shares["wire"] < _NEGLIGIBLE_SHARE:
-        text += " Here both were hidden behind computation: the hooks made no difference."
+        text += " Here computation hid both the hooks and the transfer: the hooks made no difference."
     elif balance.paid:
         saved = balance.saved(balance.link_bits_per_s[1])
         text += f" {_SAVED}: the link carries at most {most}, so they saved at least {saved}."
     else:
         saved = balance.saved(balance.link_bits_per_s[0])
-        unknown = "Whether they saved time here, the records cannot tell"
+        unknown = "The records cannot tell whether they saved time here"
         text += f" {unknown if balance.paid is None else _COST_MORE}: {least} went through, "
         text += f"latency included, so they saved at most {saved}."
     yield text
@@ -241,7 +241,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["data"] > _ADVICE_THRESHOLD:
         exact.append((shares["data"], "more `loader.workers`, since the training thread waits for its data"))
     if shares["sync"] > _ADVICE_THRESHOLD:
-        what = "less between steps: audits, fidelity, buffer exchanges and mutation are in `sync_us`"
+        what = "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation"
         exact.append((shares["sync"], what))
     balance = hook_balance(digest, stage)
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
@@ -254,14 +254,16 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         exact += ((shares["wire"], what) for what in _lossless_ways(digest, stage))
         changing += _lossy_ways(digest, stage)
     if exact:
-        listed = "; ".join(f"{what} (at most {share:.0%} of a step)" for share, what in sorted(exact)[::-1])
+        listed = "; ".join(
+            f"{what} (saves at most {share:.0%} of a step)" for share, what in sorted(exact)[::-1]
+        )
         yield f"To try first, since nothing is lost: {listed}."
     if changing:
-        yield f"What changes training: {'; '.join(dict.fromkeys(changing))}."
+        yield f"To try next, although it changes training: {'; '.join(dict.fromkeys(changing))}."
     if not exact and not changing:
         yield (
-            "Communication is hidden or small. `compile: true` may make steps faster, and changes no more "
-            "than rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training."
+            "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
+            "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training."
             if shares["compute"] > 0.8
             else "Nothing stands out: no single change is likely to gain much."
         )
@@ -285,7 +287,7 @@ def _lossy_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """How to send less, or less often."""
     if not stage.hooks:
         if (fastest := _fastest(digest, stage, with_hooks=True)) is None:
-            yield "to send less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
+            yield "sending less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
         elif fastest.step_ms < stage.step_ms:
             yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
     yield _sync_less_often_phrase(digest, stage)
@@ -306,8 +308,8 @@ def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
         now = ", ".join(f"{key}: {value}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
     if other := next((one for one in digest.stages if _periodic_policy(one) is not None), None):
-        return f"to synchronise less often, as stage {other.index} does"
-    return "to synchronise less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
+        return f"synchronising less often, as in stage {other.index}"
+    return "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
 
 
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:

@@ -116,7 +116,7 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
         return "its loss is not finite"
     if floors.cosine is not None:
         if trial.entry.candidate.kind == "rare exchange":
-            return f"gradients are not averaged at every step: no cosine to hold against {floors.cosine:g}"
+            return f"gradients are not averaged at every step: no cosine for the floor {floors.cosine:g}"
         if trial.cosine is None:
             return "its cosine was not measured"
         if trial.cosine < floors.cosine:
@@ -129,8 +129,8 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
             return f"its loss is {above:+.1%}, the floor {floors.loss:+.1%}"
     elif trial.training_speedup(floors) < 1 <= trial.speedup:
         if not trial.speedup_to_loss:
-            return f"it does not come to the file's loss at {TARGET_LOSS_SHARE:.0%} of the steps"
-        return f"it takes {1 / trial.speedup_to_loss:.2f} times as long as the file to the same loss"
+            return f"it never reaches the file's loss at {TARGET_LOSS_SHARE:.0%} of the steps"
+        return f"it takes {1 / trial.speedup_to_loss:.2f} times as long as the file to reach the same loss"
     return None
 
 

@@ -157,7 +157,7 @@ class Search:
                 for changes in message.candidates
             ]
         except ValueError as error:
-            raise HostsError(f"what the first host says makes no sense: {error}") from None
+            raise HostsError(f"the first host sent an invalid message: {error}") from None
         folder = self._request.runs_folder / message.folder
         self._run_all(chosen, folder, message.turn_steps, message.steps)
 
@@ -211,7 +211,7 @@ class Search:
         file, *entries = self._predictor.predict(found)
         if not file.predicted.hooks_measured:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
-            raise TuneError(f"the run of --from has no steps with the file's own hooks {hooks}")
+            raise TuneError(f"the --from run has no steps with the file's hooks {hooks}: leave --from out")
         known = [one for one in entries if one.predicted.hooks_measured]
         unmeasured = {
             flow_yaml(one.candidate.settings.hook_specs)
@@ -249,7 +249,7 @@ class Search:
                 if time.monotonic() < began_us / 1e6 + limit_s:
                     raise
                 text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
-                raise TuneError(f"{text}, and that is too short: {error}") from None
+                raise TuneError(f"{text}, which is too short: {error}; give more --minutes") from None
             started_us = Run(run_dir).started.monotonic_us or began_us
             self._save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
             return model
@@ -286,7 +286,7 @@ class Search:
             return [names[candidate.name] for candidate in found]
         except (ValueError, KeyError) as error:
             raise TuneError(
-                f"{self.folder} is not of this search: its {FILE} has {error}; remove it, or name another "
+                f"{self.folder} is not from this search: its {FILE} has {error}; remove it, or name another "
                 "folder with --runs"
             ) from None
 
@@ -345,5 +345,5 @@ class Search:
 def why_not_run(hosts: int, links: Links) -> str:
     """Why nothing can be run for real; empty if it can."""
     if hosts > 1:
-        return f"the {hosts} hosts are not here"
-    return "the link inside a host is not that of this one" if links.within.takes_time else ""
+        return f"the {hosts} hosts do not take part (give --rdzv-endpoint on each)"
+    return "the link inside a host is not this host's" if links.within.takes_time else ""

@@ -55,7 +55,7 @@ def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
         left_out = ", ".join(outcome.unmeasured_stacks[:_MAX_NAMED_STACKS])
         more = len(outcome.unmeasured_stacks) - _MAX_NAMED_STACKS
         left_out += f" and {more} more" if more > 0 else ""
-        yield f"Not among them, for the measured run has no steps with these hooks: {left_out}."
+        yield f"Left out, because the measured run has no steps with these hooks: {left_out}."
 
 
 def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
@@ -122,7 +122,7 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         step, baseline_step = _predicted_text(entry), _predicted_text(outcome.baseline)
         yield (
             f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
-            f"{before / after:.2f} times as many samples a second. Nothing was run with it, for "
+            f"{before / after:.2f} times as many samples a second. Nothing was run with it, because "
             f"{outcome.not_run_reason}."
         )
     else:
@@ -130,10 +130,10 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         assert ratio is not None, "a winner is faster"
         noise = ""
         if outcome.noise_factor is not None:
-            noise = f" The file's twin differs by up to {outcome.noise_factor - 1:.1%}."
+            noise = f" The file's twin differs from it by up to {outcome.noise_factor - 1:.1%}."
         yield (
-            f"{winner} It is {ratio.mean:.2f} times as fast as the file as it is, with 95 % confidence "
-            f"{ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns.{noise}"
+            f"{winner} It is {ratio.mean:.2f} times as fast as the file as it is (95% interval "
+            f"{ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns).{noise}"
         )
     if impact := training_impact_text(entry.candidate, trial):
         yield impact
@@ -154,8 +154,8 @@ def _winner_headline(candidate: Candidate) -> str:
 def _no_winner_text(outcome: SearchOutcome) -> str:
     if outcome.not_run_reason:
         return (
-            "Change nothing: no candidate is predicted to gain more than a tenth, and predictions may be off "
-            "by as much."
+            "Change nothing: no candidate is predicted to gain more than 10%, and predictions may be off "
+            "by that much."
         )
     if not outcome.trials:
         return f"Change nothing: {outcome.end_reason}."
@@ -173,17 +173,17 @@ def training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> st
         what = f"ranks synchronise only every {candidate.period} steps"
         what += ", and its hooks change what is sent" if candidate.lossiness else ""
     if trial is None:
-        return f"It does not train the same: {what}. How much that loses was not measured."
+        return f"It does not train the same: {what}. What that costs in learning was not measured."
     measured = []
     if trial.cosine is not None:
-        measured.append(f"its gradients have the cosine {trial.cosine:.4f} to the exact ones")
+        measured.append(f"its gradients have a cosine similarity of {trial.cosine:.4f} to the exact ones")
     if (above := trial.loss_increase) is not None:
         losses = f"{trial.loss:.4g}, that of the file {trial.baseline_loss:.4g} ({above:+.1%})"
         measured.append(f"its training loss is {losses}")
     figures = f" In the short run, {' and '.join(measured)}." if measured else ""
     if trial.speedup_to_loss:
         target = f"the loss that the file has after {choose.TARGET_LOSS_SHARE:.0%} of the steps"
-        figures += f" It reaches {target}, {trial.speedup_to_loss:.2f} times as fast."
+        figures += f" It is {trial.speedup_to_loss:.2f} times as fast to reach {target}."
     return (
         f"It does not train the same: {what}.{figures} That was one seed; `ddprun compare --seeds 5` tells "
         "how well it learns."

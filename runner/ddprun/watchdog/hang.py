@@ -94,7 +94,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueColl
     else:  # others have waited too long
         own_status = statuses.get(context.rank)
         activity = "" if own_status is None else f": it {describe_activity(own_status)}"
-        text = f"ddprun: other ranks have waited too long, and rank {context.rank} waits for none{activity}"
+        text = f"ddprun: other ranks have waited too long, but rank {context.rank} is not waiting{activity}"
         report = HangReport(text, "", text)
     if (log := context.log_path()) is not None:
         write_log(log, report)
@@ -261,8 +261,8 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
     words: dict[HangCause, str] = {
         "late": f"did not arrive within {timeout_s:g} s",
         "silent": f"did not arrive within {timeout_s:g} s, or cannot be reached",
-        "circle": f"have waited for each other for {timeout_s:g} s",
-        "network": f"have all entered a collective, which has not completed for {timeout_s:g} s",
+        "circle": f"have waited for each other for {timeout_s:g} s, in different collectives",
+        "network": f"have all entered a collective, but it has not completed for {timeout_s:g} s: check the link",
     }
     return f"{who} {words[diagnosis.cause]}"
 

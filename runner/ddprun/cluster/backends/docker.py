@@ -80,35 +80,35 @@ class Docker(Cluster):
 
     class Options(Cluster.Options):
         image: ImageName = "ddprun"
-        """With ddprun as its entrypoint, and with what the pipeline names."""
+        """An image with ddprun as its entrypoint, and with everything that the pipeline names."""
 
         nodes: PositiveInt | None = None
-        """Containers; null is `launch.nnodes`, of a range the largest."""
+        """Containers; null is `launch.nnodes`, or the maximum if that is a range."""
 
         gpus: NonNegativeInt | None = None
-        """GPUs of each container, none of which is another one's; null asks for none."""
+        """GPUs of each container, which no two containers share; null asks for none."""
 
         cpus: PositiveFloat | None = None
-        """Processors of each container; null is no limit."""
+        """CPUs of each container; null is no limit."""
 
         memory: _ByteSize | None = None
-        """Of each container, as in 8g; null is no limit."""
+        """Memory of each container, as in 8g; null is no limit."""
 
         shm: _ByteSize = "1g"
         """Size of each container's /dev/shm."""
 
         network: Annotated[ImageName | None, BeforeValidator(_check_network)] = None
-        """One that is there already; null makes one, of the driver bridge, for the job."""
+        """An existing network; null creates one for the job, with the bridge driver."""
 
         runs: Annotated[str, _VOLUME, BeforeValidator(_check_mount_source)] = "ddprun-runs"
-        """Where the folders of runs are kept: a volume, which is made if there is none, or a folder of the
-        engine's machine, but none of the system's."""
+        """Where the folders of runs are kept: a volume, which is created if it does not exist, or a folder on
+        the engine's machine that is not one of the system's."""
 
         mounts: dict[Annotated[AbsoluteFolder, BeforeValidator(_check_mount_source)], AbsoluteFolder] = Field(
             default={}
         )
-        """Folders of the engine's machine to read from, but none of the system's, and where they are in the
-        containers."""
+        """Folders on the engine's machine to read from, none of them the system's, and where each is mounted
+        in the containers."""
 
         env: Annotated[tuple[_VariableName, ...], Field(strict=False)] = ()
         """Environment variables that are passed on from where submit is called; `docker inspect` shows

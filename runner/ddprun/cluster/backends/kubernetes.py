@@ -179,47 +179,47 @@ class Kubernetes(Cluster):
 
     class Options(Cluster.Options):
         kind: Literal["trainjob", "job"] = "trainjob"
-        """A TrainJob of Kubeflow Trainer's, or for clusters without it an Indexed Job with a headless
+        """A Kubeflow TrainJob or, for clusters without Kubeflow Trainer, an Indexed Job with a headless
         Service."""
 
         image: ImageName = "ddprun"
-        """With ddprun as its entrypoint, and with what the pipeline names."""
+        """An image with ddprun as its entrypoint, and with everything that the pipeline names."""
 
         namespace: _DnsLabel | None = None
-        """Null is that of the current context."""
+        """Null is the namespace of the current context."""
 
         nodes: PositiveInt | None = None
-        """Pods; null is `launch.nnodes`, of a range the largest."""
+        """Pods; null is `launch.nnodes`, or the maximum if that is a range."""
 
         gpus: NonNegativeInt | None = None
         """GPUs of each pod (nvidia.com/gpu); null asks for none."""
 
         cpus: PositiveFloat | None = None
-        """Processors of each pod; null asks for none."""
+        """CPUs of each pod; null asks for none."""
 
         memory: _Quantity | None = None
-        """Of each pod, as in 16Gi; null asks for none."""
+        """Memory of each pod, as in 16Gi; null asks for none."""
 
         shm: _Quantity = "1Gi"
         """Size of each pod's /dev/shm, which counts as its memory."""
 
         runs: _DnsLabel | None = None
-        """The claim of the volume in which the folders of runs are kept; null makes one for the job."""
+        """The PersistentVolumeClaim that holds the folders of runs; null creates one for the job."""
 
         storage: _Quantity = "10Gi"
         """Size of the volume that is asked for if `runs` names none."""
 
         storage_class: _DnsLabel | None = None
-        """Class of that volume; null is the cluster's default."""
+        """Storage class of that volume; null is the cluster's default."""
 
         claims: dict[_DnsLabel, AbsoluteFolder] = Field(default={})
-        """Claims of other volumes, to read from, and where they are in the pods."""
+        """Other PersistentVolumeClaims to read from, and where each is mounted in the pods."""
 
         env_from: _DnsLabel | None = None
         """A Secret whose entries are environment variables of the pods."""
 
         queue: _DnsLabel | None = None
-        """The local queue of Kueue's in which the job waits."""
+        """The Kueue LocalQueue in which the job waits."""
 
         pod: Annotated[dict[str, Any], CustomValidator(_check_pod_fields, _POD_SCHEMA)] = Field(default={})
         """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""

@@ -49,7 +49,7 @@ _RESERVED_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "account": "write slurm.account",
         "array": "submit each run by itself",
-        "chdir": "paths are those of where submit is called",
+        "chdir": "paths are relative to where submit is called",
         "container": "write slurm.image",
         "cpus-per-task": "write slurm.cpus",
         "error": "both streams are in the job's one output file",
@@ -130,17 +130,17 @@ _OPTIONS_SCHEMA = {
 
 
 class Slurm(Cluster):
-    """A batch job of Slurm's, with one task on each host, which starts that host's ranks."""
+    """A Slurm batch job with one task on each host, which starts that host's ranks."""
 
     class Options(Cluster.Options):
         nodes: PositiveInt | None = None
-        """Hosts; null is `launch.nnodes`, of a range the largest."""
+        """Hosts; null is `launch.nnodes`, or the maximum if that is a range."""
 
         gpus: NonNegativeInt | None = None
         """GPUs of each host; null asks for none."""
 
         cpus: PositiveInt | None = None
-        """Processors of each host, for all of its ranks; null is what the cluster gives."""
+        """CPUs of each host, for all of its ranks; null is what the cluster gives."""
 
         time: Annotated[str | int | None, CustomValidator(_check_time, _TIME_SCHEMA)] = None
         """How long the job may take: minutes, "HH:MM:SS" or "D-HH:MM:SS"; null is the partition's limit."""
@@ -149,14 +149,14 @@ class Slurm(Cluster):
         """Where the job is queued; null is the cluster's default."""
 
         account: _SlurmName | None = None
-        """On whose account; null is the user's."""
+        """The account to charge; null is the user's default."""
 
         image: _SlurmName | None = None
         """Container image, for clusters with Pyxis (`srun --container-image`); null runs without one."""
 
         warn_s: NonNegativeInt = 120
-        """Seconds before time is up in which a checkpoint is taken and the job is queued again; 0 lets
-        it end."""
+        """Seconds before the time limit at which a checkpoint is taken and the job is requeued; 0 lets it
+        end."""
 
         options: Annotated[
             dict[str, str | int | float | bool], CustomValidator(_check_options, _OPTIONS_SCHEMA)
@@ -166,7 +166,7 @@ class Slurm(Cluster):
     job_contains_pipeline = False
     flags: ClassVar[Mapping[str, Flag]] = {
         "program": Flag(
-            "PATH", "how ddprun is called on the hosts; by default this one, on a disk that all share."
+            "PATH", "path of ddprun on the hosts; by default this one, on a disk that all hosts share."
         )
     }
 

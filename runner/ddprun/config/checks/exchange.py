@@ -114,7 +114,7 @@ def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
         for number, hook in enumerate(hooks):
             if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
                 setting = f'"precision: {pipeline.precision}"'
-                text = f'"{hook.name}" has no effect: with {setting} everything travels so'
+                text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
                 hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
                 yield KeyConflict((*path, number), text, hint, "warning")
 
@@ -175,7 +175,7 @@ def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, sync in values_of_key(pipeline, "sync"):
         within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:
-            text = f'"within: {within}" has no effect with "across: {across}": all ranks average as often'
+            text = f'"within: {within}" has no effect with "across: {across}": all average equally often'
             hint = "lengthen across, or use local_sgd"
             yield KeyConflict((*path, sync.name, "within"), text, hint, "warning")
 

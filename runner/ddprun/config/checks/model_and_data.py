@@ -59,7 +59,7 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
         text = f'"context: {model.context}" clashes with {what}, whose samples hold {shape[-1]} tokens'
         yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}, or shorten the samples")
     elif isinstance(model, Transformer) and shape[-1] < model.context:
-        text = f'of "context: {model.context}" only {shape[-1]} are ever used: {what} gives no more'
+        text = f'of "context: {model.context}" only {shape[-1]} are ever used: samples of {what} are shorter'
         yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}", "warning")
 
 
@@ -147,7 +147,7 @@ def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
-        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes matrices, no biases'
+        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
         yield KeyConflict(("optimizer",), text, "use another optimizer, such as adamw")
 
 
@@ -157,7 +157,7 @@ def _batch_and_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     own = loss.name == "model" and loss.source == "built-in"
     if batch.target is not None and own:
         text = '"target" clashes with "loss: model": the model returns its loss'
-        yield KeyConflict(("batch", "target"), text, "name all that the model takes in inputs")
+        yield KeyConflict(("batch", "target"), text, "list all of the model's arguments in inputs")
     elif batch.target is not None and batch.inputs is None:
         text = '"target" needs "inputs", which are the model\'s arguments'
         yield KeyConflict(("batch", "target"), text, "write batch: {inputs: …, target: …}")
@@ -172,7 +172,7 @@ def _weight_of_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if weight is None:
         return
     if loss.options.get("reduction") == "sum":
-        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum counts as it is'
+        text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum is not weighted'
         yield KeyConflict(("weight_by",), text, "remove one of the two")
     settings, ignored = weight.settings, loss.options.get("ignore_index")
     own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
@@ -201,7 +201,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             hint = "write the import path of a function of (output, batch), or name a loss"
             yield KeyConflict(path, text, hint)
         elif own and pipeline.weight_by is None and not warned:
-            text = f'{clash} without "weight_by": it is of the mean over samples, not over targets'
+            text = f'{clash} without "weight_by": the loss is averaged over samples, not over targets'
             inputs = pipeline.batch.inputs
             key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
             hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, as the model counts"
@@ -213,8 +213,8 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f"{clash}: it is the exponential of a cross-entropy"
             yield KeyConflict(path, text, "use the loss cross_entropy or nll_loss, or model")
         elif metric.name == "accuracy" and loss.name == _LINEAR_LOSS:
-            text = f"{clash}: only the loss makes classes of the model's output"
-            yield KeyConflict(path, text, "use the loss cross_entropy, and a model that ends in the classes")
+            text = f"{clash}: only the loss turns the model's output into classes"
+            yield KeyConflict(path, text, "use the loss cross_entropy, and a model that returns class scores")
 
 
 @register_check("stages")
@@ -276,7 +276,7 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
         if evaluation is None:
             for key in monitors:
-                text = f'"{key}" needs "evaluate" in the same stage: it goes by what that measures'
+                text = f'"{key}" needs "evaluate" in the same stage: it compares what that measures'
                 yield KeyConflict(stage_key_path(stage, key), text, "write evaluate: {every: N}")
             continue
         known = ["loss", *metric_names(evaluation.metrics)]
@@ -286,12 +286,12 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(stage_key_path(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: ranks train '
-            text += "models of their own and stop each for itself, so there is no model to measure"
+            text += "models trains a model of its own and stops by itself, so there is no model to measure"
             hint = "use an evaluate stage after an average stage"
             yield KeyConflict(stage_key_path(stage, "evaluate"), text, hint)
         if settings.steps is not None and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
-            text += "it is measured only at its end"
+            text += "it is evaluated only at the stage's end"
             yield KeyConflict(stage_key_path(stage, "evaluate", "every"), text, "shorten it", "warning")
 
 
@@ -364,6 +364,6 @@ def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
         yield KeyConflict(("compile", "mode"), text, "remove it", "warning")
     if mode.startswith("max-autotune") and pipeline.deterministic:
-        text = f'"mode: {mode}" clashes with "deterministic: true": each process takes the kernels that it '
-        text += "has timed as the fastest, and another time others"
+        text = f'"mode: {mode}" clashes with "deterministic: true": each process picks the '
+        text += "kernels that are fastest when it times them, and these may change"
         yield KeyConflict(("compile", "mode"), text, "use another mode")

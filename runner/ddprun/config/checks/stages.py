@@ -26,7 +26,7 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in stages:
         for key in ("schedule", "warmup_steps", "optimizer"):
             if key in stage.model_fields_set:
-                text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", by which one '
+                text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", with which one '
                 text += "schedule and one warm-up span all stages"
                 yield KeyConflict(stage_key_path(stage, key), text, "remove one of the two")
     lengths = [stage.steps for stage in stages]

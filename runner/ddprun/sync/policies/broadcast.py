@@ -5,13 +5,13 @@ from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy, Transfer
 
 
 class Broadcast(SyncPolicy):
-    """Every n-th step all ranks take the parameters of one; goes without hooks."""
+    """Every n-th step all ranks take the parameters of one rank, without hooks."""
 
     every: PositiveInt
     """Steps from one broadcast to the next."""
 
     source: NonNegativeInt = 0
-    """The rank whose parameters all take."""
+    """The rank whose parameters all ranks take."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """The parameters of one rank."""

@@ -24,11 +24,11 @@ class Diloco(SyncPolicy):
     """Nesterov momentum of the outer SGD; with 0 and `outer_lr: 1` it is `local_sgd`."""
 
     fragments: Annotated[int, Field(gt=0, le=10_000)] = 1
-    """The parameters in so many parts, exchanged at evenly spread steps (Streaming DiLoCo,
+    """Number of parts that the parameters are split into, exchanged at evenly spaced steps (Streaming DiLoCo,
     arXiv:2501.18512)."""
 
     overlap_steps: NonNegativeInt = 0
-    """The exchange runs while training goes on, and is applied exactly so many steps later."""
+    """The exchange runs while training goes on, and is applied exactly this many steps later."""
 
     @model_validator(mode="after")
     def _fits_the_period(self) -> Self:

@@ -23,7 +23,7 @@ class HierarchicalSgd(SyncPolicy):
     """Steps between synchronisations of all ranks; a multiple of `within`."""
 
     hosts: PositiveInt | None = None
-    """Split the ranks into so many equal hosts, for trials on one machine; null: as they were launched."""
+    """Treat the ranks as this many equal hosts, for trials on one machine; null: as they were launched."""
 
     optimizer_state: OptimizerStateMode = "local"
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""

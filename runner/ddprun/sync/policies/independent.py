@@ -4,7 +4,7 @@ from ddprun.sync.plan import StageFacts, SyncPlan, SyncPolicy
 
 
 class Independent(SyncPolicy):
-    """Ranks never synchronise; hooks that hold from above are unused."""
+    """Ranks never synchronise; hooks set at the top of the file are not used."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Nothing. The next stage says what becomes of the ranks; else their parameters are averaged."""

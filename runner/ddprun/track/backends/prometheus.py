@@ -27,7 +27,7 @@ class Prometheus(Tracker):
         5 s."""
 
         address: str = "127.0.0.1"
-        """On which address of the host; 0.0.0.0 is all of them."""
+        """Address to listen on; 0.0.0.0 is all of the host's."""
 
     needs = "prometheus_client"
 
@@ -49,11 +49,11 @@ class Prometheus(Tracker):
         self._loss = gauge("ddprun_loss", "Mean loss over all ranks.")
         self._lr = gauge("ddprun_learning_rate", "Learning rate by parameter group.", ["group"])
         self._grad_norm = gauge("ddprun_gradient_norm", "Norm of rank 0's gradients before clipping.")
-        norms = "The same by parameter group."
+        norms = "Norm of rank 0's gradients before clipping, by parameter group."
         self._group_norms = gauge("ddprun_group_gradient_norm", norms, ["group"])
-        self._evaluation_metrics = gauge("ddprun_evaluation", "What was measured last.", ["metric"])
+        self._evaluation_metrics = gauge("ddprun_evaluation", "Results of the latest evaluation.", ["metric"])
         about = {"pipeline": run.name, "run": run.folder.name}
-        Info("ddprun_run", "The run.", registry=registry).info(about)
+        Info("ddprun_run", "Name and folder of the run.", registry=registry).info(about)
         self._file, self._server, self._written_s = str(run.folder / "metrics.prom"), None, 0.0
         if options.port is not None:
             self._server, _ = start_http_server(options.port, addr=options.address, registry=registry)
