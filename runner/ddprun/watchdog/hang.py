@@ -262,7 +262,7 @@ def headline(diagnosis: Diagnosis, timeout_s: float) -> str:
         "late": f"did not arrive within {timeout_s:g} s",
         "silent": f"did not arrive within {timeout_s:g} s, or cannot be reached",
         "circle": f"have waited for each other for {timeout_s:g} s, in different collectives",
-        "network": f"have all entered a collective that does not complete for {timeout_s:g} s: check the link",
+        "network": f"have all entered a collective that has not completed for {timeout_s:g} s",
     }
     return f"{who} {words[diagnosis.cause]}"
 
