@@ -285,8 +285,8 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = f'"{monitor.metric}" is not measured by "evaluate" of {stage.path}'
                 yield KeyConflict(stage_key_path(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
-            text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: ranks train '
-            text += "models trains a model of its own and stops by itself, so there is no model to measure"
+            text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
+            text += "trains a model of its own and stops by itself, so there is no model to measure"
             hint = "use an evaluate stage after an average stage"
             yield KeyConflict(stage_key_path(stage, "evaluate"), text, hint)
         if settings.steps is not None and evaluation.every > settings.steps:
