@@ -107,7 +107,7 @@ def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> 
         ),
         (["--link=1Gbit", "--sweep=nnodes=8..4"], "is not a range of 1 to 1,048,576 hosts"),
         (["--link=1Gbit", "--no-import"], "a prediction needs the model"),
-        (["--from-link=1Gbit"], "name it"),
+        (["--from-link=1Gbit"], "add --from"),
         (["--cores=4"], "--cores is for a prediction"),
         (["--link=1Gbit", "--from=nowhere"], "nowhere"),
         (["--link=1Gbit", "--from=."], "is not the folder of a run"),
