@@ -48,9 +48,8 @@ def pattern_constraint(pattern: str, words: str) -> Any:
 
 @dataclass(frozen=True)
 class CustomValidator:
-    """For `Annotated[…]`: a type whose values a function checks and converts.
-
-    The function raises `problem`, `expected` or `unknown_name`.
+    """For `Annotated[…]`: a type whose values a function checks and converts. The function raises `problem`,
+    `expected` or `unknown_name`.
     """
 
     validate: Callable[[Any], Any]

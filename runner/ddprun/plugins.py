@@ -21,7 +21,6 @@ from ddprun_hooks.errors import ImportPathError
 
 class Plugin:
     """Base of all plug-ins. `ddprun check` imports their modules, so they import heavy packages in methods.
-
     The docstring of a class is its line in `ddprun catalog` and in the JSON Schema.
     """
 
@@ -88,12 +87,8 @@ class PluginRegistry:
         return installed_entry_points(self.entry_point_group)[name]
 
     def load(self, name: str) -> type[Any]:
-        """Import a plug-in's class.
-
-        Raises:
-            ImportPathError: the installed one cannot be imported, is not of this kind, or may not be imported
-                (UntrustedError).
-            TrustSettingError: `DDPRUN_TRUSTED` cannot be read.
+        """Import a plug-in's class. Raises ImportPathError if the installed one cannot or may not
+        (UntrustedError) be imported, or is of another kind, and TrustSettingError.
         """
         base = _import(self.base_class_name)
         if name in self.built_in():
@@ -121,10 +116,9 @@ class PluginRegistry:
 
     def options_of_installed(self) -> dict[str, type[BaseModel] | None]:
         """The options of everything that installed packages add; None for what `load_available` omits."""
-        known = self.load_available() if self.installed() else {}
-        return {
-            name: plugin_options_model(known[name]) if name in known else None for name in self.installed()
-        }
+        names = self.installed()
+        known = self.load_available() if names else {}
+        return {name: plugin_options_model(known[name]) if name in known else None for name in names}
 
 
 @functools.cache

@@ -86,11 +86,7 @@ class JunkBudget:
         self._name, self._left_bytes = Path(name).name, _MAX_JUNK_BYTES
 
     def spend(self, count: int) -> None:
-        """Count so many bytes of a line that is no record; a short line counts as 1 KiB.
-
-        Raises:
-            OSError: it is too much.
-        """
+        """Count bytes of a line that is no record, at least 1 KiB; raises OSError if it is too much."""
         self._left_bytes -= max(count, _MIN_LINE_BYTES)
         if self._left_bytes < 0:
             raise OSError(
@@ -101,12 +97,8 @@ class JunkBudget:
 
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
-    """Open a regular file of a run by its name below the folder, with the folders that lead to it.
-
-    Raises:
-        WrongFileTypeError: it is not a regular file, or is behind a link.
-        HardLinkError: it has other names, and `mode` continues what is in it.
-        OSError: it cannot be opened.
+    """Open a regular file of a run by its name below the folder, with the folders that lead to it. Raises
+    OSError: WrongFileTypeError behind a link, HardLinkError if `mode` continues a file with other names.
     """
     *folders, last = Path(name).parts
     with _open_folder(folder, folders, make=make_folders) as inside:
@@ -118,12 +110,7 @@ def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders
 
 
 def names_in(folder: Path, name: str | Path = "") -> list[str]:
-    """What is in a folder of a run, in the order of names.
-
-    Raises:
-        WrongFileTypeError: it is not a folder, or is behind a link.
-        OSError: it cannot be read.
-    """
+    """What is in a folder of a run, in order; raises OSError, such as WrongFileTypeError if it is none."""
     with _open_folder(folder, Path(name).parts) as inside:
         return sorted(os.listdir(inside))
 
@@ -134,22 +121,14 @@ def resume_command(run_dir: Path) -> str:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Make sure that a folder of a run is one, if there is anything of that name.
-
-    Raises:
-        WrongFileTypeError: it is something else.
-    """
+    """Raise WrongFileTypeError if there is something of this name in a run that is not a folder."""
     with suppress(FileNotFoundError), _open_folder(folder, Path(name).parts):
         pass
 
 
 @contextmanager
 def replace_atomically(folder: Path, name: str) -> Iterator[IO[bytes]]:
-    """Write a file atomically: it is replaced when the block ends without an error, else it stays as it was.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replace a file when the block ends without an error, else it stays as it was; raises OSError."""
     unfinished = f".{name}.{os.getpid()}"
     with _open_folder(folder) as inside:
         with suppress(FileNotFoundError):  # of a process that had the same number, or planted
@@ -170,10 +149,7 @@ def read_json_object(
     folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True
 ) -> dict[str, Any]:
     """A JSON object from a file of a run; `finite`: without NaN and infinities, which JSON does not have.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: says what is wrong with it.
+    Raises OSError if the file cannot be read, ValueError with what is wrong with it.
     """
     with open_file(folder, name) as file:
         data = file.read(most_bytes + 1)
@@ -186,12 +162,7 @@ def read_json_object(
 
 
 def pipeline_folder(run_dir: Path) -> Path:
-    """The folder of the pipeline file that a run began with: what the file names is looked up there.
-
-    Raises:
-        OSError: the run's `run.json` cannot be read.
-        ValueError: it does not say.
-    """
+    """The folder of the pipeline file that a run began with; raises as `read_json_object` does."""
     folder = read_json_object(run_dir, RUN_INFO_FILE, _MAX_RUN_INFO_BYTES).get("pipeline_folder")
     if not isinstance(folder, str):
         raise ValueError(f"{RUN_INFO_FILE} names no folder")
@@ -199,11 +170,7 @@ def pipeline_folder(run_dir: Path) -> Path:
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> Any:
-    """JSON that somebody else may have written.
-
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    """JSON that somebody else may have written; raises ValueError if it is none, or nested too deeply."""
     try:
         number = _parse_finite_float if finite else None
         found = json.loads(data, parse_constant=number, parse_float=number)

@@ -267,7 +267,7 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
     """At half the rate a stage is faster with the hook, and at twice the rate it is not, beyond 2 %."""
     index = list(STAGES).index("int8")
     found = forecast(cases, fixed_model, parse_links("10Mbit"), hosts=[1, 4])
-    (verdict,) = found.hook_verdicts[index]
+    (verdict,) = found.stages[index].hook_verdicts
     assert verdict.hook == "int8"
     assert verdict.pays is True
     limit = verdict.break_even_bytes_per_s
@@ -279,8 +279,9 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
         faster = fixed_model.predict(cases.stages[index], cases.world, at).step_us
         slower = fixed_model.predict(cases.stages[plain], cases.world, at).step_us
         assert (faster < 0.98 * slower) is pays
-    assert {row.hosts for row in found.sweep} == {1, 4}
-    assert {row.ranks for row in found.sweep if row.hosts == 4} == {8}
+    worlds = [world for one in found.stages.values() for world, _ in one.sweep]
+    assert {world.hosts for world in worlds} == {1, 4}
+    assert {world.ranks for world in worlds if world.hosts == 4} == {8}
 
 
 def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
@@ -311,7 +312,7 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
     assert optimizer_bytes(cases.probe.optimizer) == weights
-    memory = forecast(cases, model, Links()).memory
+    memory = {index: one.memory for index, one in forecast(cases, model, Links()).stages.items()}
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert dataclasses.astuple(plain) == (weights, weights, weights, 0, 0)
     assert int8.hooks == weights

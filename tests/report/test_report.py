@@ -414,11 +414,13 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     (sent,) = stage.traffic
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
     assert sent.steps == stage.sampled_step_count == 10
-    assert {one["step"] for one in found.timelines} >= {5, 50}
-    first = found.timelines[0]["ranks"]
-    assert [one["start_us"] for one in first] == [0, 0], "clocks are aligned"
-    assert first[0]["waits"] == [[5500, 3000]]
-    assert first[0]["buckets"][1]["all_ready_us"] - first[0]["buckets"][1]["ready_us"] == 3000
+    assert {one.step for one in found.timelines} >= {5, 50}
+    first = found.timelines[0].ranks
+    assert [one.start_us for one in first] == [0, 0], "clocks are aligned"
+    began, bucket = first[0].step.start_us, first[0].buckets[1]
+    assert first[0].step.waits == [(began + 5500, began + 8500)]
+    assert bucket.all_ready_us is not None
+    assert bucket.all_ready_us - bucket.ready_us == 3000
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
             record["machine"] = {**memory, "load": 99 * noise.random()}
         write("steps", rank, records)
         write("buckets", rank, ())
-    shown = [one["step"] for one in digest_run(Run(folder)).timelines]
+    shown = [one.step for one in digest_run(Run(folder)).timelines]
     assert len(shown) > 8
 
     def buckets(rank: int, step: int) -> Iterator[dict[str, Any]]:

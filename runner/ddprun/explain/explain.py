@@ -125,6 +125,12 @@ class StageExplanation:
         """Its index in the pipeline's `stages`."""
         return self.stage.index
 
+    def step_buckets(self) -> Iterator[tuple[StepPattern, PlannedExchange, Bucket]]:
+        """Each bucket that is known to be sent in steps."""
+        for pattern in self.patterns:
+            for exchange in pattern.exchanges:
+                yield from ((pattern, exchange, bucket) for bucket in exchange.buckets or ())
+
     @property
     def sent_per_cycle(self) -> SentBytes | None:
         """What is sent in `cycle` steps; None: not known."""
@@ -163,27 +169,17 @@ class StageExplanation:
                 "update": settings.update and settings.update.to_plain_data(),
                 "gradients": settings.gradient_averaging,
                 "cycle": self.cycle,
-                "patterns": [
-                    {
-                        "steps": list(one.steps),
-                        "exchanges": _numbers(one.exchanges),
-                        "sent": json_value(one.sent),
-                    }
-                    for one in self.patterns
-                ],
-                "evaluations": [
-                    {"times": one.times, "exchanges": _numbers(one.exchanges), "sent": json_value(one.sent)}
-                    for one in self.evaluations
-                ],
-                "control_message_steps": list(self.control_message_steps),
+                "patterns": json_value(self.patterns),
+                "evaluations": json_value(self.evaluations),
+                "control_message_steps": json_value(self.control_message_steps),
                 "control_cycle": self.control_cycle,
                 "mean_step": cycle and cycle.sizes(self.cycle),
                 "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
             }
         return found | {
             "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
-            "begin": _numbers(self.begin),
-            "end": None if self.end is None else _numbers(self.end),
+            "begin": json_value(self.begin),
+            "end": json_value(self.end),
             "left_apart": self.left_apart,
             "whole": json_value(self.sent_in_stage),
         }
@@ -230,15 +226,8 @@ class Explanation:
             model |= {"trained": len(trained), "trained_bytes": sum(one.nbytes for one in trained)}
         buffers = None
         if use is not None and self.buffers is not None:
-            buffers = {
-                "count": len(self.buffers),
-                "bytes": sum(one.nbytes for one in self.buffers.values()),
-                "changing": list(use.changing),
-                "changing_bytes": use.changing_bytes,
-                "constant": list(use.constant),
-                "counters": list(use.counters),
-                "read_in_training": use.read_in_training,
-            }
+            held_bytes = sum(one.nbytes for one in self.buffers.values())
+            buffers = {"count": len(self.buffers), "bytes": held_bytes} | json_value(use)
         return {
             "v": VERSION,
             "pipeline": self.loaded.pipeline.name,
@@ -256,26 +245,21 @@ class Explanation:
         settings, compiled = self.loaded.pipeline.compile, self.probe.compiled
         if settings is None:
             return None
-        found: dict[str, Any] = {"mode": settings.mode, "blocks": None, "graphs": None, "breaks": None}
-        if compiled is not None:
-            found |= {"blocks": list(compiled.blocks), "breaks": json_value(compiled.breaks)}
-            found["graphs"] = json_value(compiled.graphs)
-        return found
+        known = {name: getattr(compiled, name, None) for name in ("blocks", "graphs", "breaks")}
+        return {"mode": settings.mode} | {name: json_value(value) for name, value in known.items()}
 
 
 def json_value(value: Any) -> Any:
-    """A value as JSON holds it: a dataclass as an object, SentBytes as its sizes."""
+    """As JSON holds it: a dataclass as an object, but SentBytes as its sizes, an exchange as its number."""
     if isinstance(value, SentBytes):
         return value.sizes()
+    if isinstance(value, PlannedExchange):
+        return value.number
     if isinstance(value, tuple):
         return list(map(json_value, value))
     if is_dataclass(value):
         return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
     return value
-
-
-def _numbers(exchanges: Sequence[PlannedExchange]) -> list[int]:
-    return [exchange.number for exchange in exchanges]
 
 
 def explain(
@@ -294,11 +278,8 @@ def explain(
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
     `allow_imports`: what the pipeline names by an import path may be imported. `probe`: of the same model and
     data, from an earlier call for other ranks, hooks, policies or sizes of buckets; they are not looked at
-    again, unless it takes more than the probe knows.
-
-    Raises:
-        PipelineError: something in the file that only a run can see.
-        ForeignFolderError: others may write to a folder from which libraries load code.
+    again, unless it takes more than the probe knows. Raises PipelineError for what only a run can see, and
+    ForeignFolderError: others may write to a folder from which libraries load code.
     """
     launch = loaded.pipeline.launch
     ranks_per_host = ranks_per_host or launch.nproc_per_node or default_rank_count(loaded)
@@ -344,8 +325,7 @@ class _Planner:
         self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
         if loaded.pipeline.ema is not None and self._model is not None:
             self._ema_tensors = initial_averages(self._model, "meta")
-        optimizer = probe.optimizer
-        reads = optimizer is not None and averages_itself(optimizer)
+        reads = probe.optimizer is not None and averages_itself(probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=reads)
         self._stage: StepStage | None = None  # whose hooks carry what is sent
         self._plan = SyncPlan()  # of that stage
@@ -365,10 +345,8 @@ class _Planner:
             case _:
                 sends = self._sends_before_reading("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
-        end = self._group_into_exchanges(sends)
-        return StageExplanation(
-            stage=stage, end=end, exchanges=end, ranks_represented=self._simulator.ranks_represented
-        )
+        end, represented = self._group_into_exchanges(sends), self._simulator.ranks_represented
+        return StageExplanation(stage=stage, end=end, exchanges=end, ranks_represented=represented)
 
     def _explain_step_stage(self, stage: StepStage) -> StageExplanation:
         settings = stage.effective_settings(self._pipeline)
@@ -388,9 +366,7 @@ class _Planner:
         steps_by_sends: dict[tuple[PlannedSend, ...], list[int]] = {}  # steps of one cycle
         evaluation_sends: list[tuple[PlannedSend, ...]] = []  # of an evaluation after each step
         for step in range(1, planned_steps + 1):
-            sends = tuple(
-                send for moment, action in sequence.step(step) for send in self._sends(moment, action)
-            )
+            sends = tuple(one for action in sequence.step(step) for one in self._sends(*action))
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
             if stage.evaluate is not None:
@@ -509,10 +485,8 @@ class _Planner:
     def _stage_evaluations(
         self, stage: StepStage, steps: int | None, after: Sequence[tuple[PlannedSend, ...]]
     ) -> tuple[StageEvaluations, ...]:
-        """The evaluations of a stage, grouped by what they send.
-
-        `after`: what an evaluation would send after each step of a cycle. The state now is that at the
-        stage's end.
+        """The evaluations of a stage, grouped by what they send. `after`: what an evaluation would send after
+        each step of a cycle. The state now is that at the stage's end.
         """
         if stage.evaluate is None:
             return ()

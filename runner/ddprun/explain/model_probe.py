@@ -126,18 +126,13 @@ class ModelProbe:
 
 
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
-    """Build what a rank of `world` builds, and look at it as a rank does.
-
-    `allow_imports`: what the pipeline names by an import path may be imported.
-
-    Raises:
-        PipelineError: something in the file that only a run can see.
+    """Build what a rank of `world` builds, and look at it as a rank does. `allow_imports`: what the pipeline
+    names by an import path may be imported. Raises PipelineError for what only a run can see.
     """
     pipeline = loaded.pipeline
     unknown = UnknownReasons() if allow_imports else _unknown_without_imports(loaded)
-    device = (
-        torch.device("cuda", 0) if pipeline.launch.device != "cpu" and gpu_count() else torch.device("cpu")
-    )
+    on_gpu = pipeline.launch.device != "cpu" and gpu_count()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     precision = Precision(pipeline.precision, device)
     if allow_imports:
         make_folder_importable(loaded.folder)
@@ -153,14 +148,12 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
         model = build.join_loss(loaded, model, loss, device, precision.parameter_dtype)
-    if model is not None and not unknown.optimizer:
-        optimizer = build.build_optimizer(loaded, model)
-        build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
-    if model is not None:
+        if not unknown.optimizer:
+            optimizer = build.build_optimizer(loaded, model)
+            build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
         build.check_sync(loaded, model, world.ranks)
 
-    verdict = None
-    gradients = compiled = None
+    verdict = gradients = compiled = None
     compiling.check_dynamo(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, loss)
@@ -169,11 +162,9 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
             compiled = _compile_model(loaded, model, objective, precision, feeds.main)
         if _any_gradients(loaded):
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
-    state = (
-        _optimizer_state_after_step(optimizer)
-        if optimizer is not None and _may_send_optimizer_state(loaded, optimizer)
-        else None
-    )
+    state = None
+    if optimizer is not None and _may_send_optimizer_state(loaded, optimizer):
+        state = _optimizer_state_after_step(optimizer)
     return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
 
 
@@ -203,9 +194,8 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
     pipeline = loaded.pipeline
 
     def reason(**wanted: Choice | None) -> str:
-        foreign = [
-            f'"{key}: {choice.name}"' for key, choice in wanted.items() if choice and is_external_code(choice)
-        ]
+        chosen = {key: choice for key, choice in wanted.items() if choice is not None}
+        foreign = [f'"{key}: {one.name}"' for key, one in chosen.items() if is_external_code(one)]
         verb = "is" if len(foreign) == 1 else "are"
         return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
 
@@ -229,9 +219,7 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
 
 
 def _may_send_optimizer_state(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
-    """Whether a stage may send the optimizer's state: by its policy, as earlier stages leave it apart, or
-    with the weights of one rank.
-    """
+    """Whether a stage may send it: by its policy, as earlier stages leave it, or with one rank's weights."""
     settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.stages_with_steps()]
     chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
     broadcast = any(isinstance(stage, BroadcastStage) for stage in loaded.pipeline.stages)
@@ -336,9 +324,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def _optimizer_state_after_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state after one step, as tensors on the meta device; the optimizer itself is left
-    without state.
-    """
+    """The optimizer's state after one step, on the meta device; the optimizer itself is left without."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)

@@ -1,4 +1,4 @@
-"""How `ddprun explain` looks on a terminal: labelled paragraphs, and tables of buckets, bytes and legs."""
+"""Words a plan for a terminal: labelled paragraphs and tables. Knows no policy, only what its plan says."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +13,7 @@ from ddprun.explain.model_probe import is_external_code
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
 from ddprun.units import format_bytes, format_count
 
-_WIDTH = 110
-_INDENT = 16
+_WIDTH, _INDENT = 110, 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 
@@ -33,9 +32,8 @@ def _head(explained: Explanation) -> Iterator[str]:
     parameters, buffers = explained.parameters, explained.buffers
     yield f"{pipeline.name}: {format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
     if world.ranks > 1 and world.hosts == 1:
-        yield from paragraph(
-            "Hosts", "Nothing goes between hosts. --nnodes 2 shows what would go between two."
-        )
+        advice = "Nothing goes between hosts. --nnodes 2 shows what would go between two."
+        yield from paragraph("Hosts", advice)
     if parameters is None or buffers is None:
         yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown_reasons.model}.")
         return
@@ -54,9 +52,8 @@ def _head(explained: Explanation) -> Iterator[str]:
     if frozen:
         held_frozen = format_bytes(sum(one.nbytes for one in frozen))
         which = f"{len(frozen)} of them, {held_frozen}, require no gradient"
-        yield from paragraph(
-            "Frozen", f"{which}: they are sent only if something else makes them differ between ranks."
-        )
+        unless = "they are sent only if something else makes them differ between ranks"
+        yield from paragraph("Frozen", f"{which}: {unless}.")
     if (average := explained.ema_bytes) is not None:
         trained = format_bytes(sum(one.nbytes for one in parameters.values() if one.requires_grad))
         yield from paragraph(
@@ -66,10 +63,8 @@ def _head(explained: Explanation) -> Iterator[str]:
         )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {format_bytes(held + more)}.")
-    measured = {
-        "timings.fidelity_every": pipeline.timings.fidelity_every,
-        "audit.every": pipeline.audit.every,
-    }
+    timings, audit = pipeline.timings, pipeline.audit
+    measured = {"timings.fidelity_every": timings.fidelity_every, "audit.every": audit.every}
     keys = [f"{key}: {every}" for key, every in measured.items() if every]
     if keys:
         yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
@@ -81,9 +76,8 @@ def _compile_lines(explained: Explanation) -> Iterator[str]:
     if settings is None:
         return
     if compiled is None:
-        yield from paragraph(
-            "Compile", f"Where graphs split is unknown: {explained.probe.unknown_reasons.batch}."
-        )
+        reason = explained.probe.unknown_reasons.batch
+        yield from paragraph("Compile", f"Where graphs split is unknown: {reason}.")
         return
     graphs, breaks = compiled.graphs, compiled.breaks
     broken = "without a graph break" if not breaks else f"with {format_count(len(breaks), 'graph break')}"
@@ -99,12 +93,10 @@ def _compile_lines(explained: Explanation) -> Iterator[str]:
             rows.append((str(number), str(part), first_and_last(names) if names else "none that is trained"))
     if any(len(graph.parts) > 1 for graph in graphs):
         cut = "A graph yields all its gradients at its end, so each is cut where its gradients fill a bucket"
-        yield from paragraph(
-            "", f"{cut}: sending one part's gradients overlaps with the backward pass of the part before."
-        )
-        yield from labelled(
-            "", table([("graph", "part", "parameters"), *_omit_middle(rows, ("…", "", ""))], ">><")
-        )
+        cut += ": sending one part's gradients overlaps with the backward pass of the part before."
+        yield from paragraph("", cut)
+        head = ("graph", "part", "parameters")
+        yield from labelled("", table([head, *_omit_middle(rows, ("…", "", ""))], ">><"))
     for one in breaks:
         yield from paragraph("Graph break", f"{one.reason}{f' ({one.where})' if one.where else ''}.")
 
@@ -209,7 +201,7 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     if not exchanges:
         return "No gradients are sent."
     exchange = exchanges[0]
-    what = f"Gradients are averaged over {_ranks_phrase(exchange)}, in every step"
+    what = f"Gradients are averaged over {_group_phrase(exchange.ranks, exchange.route.among)}, in every step"
     if settings.uses_noop:
         what = "Gradients go through the hooks in every step, but to no other rank"
     if settings.accumulate > 1:
@@ -226,9 +218,7 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     for exchange in exchanges:
         steps = sorted(step for p in stage.patterns if exchange in p.exchanges for step in p.steps)
         by_steps.setdefault(tuple(steps), []).append(exchange)
-    lines = [
-        f"{_steps_phrase(steps, stage)}: {_exchanges_phrase(found)}." for steps, found in by_steps.items()
-    ]
+    lines = [f"{_steps_phrase(steps, stage)}: {_exchanges_phrase(some)}." for steps, some in by_steps.items()]
     idle = stage.cycle - len({step for steps in by_steps for step in steps})
     if not lines:
         lines.append("Nothing is sent.")
@@ -249,13 +239,9 @@ def _end_lines(stage: StageExplanation) -> Iterator[str]:
     elif stage.end is None:
         yield from paragraph("End", "If ranks differ after the last step, they synchronise once more.")
     elif stage.end:
-        yield from paragraph(
-            "End", f"Ranks differ after the last step, so once more: {_exchanges_phrase(stage.end)}."
-        )
-        shown = {exchange.route for exchange in _exchanges_at(stage, "after_step")}
-        yield from _bucket_tables(
-            [exchange for exchange in stage.end if exchange.route not in shown], stage.ranks
-        )
+        more = _exchanges_phrase(stage.end)
+        yield from paragraph("End", f"Ranks differ after the last step, so once more: {more}.")
+        yield from _bucket_tables(stage.end, stage.ranks, shown=_exchanges_at(stage, "after_step"))
 
 
 def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
@@ -271,10 +257,8 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
         whose = "Each sends " if len(stage.evaluations) == 1 else whose
         sent.append(whose + (_exchanges_phrase(one.exchanges) if one.exchanges else "nothing"))
     yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own values again.")
-    shown = {exchange.route for exchange in stage.exchanges if exchange.moment != "evaluate"}
-    yield from _bucket_tables(
-        [one for one in _exchanges_at(stage, "evaluate") if one.route not in shown], stage.ranks
-    )
+    others = [one for one in stage.exchanges if one.moment != "evaluate"]
+    yield from _bucket_tables(_exchanges_at(stage, "evaluate"), stage.ranks, shown=others)
 
 
 def _control_text(stage: StageExplanation) -> str:
@@ -316,9 +300,8 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
     own = setting.when == "never" and explained.buffers != {}
-    yield from paragraph(
-        "", "Nothing is sent before it" + (": each rank has buffers of its own." if own else ".")
-    )
+    why = ": each rank has buffers of its own" if own else ""
+    yield from paragraph("", f"Nothing is sent before it{why}.")
 
 
 def _totals_table(stage: StageExplanation) -> Iterator[str]:
@@ -384,7 +367,8 @@ def _exchanges_phrase(exchanges: Sequence[PlannedExchange]) -> str:
 
 def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) -> str:
     """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
-    kind, source, ranks = exchange.route.kind, exchange.route.source, _ranks_phrase(exchange)
+    kind, source = exchange.route.kind, exchange.route.source
+    ranks = _group_phrase(exchange.ranks, exchange.route.among)
     if exchange.sent is not None and not any(one.legs for one in exchange.buckets or ()):
         return "nothing, because the hook is noop"
     if exchange.route.ema:
@@ -407,10 +391,6 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
     return f"{what} averaged over {ranks}{which}"
 
 
-def _ranks_phrase(exchange: PlannedExchange) -> str:
-    return _group_phrase(exchange.ranks, exchange.route.among)
-
-
 def _group_phrase(ranks: int, among: GroupScope) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
@@ -418,10 +398,13 @@ def _group_phrase(ranks: int, among: GroupScope) -> str:
     return f"the {format_count(ranks, 'rank')} of {of}"
 
 
-def _bucket_tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator[str]:
-    """The buckets of exchanges, and how each travels; a table for each route."""
+def _bucket_tables(
+    exchanges: Sequence[PlannedExchange], ranks: int, shown: Sequence[PlannedExchange] = ()
+) -> Iterator[str]:
+    """The buckets of exchanges, and how each travels; a table for each route without `shown` ones."""
     by_route: dict[Any, list[PlannedExchange]] = {}
-    for exchange in exchanges:
+    known_routes = {exchange.route for exchange in shown}
+    for exchange in (one for one in exchanges if one.route not in known_routes):
         kind = exchange.route.kind
         if exchange.buckets is None and kind != "gradient":
             kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
@@ -443,14 +426,8 @@ def _bucket_tables(exchanges: Sequence[PlannedExchange], ranks: int) -> Iterator
 
 def _bucket_row(one: Bucket, ranks: int) -> tuple[str, ...]:
     sent = "unknown" if one.sent is None else format_bytes(one.sent.all_ranks / ranks)
-    return (
-        str(one.bucket),
-        one.dtype,
-        f"{one.numel:,}",
-        format_bytes(one.bytes),
-        sent,
-        first_and_last(one.params),
-    )
+    about = str(one.bucket), one.dtype, f"{one.numel:,}", format_bytes(one.bytes)
+    return (*about, sent, first_and_last(one.params))
 
 
 def _leg_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
@@ -515,9 +492,8 @@ def _capital(text: str) -> str:
 
 
 def steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
-    """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat.
-
-    `last` is the last step of the stage; None: unknown.
+    """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat. `last`
+    is the last step of the stage; None: unknown.
     """
     if len(steps) == cycle:
         return "every step"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -139,17 +139,13 @@ class Bucket:
     numel: int
     bytes: int  # before any hook
     params: tuple[str, ...]
-    sent: SentBytes | None  # None: not known, as `legs`
-    legs: tuple[Leg, ...] | None
-    state: int | None  # what hooks keep of it until the next, in bytes; where ranks differ, the largest
+    sent: SentBytes | None = None  # None: not known, as `legs`
+    legs: tuple[Leg, ...] | None = None
+    state: int | None = None  # bytes that hooks keep of it until the next; where ranks differ, the largest
 
 
 class TrafficSimulator:
-    """Simulates the exchange of buckets, on `device`, among ranks that do not run.
-
-    Raises:
-        PipelineError: the ranks do not lie as a stage needs them.
-    """
+    """Simulates exchanges among ranks that do not run; raises PipelineError if they do not lie as needed."""
 
     def __init__(
         self, loaded: LoadedPipeline, world: WorldShape, device: torch.device, *, allow_imports: bool
@@ -191,13 +187,14 @@ class TrafficSimulator:
         return route.group(self._groups_by_queue[key])
 
     def simulate_bucket(self, stage: StepStage | None, route: Route, layout: BucketLayout) -> Bucket:
-        """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any.
-
-        Raises:
-            PipelineError: a hook that would break the run.
+        """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any; raises
+        PipelineError for a hook that would break the run.
         """
+        nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
+        params = tuple(param.name for param in layout.params)
+        bucket = Bucket(layout.index, layout.dtype, layout.numel, nbytes, params)
         if self.unknown_reason(stage, route):
-            return _bucket(layout, None, None, None)
+            return bucket
         stack = self._stack(stage, route)
         key = stack.description if route.uses_hooks else "", route, layout
         if key not in self._simulated_buckets:
@@ -214,7 +211,8 @@ class TrafficSimulator:
                     payload = replace(first, tensor=first.tensor.clone(), findings=[])
                     hooks = self._stack(stage, route)
                     found[index] = simulate(payload, hooks, self.group(route, index))
-                    state = max(state, sum(map(_held_bytes, tree_leaves(hooks.state_dict()))))
+                    kept = [one for one in tree_leaves(hooks.state_dict()) if isinstance(one, torch.Tensor)]
+                    state = max(state, sum(one.nbytes for one in kept))
             except HooksError as error:
                 path = stage.key_path("hooks") if stage is not None else ""
                 raise self._loaded.error(path, str(error)) from None
@@ -223,7 +221,7 @@ class TrafficSimulator:
             collectives = [trace.collectives for trace in traces]
             legs = tuple(_merge_legs(collectives, groups, self.ranks_represented))
             sent = _sent_bytes(traces, self.ranks_represented)
-            self._simulated_buckets[key] = _bucket(layout, sent, legs, state)
+            self._simulated_buckets[key] = replace(bucket, sent=sent, legs=legs, state=state)
         return self._simulated_buckets[key]
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
@@ -236,11 +234,7 @@ class TrafficSimulator:
         return self._hook_stack(stage, inside_host=route.through == "host_hooks")
 
     def _hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
-        """The stage's hooks, made anew; plain all-reduce where they are not known.
-
-        Raises:
-            PipelineError: a hook that cannot be had.
-        """
+        """The stage's hooks, made anew; plain all-reduce where they are not known. Raises PipelineError."""
         if self._unimported_hooks(stage):
             return Stack([])
         hooks = stage.effective_settings(self._loaded.pipeline).hooks
@@ -267,20 +261,6 @@ class TrafficSimulator:
                 simulated_group("world", placement, wanted)
             except HookSetupError as error:
                 raise self._loaded.error(stage.key_path(key), str(error)) from None
-
-
-def _held_bytes(value: Any) -> int:
-    """The size of a part of a hook's state, of which only tensors count."""
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
-
-
-def _bucket(
-    layout: BucketLayout, sent: SentBytes | None, legs: tuple[Leg, ...] | None, state: int | None
-) -> Bucket:
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    params = tuple(param.name for param in layout.params)
-    bytes_before = layout.numel * dtype.itemsize
-    return Bucket(layout.index, layout.dtype, layout.numel, bytes_before, params, sent, legs, state)
 
 
 def _representative_ranks(
@@ -340,9 +320,8 @@ def _merge_legs(
     groups: dict[str, tuple[GroupScope, int]],
     ranks_represented: tuple[int, ...],
 ) -> Iterator[Leg]:
-    """The legs of all ranks, with those joined that are one collective on each.
-
-    A rank may have fewer than others: one whose share of a bucket is empty sends nothing between hosts.
+    """The legs of all ranks, with those joined that are one collective on each. A rank may have fewer than
+    others: one whose share of a bucket is empty sends nothing between hosts.
     """
     rows: dict[tuple[str, str, str, int], list[CollectiveTrace[int] | None]] = {}
     for rank, own in enumerate(legs):

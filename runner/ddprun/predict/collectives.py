@@ -1,8 +1,6 @@
-"""What a collective asks of a rank and of the links, with Gloo's habits; a GPU's are trees where these are
-shorter.
-"""
+"""What a collective asks of a rank and of the links, with Gloo's habits; a GPU's may be trees."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Leg
@@ -33,19 +31,13 @@ def collective_of(
     rounds = round_count(leg.op, leg.ranks, use_trees=not on_cpu)
     sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
     bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
-    work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us)
+    work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us) if on_cpu else 0.0
     level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
     nbytes = leg_bytes(leg, hosts)
     messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
+    found = Collective(work_us, nbytes, messages=messages, wake_us=stack.wake_us, queue=queue)
     if not sent or not on_cpu:
-        return Collective(
-            work_us if on_cpu else 0.0,
-            nbytes,
-            messages=messages,
-            latency_counts={level: rounds if sent else 0},
-            wake_us=stack.wake_us,
-            queue=queue,
-        )
+        return replace(found, latency_counts={level: rounds if sent else 0})
     one_way_bytes = 0.0
     if leg.op == "all_to_all":
         # Gloo's all-to-all sends first: between two ranks, the later one says that it is ready behind its
@@ -55,11 +47,9 @@ def collective_of(
         one_way_bytes = sent if leg.ranks == 2 else 0.0
         if drifted and hosts == 2:
             one_way_bytes = max(one_way_bytes, _ONE_WAY_SHARE * nbytes["across"])
-    return Collective(
-        work_us,
-        nbytes,
+    return replace(
+        found,
         rounds=max(1, min(rounds, MAX_SIMULATED_ROUNDS)),
-        messages=messages,
         # Gloo's receivers tell its senders when they are ready: two latencies for each message. A ring
         # has two on their way, and the receiver is ready for the second when the first has come.
         latency_counts={level: 2.0 * rounds},
@@ -69,8 +59,6 @@ def collective_of(
         # is late, it says that it is ready behind the two pieces that the other has sent meanwhile. It
         # is then late in the next step, too, so this always counts.
         blocking_bytes=leg.bytes / leg.ranks if leg.op == "all_reduce" and leg.ranks > hosts else 0.0,
-        wake_us=stack.wake_us,
-        queue=queue,
     )
 
 

@@ -2,8 +2,9 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -86,19 +87,14 @@ class Costs:
 
 
 def costs_of_run(run: Run, stage_count: int) -> Costs:
-    """Read a run whose pipeline has so many stages.
-
-    Raises:
-        CostsUnknownError: nothing to predict from.
-        NoRunError: a file of the run cannot be read.
-    """
+    """Read a run whose pipeline has so many stages; raises CostsUnknownError, or as `Run` does."""
     started = run.started
     stages = [_StageRecords() for _ in range(stage_count)]
     for rank in run.ranks:
         # The stage, and the beginning and length of the last backward pass.
         backward_by_step = dict[int, tuple[int, float, float]]()
-        for stage, lines in _by_stage(run.step_records(rank)):
-            counted = [line for line in lines[WARM_UP:] if line.step_us > 0]
+        for stage, lines in groupby(run.step_records(rank), lambda line: line.stage):
+            counted = [line for line in [*lines][WARM_UP:] if line.step_us > 0]
             for line in without_outliers(counted, own_work_us) if stage < stage_count else ():
                 backward_by_step[line.step] = stage, *_last_backward(line)
                 stages[stage].add_step(rank, line)
@@ -107,23 +103,7 @@ def costs_of_run(run: Run, stage_count: int) -> Costs:
             stages[stage].add_bucket(bucket, began, length)
     if not any(one.steps for one in stages):
         raise CostsUnknownError(f"{run.folder} has no stage with records of more than {WARM_UP} steps")
-    return Costs(
-        device=started.device or "cpu",
-        cores=started.cores or 1.0,
-        stages=[one.costs() for one in stages],
-    )
-
-
-def _by_stage(lines: Iterable[StepRecord]) -> Iterator[tuple[int, list[StepRecord]]]:
-    """Step records of one stage after the other."""
-    held = list[StepRecord]()
-    for line in lines:
-        if held and line.stage != held[-1].stage:
-            yield held[-1].stage, held
-            held = []
-        held.append(line)
-    if held:
-        yield held[-1].stage, held
+    return Costs(started.device or "cpu", started.cores or 1.0, [one.costs() for one in stages])
 
 
 def own_work_us(line: StepRecord) -> float:
@@ -132,9 +112,7 @@ def own_work_us(line: StepRecord) -> float:
 
 
 def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float]) -> list[_StepT]:
-    """The steps of a stage that count. Outliers are judged by a step's own work (`own_us`): steps that wait
-    may rightly take many times as long as others.
-    """
+    """The steps of a stage that count, judged by their own work: waiting may rightly take much longer."""
     most = _OUTLIER * statistics.median(map(own_us, steps)) if steps else 0.0
     return [one for one in steps if own_us(one) <= most]
 
@@ -170,9 +148,8 @@ class _StageRecords:
 
     def add_step(self, rank: int, line: StepRecord) -> None:
         self.steps += 1
-        for name in (*PARTS_WITHOUT_EXCHANGE, "step_us"):
+        for name in (*PARTS_WITHOUT_EXCHANGE, "step_us", "cpu_us"):
             self._sums[name] += getattr(line, name)
-        self._sums["cpu_us"] += line.cpu_us
         self._own_us_by_rank[rank].append(own_work_us(line))
         self._cpu_us_by_rank[rank].append(line.cpu_us)
 

@@ -26,13 +26,7 @@ _MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
 
 
 def fit_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
-    """The cost model of a run.
-
-    Args:
-        explained: the run's pipeline, for the ranks that it ran on.
-        costs: what the run's records say.
-        links: those that the run had.
-    """
+    """The cost model of a run, explained for the ranks that it ran on; `links`: those that it had."""
     world, on_cpu = explained.world, costs.device == "cpu"
     pairs = [
         (stage, found)
@@ -50,9 +44,9 @@ def fit_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
     times = [(found.cpu_us, _own_us(found)) for _, found in with_ddp or without_ddp]
     # That a rank keeps busy in a step without exchange.
     threads = max([1.0, *(cpu_us / own_us for cpu_us, own_us in times if own_us > 0)])
-    ready_shares = {
-        name: ready for _, found in with_ddp or pairs for name, ready in found.gradient_ready_shares.items()
-    }
+    ready_shares = dict[str, float]()
+    for _, found in with_ddp or pairs:
+        ready_shares |= found.gradient_ready_shares
     # Where ranks wait for cores, how long they take says little about how much they have to do.
     us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
     lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
@@ -115,13 +109,7 @@ def _fit_stack(
         for points_of_hook, us in zip(points, bucket.hook_times_us, strict=False):
             points_of_hook.append((bucket.nbytes, us * share))
     stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
-    buckets = [
-        bucket
-        for pattern in stage.patterns
-        for exchange in pattern.exchanges
-        if exchange.route.uses_hooks
-        for bucket in exchange.buckets or ()
-    ]
+    buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if costs.on_cpu and all(one.cpu_us for one in found):
         own = sum(us * _times(stage)[part] for part, us in costs.own_work_us[True].items()) * threads
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
@@ -129,11 +117,8 @@ def _fit_stack(
         if hooks > _MAX_HOOK_SHARE * left:
             stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
             hooks = _MAX_HOOK_SHARE * left
-        collectives = sum(
-            collective_of(leg, world.hosts, stack, on_cpu=True).work_us
-            for bucket in buckets
-            for leg in bucket.legs or ()
-        )
+        legs = [leg for bucket in buckets for leg in bucket.legs or ()]
+        collectives = sum(collective_of(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
         stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
     measured = sum(one.step_us * one.steps for one in found) / steps
     low, high = 0.0, measured

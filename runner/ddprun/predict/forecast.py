@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
+from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
 from ddprun.predict.hook_verdicts import HookSpecs, HookVerdict, break_even_rate, leave_one_out
 from ddprun.predict.links import Links, rate_text
@@ -58,17 +59,13 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepRow:
-    """The prediction of a stage on another number of hosts."""
+class StageForecast:
+    """Predictions for a stage that takes steps."""
 
-    stage: int
-    hosts: int
-    ranks: int
     predicted: StepPrediction
-
-    def to_json_data(self) -> dict[str, Any]:
-        """For `--format json`."""
-        return {"nnodes": self.hosts, "ranks": self.ranks} | self.predicted.to_json_data()
+    hook_verdicts: Sequence[HookVerdict]
+    memory: Memory
+    sweep: list[tuple[WorldShape, StepPrediction]] = field(default_factory=list)  # on other numbers of hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,52 +73,35 @@ class Forecast:
     """Predictions for the stages that take steps, by index of the stage."""
 
     links: Links
-    stages: Mapping[int, StepPrediction]
-    hook_verdicts: Mapping[int, Sequence[HookVerdict]]
-    memory: Mapping[int, Memory]
-    sweep: Sequence[SweepRow] = ()
+    stages: Mapping[int, StageForecast]
 
     def to_json_data(self, stage: int) -> dict[str, Any] | None:
         """What `--format json` has of a stage; None if it takes no steps."""
-        if stage not in self.stages:
+        if (found := self.stages.get(stage)) is None:
             return None
-        found = self.stages[stage].to_json_data()
-        found["memory_bytes"] = asdict(self.memory[stage])
-        found["hooks"] = [one.to_json_data() for one in self.hook_verdicts.get(stage, ())]
-        if rows := [row.to_json_data() for row in self.sweep if row.stage == stage]:
-            found["sweep"] = rows
-        return found
+        data = found.predicted.to_json_data() | {"memory_bytes": asdict(found.memory)}
+        data["hooks"] = [one.to_json_data() for one in found.hook_verdicts]
+        sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in found.sweep]
+        return data | ({"sweep": sweep} if sweep else {})
 
     def lines(self, stage: int) -> Iterator[str]:
         """What a reader sees of a stage."""
-        if stage not in self.stages:
+        if (found := self.stages.get(stage)) is None:
             return
-        predicted = self.stages[stage]
-        yield from paragraph("Predicted", _summary(predicted, self.links))
-        if not predicted.hooks_measured:
-            yield from paragraph(
-                "",
-                "The measured run has no steps with these hooks, so their own work is not counted, and "
-                "it is not known whether they help.",
-            )
-        for verdict in self.hook_verdicts.get(stage, ()):
+        yield from paragraph("Predicted", _summary(found.predicted, self.links))
+        if not found.predicted.hooks_measured:
+            nothing = "The measured run has no steps with these hooks, so their own work is not counted"
+            yield from paragraph("", f"{nothing}, and it is not known whether they help.")
+        for verdict in found.hook_verdicts:
             yield from paragraph(verdict.hook, _verdict_text(verdict))
-        yield from paragraph("Memory", _memory_text(self.memory[stage]))
-        rows = [row for row in self.sweep if row.stage == stage]
-        if rows:
-            head = ("hosts", "ranks", "a step", "waiting", "efficiency", "limit")
-            cells = [
-                (
-                    f"{row.hosts:,}",
-                    f"{row.ranks:,}",
-                    format_duration(1e-6 * row.predicted.step_us),
-                    format_duration(1e-6 * row.predicted.exposed_us),
-                    percent(row.predicted.efficiency),
-                    row.predicted.limit,
-                )
-                for row in rows
-            ]
-            yield from labelled("Sweep", table([head, *cells], ">>>>><"))
+        yield from paragraph("Memory", _memory_text(found.memory))
+        if found.sweep:
+            rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
+            for at, one in found.sweep:
+                step, waiting = (format_duration(1e-6 * us) for us in (one.step_us, one.exposed_us))
+                efficiency = percent(one.efficiency)
+                rows.append((f"{at.hosts:,}", f"{at.ranks:,}", step, waiting, efficiency, one.limit))
+            yield from labelled("Sweep", table(rows, ">>>>><"))
 
 
 def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
@@ -136,23 +116,18 @@ def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
 
 def forecast(explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()) -> Forecast:
     """Predict each stage that takes steps: for the ranks it was explained for, and for other `hosts`."""
-    world, stages, verdicts = explained.world, dict[int, StepPrediction](), dict[int, list[HookVerdict]]()
-    memory, state_bytes = dict[int, Memory](), optimizer_bytes(explained.probe.optimizer)
-    for stage in explained.stages:
-        if not is_predictable(stage):
-            continue
-        stages[stage.index] = model.predict(stage, world, links)
-        verdicts[stage.index] = list(_verdicts(explained, stage, model, links))
-        memory[stage.index] = _memory(explained, stage, state_bytes)
-    sweep = []
+    world, stages = explained.world, dict[int, StageForecast]()
+    state_bytes = optimizer_bytes(explained.probe.optimizer)
+    for stage in filter(is_predictable, explained.stages):
+        verdicts = list(_verdicts(explained, stage, model, links))
+        memory = _memory(explained, stage, state_bytes)
+        stages[stage.index] = StageForecast(model.predict(stage, world, links), verdicts, memory)
     for number in hosts:
         other = _again(explained, explained.loaded, hosts=number)
-        sweep += [
-            SweepRow(stage.index, number, other.world.ranks, model.predict(stage, other.world, links))
-            for stage in other.stages
-            if is_predictable(stage)
-        ]
-    return Forecast(links, stages, verdicts, memory, sweep)
+        for index, found in stages.items():
+            if is_predictable(stage := other.stages[index]):
+                found.sweep.append((other.world, model.predict(stage, other.world, links)))
+    return Forecast(links, stages)
 
 
 def is_predictable(stage: StageExplanation) -> bool:
@@ -167,12 +142,8 @@ def is_predictable(stage: StageExplanation) -> bool:
 def _again(explained: Explanation, loaded: LoadedPipeline, hosts: int | None = None) -> Explanation:
     """The same pipeline for other ranks, or with other hooks."""
     world = explained.world
-    return explain(
-        loaded,
-        hosts=world.hosts if hosts is None else hosts,
-        ranks_per_host=world.ranks_per_host,
-        probe=explained.probe,
-    )
+    hosts = world.hosts if hosts is None else hosts
+    return explain(loaded, hosts=hosts, ranks_per_host=world.ranks_per_host, probe=explained.probe)
 
 
 def _verdicts(
@@ -188,16 +159,9 @@ def _verdicts(
         other = _again(explained, loaded).stages[stage.index]
         if not (model.has_measured_hooks(stage) and model.has_measured_hooks(other)):
             continue
-        with_us = model.predict(stage, explained.world, links).step_us
-        without_us = model.predict(other, explained.world, links).step_us
-        limit = None
-        if explained.world.hosts > 1:
-            limit = break_even_rate(
-                partial(model.predict, stage, explained.world),
-                partial(model.predict, other, explained.world),
-                links,
-            )
-        yield HookVerdict(hook, left, with_us, without_us, limit)
+        with_hook, without = (partial(model.predict, one, explained.world) for one in (stage, other))
+        limit = break_even_rate(with_hook, without, links) if explained.world.hosts > 1 else None
+        yield HookVerdict(hook, left, with_hook(links).step_us, without(links).step_us, limit)
 
 
 def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
@@ -248,9 +212,8 @@ def _memory_text(one: Memory) -> str:
 
 def _summary(one: StepPrediction, links: Links) -> str:
     waits = sorted(one.waits_us.items(), key=lambda item: -item[1])
-    said = [
-        f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in waits if us >= 0.01 * one.step_us
-    ]
+    notable = [(why, us) for why, us in waits if us >= 0.01 * one.step_us]
+    said = [f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in notable]
     waiting = f", of which ranks wait {', '.join(said)}" if said else ""
     over = f"Over {links}" if one.host_sends_bytes else "On one host"
     text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{waiting}. "

@@ -64,10 +64,7 @@ def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
 def break_even_rate(
     with_hook: Callable[[Links], StepPrediction], without: Callable[[Links], StepPrediction], links: Links
 ) -> float:
-    """The rate of the link between hosts, in bytes a second, below which a stage is faster with the hook.
-
-    0: it is not at any rate; infinite: it is at each.
-    """
+    """The `break_even_bytes_per_s` of a hook, from predictions with it and without it over such links."""
 
     def gains(rate: float) -> bool:
         at = replace(links, across=links.across.at_rate(rate))

@@ -55,9 +55,7 @@ class InstructionGenerator:
     def of_step(
         self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int, delay: int
     ) -> Iterator[Instruction]:
-        """One step with these exchanges, so many steps after ranks last exchanged anything; what is sent
-        after a step is awaited `delay` steps later.
-        """
+        """One step with these exchanges; what is sent after a step is awaited `delay` steps later."""
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
         work = self.costs.own_work_us[settings.gradient_averaging is not None]
         for micro in range(settings.accumulate):
@@ -108,21 +106,16 @@ class InstructionGenerator:
         yield Await("gradient")
 
     def _last_rank_wait_us(self, steps: int) -> float:
-        """How long a rank waits for the last one. Ranks that share cores leave theirs to it when they are
-        done, so they wait less.
-        """
+        """How long a rank waits for the last one: less if they share cores, which it then has."""
         return self.costs.lateness.expected_us(steps, self.world.ranks) * self.machine.core_share()
 
     def _transfer(
         self, exchange: PlannedExchange, bucket: Bucket, queue: str, late_us: float
     ) -> BucketTransfer:
         """The transfer of a bucket, through the stage's hooks or past them."""
-        stack, on_cpu = (
-            self.stack if exchange.route.uses_hooks else self.costs.default_stack,
-            self.costs.on_cpu,
-        )
+        stack = self.stack if exchange.route.uses_hooks else self.costs.default_stack
         phases: list[Work | LastRankWait | Collective] = []
-        legs = bucket.legs or ()
+        legs, on_cpu = bucket.legs or (), self.costs.on_cpu
         for index in range(len(legs) + 1):
             if index < len(stack.hook_costs):
                 phases.append(Work(stack.hook_costs[index].at(bucket.bytes)))
@@ -130,9 +123,8 @@ class InstructionGenerator:
                 phases.append(LastRankWait(late_us))
             if index < len(legs):
                 name, drifted = f"{queue} {index}", queue == "sync"
-                collective = collective_of(
-                    legs[index], self.world.hosts, stack, name, on_cpu=on_cpu, drifted=drifted
-                )
+                leg, hosts = legs[index], self.world.hosts
+                collective = collective_of(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
                 phases.append(replace(collective, apart_us=late_us))
         return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, on_cpu)
 

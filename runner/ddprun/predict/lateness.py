@@ -9,10 +9,8 @@ class Lateness:
 
     With n draws from a distribution, the expected largest is an order statistic, not a mean: of m sorted
     values, the i-th has a share of (i/m)^n - ((i-1)/m)^n in it. Over several steps without an exchange, what
-    a rank is always late by adds up, and chance grows with the square root of the steps.
-
-    Args:
-        own_us: of each rank, how long it took for each of some steps, in microseconds.
+    a rank is always late by adds up, and chance grows with the square root of the steps. `own_us`: of each
+    rank, how long it took for each of some steps, in microseconds.
     """
 
     def __init__(self, own_us: Iterable[Sequence[float]]) -> None:

@@ -61,9 +61,8 @@ class Link:
     def at_rate(self, bytes_per_s: float) -> "Link":
         """The same link at another rate; that of each size changes by the same factor, if it has one."""
         factor = bytes_per_s / self.bytes_per_s
-        return Link(
-            bytes_per_s, self.latency_s, tuple((size, factor * rate) for size, rate in self.rate_by_bytes)
-        )
+        rates = tuple((size, factor * rate) for size, rate in self.rate_by_bytes)
+        return Link(bytes_per_s, self.latency_s, rates)
 
     def seconds(self, nbytes: float) -> float:
         """How long a message of so many bytes keeps the link busy: between two measured sizes interpolated,
@@ -111,10 +110,7 @@ def parse_links(rates: str | None, latencies: str | None = None) -> Links:
     """Links as a command line says them: `100Mbit`, or `within=50Gbit,across=10Gbit`; latencies alike.
 
     A value without a name is that of the link between hosts. A rate that ends in `.json` is a file that
-    `ddprun doctor --format json` has written on several hosts.
-
-    Raises:
-        ValueError: neither a rate nor a time, with what is allowed.
+    `ddprun doctor --format json` has written on several hosts. Raises ValueError, with what is allowed.
     """
     links = Links()
     if rates is not None and rates.endswith(".json"):
@@ -144,11 +140,7 @@ class _Report(BaseModel):
 
 
 def read_measured_link(file: Path) -> Link:
-    """The slowest link between hosts that `ddprun doctor --format json` has measured, at the longest latency.
-
-    Raises:
-        ValueError: the file is not such a report, or cannot be read.
-    """
+    """The slowest link between hosts in a report of `ddprun doctor`; raises ValueError without one."""
     try:
         with file.open("rb") as opened:
             report = _Report.model_validate(parse_json(opened.read(_MAX_REPORT_BYTES)))

@@ -40,11 +40,7 @@ def hook_stacks_to_measure(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
 def short_run_stages(
     loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
 ) -> str:
-    """The stages of the short run, as YAML: without exchange, and with each stack of hooks.
-
-    Raises:
-        CostsUnknownError: no stage of the pipeline has backward passes.
-    """
+    """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains."""
     trained = [stage for stage in loaded.pipeline.stages if stage.name == "train"]
     if not trained:
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
@@ -68,11 +64,8 @@ def run_measurement(
     """Run a pipeline's model and data on this machine, with each stack of hooks for some steps.
 
     `overrides` are added to those with which the pipeline was loaded. A run that takes longer than `limit_s`
-    is ended: what it has recorded until then tells the costs.
-
-    Raises:
-        CostsUnknownError: no stage of the pipeline has backward passes.
-        ShortRunError: it failed.
+    is ended: what it has recorded until then tells the costs. Raises ShortRunError if it fails, and as
+    `short_run_stages` does.
     """
     settings = [*loaded.overrides, *overrides, f"stages={short_run_stages(loaded, stacks)}", *QUIET]
     settings.append("timings={every: 1, gradients: true}")
@@ -103,11 +96,7 @@ def identify_run(run_dir: Path) -> dict[str, str]:
 
 def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
-
-    Raises:
-        NoRunError: the folder is not a run's.
-        CostsUnknownError: the run has no records that tell what a step costs.
-        PipelineError: its pipeline cannot be read.
+    Raises NoRunError, CostsUnknownError if its records do not tell, PipelineError if its file cannot be read.
     """
     run = Run(run_dir)
     by_host = Counter(run.started.hosts or [""])

@@ -88,14 +88,15 @@ class CostModel:
         its policy. `stack`: costs in place of those known for its hooks.
         """
         if stack is None:
-            stack = (
-                self.stacks.get(hooks_key(stage), self.costs.default_stack) if sends(stage) else StackCosts()
-            )
+            known = self.stacks.get(hooks_key(stage), self.costs.default_stack)
+            stack = known if sends(stage) else StackCosts()
         machine = self.machine(world, links)
         instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), overlap_steps(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
-        known: dict[int, SimulatedStep] = {}  # by pattern: a step that begins and ends with nothing under way
+        silent: dict[
+            int, SimulatedStep
+        ] = {}  # by pattern: a step that begins and ends with nothing under way
         cycle: list[SimulatedStep] = []
         last_exchange_step: SimulatedStep | None = None
         steps_since_exchange = 0
@@ -106,13 +107,12 @@ class CostModel:
             pattern = by_step[(number - 1) % stage.cycle + 1]
             steps_since_exchange += 1
             idle, has_exchange = simulator.idle, bool(pattern.exchanges)
-            step = known.get(id(pattern)) if idle and not has_exchange else None
+            step = silent.get(id(pattern)) if idle and not has_exchange else None
             if step is None:
-                step = simulator.simulate_step(
-                    instructions.of_step(pattern.exchanges, steps_since_exchange, delay)
-                )
+                of_step = instructions.of_step(pattern.exchanges, steps_since_exchange, delay)
+                step = simulator.simulate_step(of_step)
                 if idle and simulator.idle:
-                    known[id(pattern)] = step
+                    silent[id(pattern)] = step
             if has_exchange:
                 steps_since_exchange = 0
                 last_exchange_step = step if number <= last else last_exchange_step
@@ -158,21 +158,14 @@ def hooks_key(stage: StageExplanation) -> str:
 
 def sends(stage: StageExplanation) -> bool:
     """Whether any rank sends anything in the stage's steps."""
-    return any(
-        bucket.legs
-        for pattern in stage.patterns
-        for exchange in pattern.exchanges
-        for bucket in exchange.buckets or ()
-    )
+    return any(bucket.legs for _, _, bucket in stage.step_buckets())
 
 
 def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     """What each host sends to others in a mean step of the stage, in bytes."""
     return sum(
         exchange.times_per_step * len(pattern.steps) / stage.cycle * leg_bytes(leg, hosts)["across"]
-        for pattern in stage.patterns
-        for exchange in pattern.exchanges
-        for bucket in exchange.buckets or ()
+        for pattern, exchange, bucket in stage.step_buckets()
         for leg in bucket.legs or ()
     )
 
@@ -196,7 +189,5 @@ def _bottleneck(
             return "latency"
         case "late":
             return "late ranks"
-        case "hooks":
-            return "cores" if contended else "hooks"
-        case "collectives":
-            return "cores" if contended else "collectives"
+        case "hooks" | "collectives" as work:
+            return "cores" if contended else work

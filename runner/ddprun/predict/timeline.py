@@ -204,9 +204,7 @@ class StepSimulator:
     def _advance_time(
         self, left: float, part: str | None, step: SimulatedStep, awaited: _ActiveTransfer | None = None
     ) -> float:
-        """Advance time to the next moment at which anything changes; returns what is left of the training
-        thread's work.
-        """
+        """Advance time until something changes; returns what is left of the training thread's work."""
         machine = self._machine
         working = [one for one in self._active_transfers if one.work_left_us > 0]
         share = machine.core_share(len(working) + (part is not None))

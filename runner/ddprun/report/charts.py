@@ -7,54 +7,20 @@ from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
 from ddprun.report.blocks import Chart, NamedDigests
-from ddprun.report.digest import Curve, RunDigest, SlowStep
+from ddprun.report.digest import Curve, RunDigest, SlowStep, Timeline
+from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.records import PARTS
 from ddprun.units import format_bit_rate
 
-PART_NAMES = {
-    "data_us": "loading data",
-    "forward_us": "forward",
-    "backward_us": "backward",
-    "exposed_hook_us": "hooks, exposed",
-    "exposed_wait_us": "waiting for the last rank",
-    "exposed_wire_us": "wire, exposed",
-    "optimizer_us": "optimizer",
-    "sync_us": "between steps",
-    "other_us": "other",
-}
 HELD_OUT_STYLE = 5  # the style of held-out data in the report of one run
 _MAX_POINTS_WITH_MARKERS = 30  # a line of no more has a marker at each
 _MAX_EVALUATION_MARKS = 200
 _MAX_BANDS = 4
 _LABEL_WIDTH = 18  # characters of a line beside a bar
+_MARKED_GRADIENTS, _NAMED_PARAMS = 16, 8  # of a bucket in a timeline
 
 
-class _PartStyle(NamedTuple):
-    """How a part of a step is shown."""
-
-    colour: str
-    pattern: str = ""
-
-    @property
-    def marker(self) -> dict[str, Any]:
-        """The colour and pattern as the `marker` of a plotly bar trace."""
-        pattern = {"shape": self.pattern, "fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.45)", "size": 6}
-        return {"color": self.colour, "pattern": pattern}
-
-
-# Colours that colour-blind readers tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/), and patterns
-# and dashes, so that nothing depends on colour alone.
-_PART_STYLES = {
-    "data_us": _PartStyle("#999999", "."),
-    "forward_us": _PartStyle("#56B4E9"),
-    "backward_us": _PartStyle("#0072B2"),
-    "exposed_hook_us": _PartStyle("#CC79A7", "x"),
-    "exposed_wait_us": _PartStyle("#D55E00", "/"),
-    "exposed_wire_us": _PartStyle("#E69F00", "\\"),
-    "optimizer_us": _PartStyle("#009E73"),
-    "sync_us": _PartStyle("#F0E442", "-"),
-    "other_us": _PartStyle("#777777", "+"),
-}
+# Dashes beside colours, as patterns in `STEP_PARTS`, so that nothing depends on colour alone.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _OUTLINE = {"color": "rgba(0,0,0,0)", "line": {"color": "#D55E00", "width": 1.5}}
@@ -85,9 +51,8 @@ def with_marks(chart: Chart, runs: NamedDigests) -> Chart:
     for index, (name, (begins, evaluations)) in enumerate(named.items()):
         if not (alike and index):
             of_run = "" if alike else f" of {name}"
-            grey, orange = (
-                ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (_COLOURS[index % len(_COLOURS)],) * 2
-            )
+            own = _COLOURS[index % len(_COLOURS)]
+            grey, orange = ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (own, own)
             for at in begins[1:]:
                 mark(f"a stage{of_run} begins", at, 1, grey, "dot")
             for step in evaluations[:: math.ceil(len(evaluations) / _MAX_EVALUATION_MARKS) or 1]:
@@ -101,10 +66,9 @@ def with_marks(chart: Chart, runs: NamedDigests) -> Chart:
         for stage, at in zip(stages, stage_starts(runs[0][1]), strict=True):
             text = f"{stage.index}: {stage.description if len(runs) == 1 else stage.kind}"
             layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
-    ends: list[float] = [
-        step for _, digest in runs for step in (*digest.recorded_steps[:1], *digest.recorded_steps[-1:])
-    ]
-    ends += [step for _, evaluations in named.values() for step in evaluations]
+    ends = [step for _, evaluations in named.values() for step in evaluations]
+    for _, digest in runs:
+        ends += [*digest.recorded_steps[:1], *digest.recorded_steps[-1:]]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
     return chart
 
@@ -158,11 +122,10 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float
 def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     """A bar of milliseconds for each row: its parts of a step, given in microseconds, one after the other."""
     data = []
-    for part in PARTS:
-        ms = [us.get(part, 0.0) / 1000 for us in rows.values()]
+    for name, part in STEP_PARTS.items():
+        ms = [us.get(name, 0.0) / 1000 for us in rows.values()]
         if max(ms, default=0.0) > 0:
-            name = PART_NAMES[part]
-            bar = _bars(name, _PART_STYLES[part].marker, f"{name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
+            bar = _bars(part.name, part.marker, f"{part.name}: %{{x:.2f}} ms<extra>%{{y}}</extra>")
             data.append({**bar, "y": list(rows), "x": ms})
     layout = _layout(x, barmode="stack", hovermode="closest")
     wrapped = ["<br>".join(wrap(row, _LABEL_WIDTH)) for row in rows]  # a phone is narrow
@@ -177,15 +140,16 @@ def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
 def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], y: str) -> Chart:
     """The parts of a step over the run, one above the other, with a mark for each slow step."""
     data = []
-    for name, (curve, part, _) in lines.items():
-        style = _PART_STYLES[PARTS[part]]
-        area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": style.colour}}
-        fill = {"fillcolor": style.colour, "fillpattern": style.marker["pattern"]}
+    for name, (curve, number, _) in lines.items():
+        part = STEP_PARTS[PARTS[number]]
+        area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": part.colour}}
+        fill = {"fillcolor": part.colour, "fillpattern": part.marker["pattern"]}
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
     columns = zip(*(line.curve.means for line in lines.values()), strict=False)
     highest = max((sum(value or 0.0 for value in column) for column in columns), default=0.0)
     if slow:
-        hover = [f"step {one.step}: {one.ms:.1f} ms, longer by most: {PART_NAMES[one.part]}" for one in slow]
+        text = "step {}: {:.1f} ms, longer by most: {}"
+        hover = [text.format(one.step, one.ms, STEP_PARTS[one.part].name) for one in slow]
         marks = {"x": [one.step for one in slow], "y": _rounded([one.ms for one in slow]), "text": hover}
         marker = {"symbol": "diamond-open", "size": 9, "color": "#D55E00", "line": {"width": 2}}
         about = {"name": "slow step", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
@@ -211,14 +175,11 @@ def sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart:
     layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
     layout["yaxis"] |= {"type": "log", "rangemode": "normal", "dtick": 1}
     known = [value for column in columns[1:] for value in column if value]
-    return {
-        "data": data,
-        "layout": layout,
-        "values": ("yaxis", math.log10(min(known)), math.log10(max(known))),
-    }
+    low, high = math.log10(min(known)), math.log10(max(known))
+    return {"data": data, "layout": layout, "values": ("yaxis", low, high)}
 
 
-def timeline_chart(step: Mapping[str, Any]) -> Chart:
+def timeline_chart(step: Timeline) -> Chart:
     """What every rank did in one step: its training thread, and below it each bucket."""
     bars: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"y": [], "base": [], "x": [], "text": []})
     rows: dict[str, None] = {}  # in order; what is sent twice in a step has one row
@@ -229,32 +190,33 @@ def timeline_chart(step: Mapping[str, Any]) -> Chart:
             for key, value in values.items():
                 bars[kind][key].append(value)
 
-    for one in step["ranks"]:
-        start, thread, at = one["start_us"], f"rank {one['rank']}", 0
+    for start_us, line, buckets in step.ranks:
+        thread, at, offset = f"rank {line.rank}", line.start_us, start_us - line.start_us
         rows[thread] = None
-        for part, us in one["laps"]:
-            kind = f"{part}_us" if f"{part}_us" in _PART_STYLES else "other_us"
-            for begin, length in _interval_without_waits(at, us, one["waits"]):
-                add(kind, thread, start + begin, length, PART_NAMES[kind])
+        for part, us in line.laps:
+            kind = f"{part}_us" if f"{part}_us" in STEP_PARTS else "other_us"
+            for begin, length in _interval_without_waits(at, us, line.waits):
+                add(kind, thread, offset + begin, length, STEP_PARTS[kind].name)
             at += us
-        for begin, us in one["waits"]:
-            add("waits", thread, start + begin, us, "waits")
-        for bucket in one["buckets"]:
-            row = f"{thread}, {bucket['kind']} {bucket['bucket']}"
+        for begin, end in line.waits:
+            add("waits", thread, offset + begin, end - begin, "waits")
+        for bucket in buckets:
+            row = f"{thread}, {bucket.kind} {bucket.bucket}"
             rows[row] = None
-            ready, done = bucket["ready_us"], bucket["done_us"]
-            all_ready = min(max(bucket["all_ready_us"] or ready, ready), done)
-            hooks = ", ".join(bucket["hooks"]) or "all-reduce"
-            about = f"bucket {bucket['bucket']}: {', '.join(bucket['params'])}, through {hooks}"
+            ready, done = bucket.ready_us, bucket.done_us
+            all_ready = min(max(bucket.all_ready_us or ready, ready), done)
+            more = ", …" if len(bucket.params) > _NAMED_PARAMS else ""
+            params = ", ".join(bucket.params[:_NAMED_PARAMS]) + more
+            about = f"bucket {bucket.bucket}: {params}, through {', '.join(bucket.hooks) or 'all-reduce'}"
             late, wire = all_ready - ready, done - all_ready
-            add("exposed_wait_us", row, start + ready, late, f"{about}: the last rank is not ready")
-            sent = f"{about}: {bucket['wire_bytes']:,} bytes"
+            add("exposed_wait_us", row, offset + ready, late, f"{about}: the last rank is not ready")
+            sent = f"{about}: {bucket.wire_bytes:,} bytes"
             if wire:
-                sent += f" at {format_bit_rate(8e6 * bucket['wire_bytes'] / wire)}"
-            add("wire", row, start + all_ready, wire, sent)
-    styles = {part: (PART_NAMES[part], style.marker) for part, style in _PART_STYLES.items()}
+                sent += f" at {format_bit_rate(8e6 * bucket.wire_bytes / wire)}"
+            add("wire", row, offset + all_ready, wire, sent)
+    styles = {name: (part.name, part.marker) for name, part in STEP_PARTS.items()}
     styles["waits"] = "the training thread waits", _OUTLINE
-    styles["wire"] = "exchange", _PART_STYLES["exposed_wire_us"].marker
+    styles["wire"] = "exchange", STEP_PARTS["exposed_wire_us"].marker
     hover = "%{text}, %{x:.2f} ms<extra>%{y}</extra>"
     data = [{**_bars(*styles[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
     data += _gradient_marks(step, "%{text}<extra>%{y}</extra>")
@@ -262,21 +224,21 @@ def timeline_chart(step: Mapping[str, Any]) -> Chart:
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
     height = f"{min(90, 8 + 1.4 * len(rows))}rem"
-    ends = (
-        base + length for bar in bars.values() for base, length in zip(bar["base"], bar["x"], strict=True)
-    )
+    ends = [at + us for bar in bars.values() for at, us in zip(bar["base"], bar["x"], strict=True)]
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
 
 
-def _gradient_marks(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]:
+def _gradient_marks(step: Timeline, hover: str) -> list[dict[str, Any]]:
     """A mark where each gradient was complete, if that was recorded."""
     marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
-    for one in step["ranks"]:
-        for bucket in one["buckets"]:
-            for name, at in bucket["gradients"]:
-                last = ", and with it the bucket" if name == bucket["gradients"][-1][0] else ""
-                marks["x"].append((one["start_us"] + at) / 1000)
-                marks["y"].append(f"rank {one['rank']}, {bucket['kind']} {bucket['bucket']}")
+    for start_us, line, buckets in step.ranks:
+        for bucket in buckets:
+            known = zip(bucket.params_ready_us or (), bucket.params, strict=False)
+            gradients = sorted((at, name) for at, name in known if at is not None)[-_MARKED_GRADIENTS:]
+            for at, name in gradients:
+                last = ", and with it the bucket" if name == gradients[-1][1] else ""
+                marks["x"].append((start_us + at - line.start_us) / 1000)
+                marks["y"].append(f"rank {line.rank}, {bucket.kind} {bucket.bucket}")
                 marks["text"].append(f"{name} is complete{last}")
     if not marks["x"]:
         return []
@@ -285,11 +247,11 @@ def _gradient_marks(step: Mapping[str, Any], hover: str) -> list[dict[str, Any]]
     return [{**about, "hovertemplate": hover, **marks}]
 
 
-def _interval_without_waits(at: int, us: int, waits: Sequence[list[int]]) -> list[tuple[int, int]]:
+def _interval_without_waits(at: int, us: int, waits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The parts of an interval that no wait covers, as (start, length) pairs."""
     found, end = [], at + us
-    for begin, length in sorted(waits):
-        low, high = max(begin, at), min(begin + length, end)
+    for begin, until in sorted(waits):
+        low, high = max(begin, at), min(until, end)
         if low < high:
             found.append((at, low - at))
             at = high

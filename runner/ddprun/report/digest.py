@@ -13,43 +13,33 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import nlargest
 from itertools import groupby, zip_longest
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, between
-from ddprun.telemetry.records import PARTS, BucketRecord, StageStarted, Straggler
+from ddprun.telemetry.records import PARTS, BucketRecord, MachineRecord, StageStarted, StepRecord, Straggler
 from ddprun.units import format_bytes
 
 _MAX_CURVE_POINTS = 200
 _MAX_BUCKET_RECORDS = 200_000  # that are read, about
-_TIMELINES = 10
-_TIMELINE_RANKS = 64
+_TIMELINES, _TIMELINE_RANKS = 10, 64
 _TIMELINE_ROWS = 200  # of all ranks together; of more buckets those that are under way for longest
 _MAX_RANK_LOSS_CURVES = 8
-_MARKED_GRADIENTS = 16
 _MAX_PARAM_GROUPS = 8  # whose learning rates and gradient norms are curves
 _MAX_BUCKET_SIZE_RANGES = 5  # whose fidelity is a curve
-_NAMED_PARAMS = 8
 _MAX_MACHINE_CURVES, _MAX_MACHINE_POINTS = 8, 200
-_MACHINE_FIELDS = ("rss_bytes", "device_bytes", "load")
 _MAX_SLOW_STEPS = 30
 _SLOW_STEP = 2.0  # times the median of its like
 _AMONG_ALL_RANKS = re.compile(r"(world|deltas)\.\d+")
-_PARTS_BY_CATEGORY = {
-    "compute": ("forward_us", "backward_us", "optimizer_us"),
-    "data": ("data_us",),
-    "hook": ("exposed_hook_us",),
-    "wait": ("exposed_wait_us",),
-    "wire": ("exposed_wire_us",),
-    "sync": ("sync_us", "other_us"),
-}
+_STEP_AND_PARTS = (*PARTS, "step_us")
 
-
-PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}
-"""Of the length of a stage's steps: the names under which they are shown, and the shares of steps."""
+PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # of how long a stage's steps take
 
 _T = TypeVar("_T")
+_TrafficKey = tuple[int, str, tuple[str, ...]]  # stage, kind, hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +50,17 @@ class Curve:
     means: list[float | None]
     lowest: list[float | None]
     highest: list[float | None]
+
+    @classmethod
+    def of(cls, values_by_step: Iterable[tuple[float, Sequence[float]]]) -> "Curve":
+        """Of the values that each step has, at least one."""
+        found = cls([], [], [], [])
+        for step, values in values_by_step:
+            found.steps.append(step)
+            found.means.append(sum(values) / len(values))
+            found.lowest.append(min(values))
+            found.highest.append(max(values))
+        return found
 
 
 @dataclass(slots=True)
@@ -109,6 +110,22 @@ class SlowStep(NamedTuple):
     part: str  # of a step, which is longer by most
 
 
+class RankTimeline(NamedTuple):
+    """What a rank did in a step."""
+
+    start_us: int  # when it began the step, since the first rank did
+    step: StepRecord
+    buckets: Sequence[BucketRecord]  # of very many those that were under way for longest
+
+
+class Timeline(NamedTuple):
+    """What every rank did in a step."""
+
+    step: int
+    why: str  # it is shown; "" if for no special reason
+    ranks: Sequence[RankTimeline]
+
+
 @dataclass(slots=True)
 class BucketCompletion:
     """How the gradients of one bucket became complete, over the steps and ranks that were read."""
@@ -135,24 +152,21 @@ class StepTimes:
     def mean_us_by_rank(self) -> list[dict[str, float]]:
         """For each rank the mean of each part of a step, and of `step_us`; empty for a rank without steps."""
         ranks = zip(self.total_us_by_rank, self.steps_by_rank, strict=True)
-        return [
-            {part: us[part] / steps for part in (*PARTS, "step_us")} if steps else {} for us, steps in ranks
-        ]
+        return [{part: us[part] / steps for part in _STEP_AND_PARTS} if steps else {} for us, steps in ranks]
 
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
         """The mean of each part of a step, and of `step_us`, over ranks."""
         known = [one for one in self.mean_us_by_rank if one]
-        return {part: sum(one[part] for one in known) / max(1, len(known)) for part in (*PARTS, "step_us")}
+        return {part: sum(one[part] for one in known) / max(1, len(known)) for part in _STEP_AND_PARTS}
 
     @cached_property
     def shares(self) -> dict[str, float]:
         """The share of a step's time that each category takes, mean over ranks."""
-        us = self.mean_parts_us
-        return {
-            name: sum(us[part] for part in some) / (us["step_us"] or 1.0)
-            for name, some in _PARTS_BY_CATEGORY.items()
-        }
+        us, totals = self.mean_parts_us, defaultdict[str, float](float)
+        for name, part in STEP_PARTS.items():
+            totals[part.category] += us[name]
+        return {category: total / (us["step_us"] or 1.0) for category, total in totals.items()}
 
     @property
     def exposed_share(self) -> float:
@@ -210,15 +224,12 @@ class RunDigest:
     grad_norm: Curve  # of all gradients together
     held_out: dict[str, Curve]  # each metric of the evaluations
     fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
-    bucket_completions: dict[int, BucketCompletion] = field(default_factory=dict)
-    """By the number of the gradient bucket; empty if that was not recorded."""
-
-    timelines: list[dict[str, Any]] = field(default_factory=list)  # of some steps: what every rank did when
+    bucket_completions: dict[int, BucketCompletion] = field(default_factory=dict)  # empty if not recorded
+    timelines: list[Timeline] = field(default_factory=list)  # of some steps
     sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
     slow_steps: list[SlowStep] = field(default_factory=list)  # the slowest of them, in order of steps
     slow_step_count: int = 0
-    machine: dict[str, dict[int, Curve]] = field(default_factory=dict)
-    """`rss_bytes`, `device_bytes` and `load`, by rank, of the first ranks; empty if not measured."""
+    machine: dict[str, dict[int, Curve]] = field(default_factory=dict)  # of `MachineRecord`, by rank
 
     @property
     def rank_count(self) -> int:
@@ -228,8 +239,7 @@ class RunDigest:
     @cached_property
     def times(self) -> StepTimes:
         """The times of all steps of the run."""
-        none = StepTimes([Counter() for _ in self.run.ranks], [0] * self.rank_count)
-        return sum((stage.times for stage in self.stages), none)
+        return sum((stage.times for stage in self.stages), StepTimes([], []))
 
     @property
     def steps_per_s(self) -> float | None:
@@ -265,13 +275,10 @@ class _StepMeans:
             self.sums[index] += value
             self.counts[index] += 1
 
-    def mean(self, index: int | None) -> float | None:
-        return self.sums[index] / self.counts[index] if index is not None and self.counts[index] else None
-
     def at_step(self, step: int, otherwise: _T) -> float | _T:
         """The mean of a step."""
-        mean = self.mean(_step_index(self._steps, step))
-        return otherwise if mean is None else mean
+        at = _step_index(self._steps, step)
+        return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else otherwise
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
@@ -281,16 +288,13 @@ class _StepMeans:
             stage = max(0, bisect_right(starts, self._steps[index]) - 1)
             return stage, (self._steps[index] - starts[stage]) // length
 
-        found = Curve([], [], [], [])
-        for _, group in groupby(range(len(self._steps)), interval):
-            known = [(index, value * scale) for index in group if (value := self.mean(index)) is not None]
-            if known:
-                values = [value for _, value in known]
-                found.steps.append((self._steps[known[0][0]] + self._steps[known[-1][0]]) / 2)
-                found.means.append(sum(values) / len(values))
-                found.lowest.append(min(values))
-                found.highest.append(max(values))
-        return found
+        def points() -> Iterator[tuple[float, Sequence[float]]]:
+            for _, group in groupby(filter(self.counts.__getitem__, range(len(self._steps))), interval):
+                indices = list(group)
+                middle = (self._steps[indices[0]] + self._steps[indices[-1]]) / 2
+                yield middle, [self.sums[one] / self.counts[one] * scale for one in indices]
+
+        return Curve.of(points())
 
 
 def _step_index(steps: Sequence[int], step: int) -> int | None:
@@ -302,20 +306,19 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     """Read a run's records; the time of steps for which `is_timed` is false does not count."""
     steps = run.recorded_steps
     rank_losses = [_StepMeans(steps) for _ in run.ranks]
-    columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *PARTS, "step_us")}
+    columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
     groups: dict[str, list[_StepMeans]] = {"lr": [], "group_grad_norms": []}
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
         for line in run.step_records(rank):
-            step, stage_index = line.step, line.stage
-            index = _step_index(steps, step)
+            step, index = line.step, _step_index(steps, line.step)
             own_loss.add(index, line.loss)
             for name, column in columns.items():
                 column.add(index, getattr(line, name))
             if position < _MAX_MACHINE_CURVES:
-                for name in _MACHINE_FIELDS:
+                for name in MachineRecord.__struct_fields__:
                     if (value := getattr(line.machine, name, None)) is not None:
                         machine[name][rank].append((step, value))
             for name, known in groups.items():
@@ -323,15 +326,17 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                     if group == len(known):
                         known.append(_StepMeans(steps))
                     known[group].add(index, value)
-            if (stage := stages_by_index.get(stage_index)) is None:
-                stage = _new_stage_digest(stage_index, start_events, step, len(run.ranks))
-                stages_by_index[stage_index] = stage
+            if (stage := stages_by_index.get(line.stage)) is None:
+                started = start_events.get(line.stage, StageStarted(stage=line.stage))
+                about = line.stage, started.kind, started.sync, started.hooks
+                times = StepTimes([Counter() for _ in run.ranks], [0] * len(run.ranks))
+                stage = stages_by_index[line.stage] = StageDigest(*about, step, step, times, synced_steps=0)
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             stage.synced_steps += position == 0 and line.mean_loss is not None
             if is_timed(step):
                 stage.times.steps_by_rank[position] += 1
                 stage.times.total_us_by_rank[position]["samples"] += line.samples
-                for part in (*PARTS, "step_us"):
+                for part in _STEP_AND_PARTS:
                     stage.times.total_us_by_rank[position][part] += getattr(line, part)
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
     counts = columns["step_us"].counts
@@ -342,7 +347,10 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         loss=columns["mean_loss"].curve(stages),
         rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
-        param_group_curves={name: _curves(known, stages) for name, known in groups.items()},
+        param_group_curves={
+            name: [column.curve(stages) for column in known if any(column.counts)]
+            for name, known in groups.items()
+        },
         grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
         machine={
@@ -377,30 +385,12 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     """Means over curves at the steps that all have, and the lowest and the highest of their means."""
     if len(curves) == 1:
         return curves[0]
-    at = [dict(zip(curve.steps, curve.means, strict=True)) for curve in curves]
-    found = Curve([], [], [], [])
-    for step in curves[0].steps:
-        values = [value for known in at if (value := known.get(step)) is not None]
-        if len(values) == len(curves):
-            found.steps.append(step)
-            found.means.append(sum(values) / len(values))
-            found.lowest.append(min(values))
-            found.highest.append(max(values))
-    return found
-
-
-def _new_stage_digest(
-    index: int, start_events: Mapping[int, StageStarted], step: int, ranks: int
-) -> StageDigest:
-    started = start_events.get(index, StageStarted(stage=index))
-    times = StepTimes([Counter() for _ in range(ranks)], [0] * ranks)
-    about = started.kind, started.sync, started.hooks
-    return StageDigest(index, *about, first_step=step, last_step=step, times=times, synced_steps=0)
-
-
-def _curves(columns: Iterable[_StepMeans], stages: Sequence[StageDigest]) -> list[Curve]:
-    """The curves of those columns that have any value."""
-    return [column.curve(stages) for column in columns if any(column.counts)]
+    values_by_step: dict[float, list[float]] = {step: [] for step in curves[0].steps}
+    for curve in curves:
+        for step, value in zip(curve.steps, curve.means, strict=True):
+            if value is not None and step in values_by_step:
+                values_by_step[step].append(value)
+    return Curve.of((step, values) for step, values in values_by_step.items() if len(values) == len(curves))
 
 
 def _held_out(run: Run) -> dict[str, Curve]:
@@ -444,9 +434,8 @@ def _read_spread(
                 ms_by_sort[synced][step] = us / 1000
         lengths = sorted(ms for by_step in ms_by_sort.values() for ms in by_step.values())
         if lengths:
-            stage.step_percentiles_ms = {
-                name: lengths[math.ceil(share * len(lengths)) - 1] for name, share in PERCENTILES.items()
-            }
+            places = {name: math.ceil(share * len(lengths)) - 1 for name, share in PERCENTILES.items()}
+            stage.step_percentiles_ms = {name: lengths[place] for name, place in places.items()}
         for by_step in filter(None, ms_by_sort.values()):
             median_ms = median(by_step.values())
             for step, ms in by_step.items():
@@ -466,23 +455,21 @@ def _read_buckets(digest: RunDigest) -> None:
     # Drawn, not every n-th: what is sent every n-th step would be in all of them, or in none.
     sampled = frozenset(random.Random(0).sample(recorded, len(recorded) // stride or 1))
     digest.sampled_steps = sampled
-    traffic: dict[tuple[int, str, tuple[str, ...]], Traffic] = {}
-    buckets: dict[tuple[int, str, tuple[str, ...], int], Traffic] = {}
-    steps: dict[tuple[int, str, tuple[str, ...]], set[int]] = defaultdict(set)
+    traffic: dict[_TrafficKey, Traffic] = {}
+    buckets: dict[tuple[_TrafficKey, int], Traffic] = {}
+    steps: dict[_TrafficKey, set[int]] = defaultdict(set)
     completions: dict[int, BucketCompletion] = {}
     sizes: set[int] = set()
     for rank in run.ranks:
-        on_wire: dict[tuple[int, str, tuple[str, ...]], list[tuple[float, float]]] = defaultdict(list)
+        on_wire: dict[_TrafficKey, list[tuple[float, float]]] = defaultdict(list)
         for line in run.bucket_records(rank, sampled.__contains__):
-            key: tuple[int, str, tuple[str, ...]] = line.stage, line.kind, line.hooks
-            place = *key, line.bucket
-            if place not in buckets:
-                buckets[place] = Traffic(*key[1:], line.bucket, tuple(line.params))
+            key: _TrafficKey = line.stage, line.kind, line.hooks
+            one = buckets.setdefault((key, line.bucket), Traffic(*key[1:], line.bucket, tuple(line.params)))
+            one.add(line)
             traffic.setdefault(key, Traffic(*key[1:])).add(line)
-            buckets[place].add(line)
             all_ready = line.all_ready_us or line.ready_us
             wire = [(max(leg.start_us, all_ready), leg.done_us) for leg in line.legs]
-            buckets[place].wire_us += _covered_us(wire)
+            one.wire_us += _covered_us(wire)
             on_wire[key] += wire
             steps[key].add(line.step)
             sizes.add(line.bytes)
@@ -499,8 +486,7 @@ def _read_buckets(digest: RunDigest) -> None:
             if key[0] == stage.index:
                 one.steps = len(steps[key])
                 stage.traffic.append(one)
-        of_stage = sorted((place[1:], one) for place, one in buckets.items() if place[0] == stage.index)
-        stage.buckets = [one for _, one in of_stage]
+        stage.buckets = [buckets[place] for place in sorted(buckets) if place[0][0] == stage.index]
     digest.bucket_completions = dict(sorted(completions.items()))
     _read_fidelity(digest, sorted(sizes))
 
@@ -543,58 +529,24 @@ def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepM
     return dict(sorted(chosen.items()))
 
 
-def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    ranks_by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in chosen}
+def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[Timeline]:
+    by_step: dict[int, list[tuple[float, StepRecord, list[BucketRecord]]]] = {step: [] for step in chosen}
     shown_ranks = run.ranks[:_TIMELINE_RANKS]
-
-    def longest(buckets: Sequence[BucketRecord]) -> Sequence[BucketRecord]:
-        by_length = sorted(buckets, key=lambda one: one.ready_us - one.done_us)
-        shown = [id(one) for one in by_length[: max(1, _TIMELINE_ROWS // len(shown_ranks) - 1)]]
-        return [one for one in buckets if id(one) in shown]
-
+    most = max(1, _TIMELINE_ROWS // len(shown_ranks) - 1)
     for rank in shown_ranks:
         buckets: dict[int, list[BucketRecord]] = defaultdict(list)
-        for one in run.bucket_records(rank, chosen.__contains__):
-            buckets[one.step].append(one)
+        for bucket in run.bucket_records(rank, chosen.__contains__):
+            buckets[bucket.step].append(bucket)
         for line in run.step_records(rank, chosen.__contains__):
-            start = line.start_us
-            ranks_by_step[line.step].append(
-                {
-                    "rank": rank,
-                    "start_us": run.clocks.on_rank0_clock(rank, start),
-                    "laps": line.laps,
-                    "waits": [[begin - start, end - begin] for begin, end in line.waits],
-                    "buckets": [_timeline_bucket(one, start) for one in longest(buckets[line.step])],
-                }
-            )
-    for step, ranks in ranks_by_step.items():
-        first = min((shown["start_us"] for shown in ranks), default=0.0)
-        for shown in ranks:
-            shown["start_us"] = round(shown["start_us"] - first)
-        yield {"step": step, "why": chosen[step], "ranks": ranks}
-
-
-def _timeline_bucket(bucket: BucketRecord, start_us: float) -> dict[str, Any]:
-    """A bucket's times after `start_us`; of many gradients those that were complete last."""
-    params, all_ready_us = bucket.params, bucket.all_ready_us
-    times = zip(params, bucket.params_ready_us or (), strict=False)
-    gradients = sorted(
-        ((name, at - start_us) for name, at in times if at is not None), key=lambda one: one[::-1]
-    )
-    return {
-        "kind": bucket.kind,
-        "bucket": bucket.bucket,
-        "hooks": bucket.hooks,
-        "params": params[:_NAMED_PARAMS] + ["…"] * (len(params) > _NAMED_PARAMS),
-        "ready_us": bucket.ready_us - start_us,
-        "all_ready_us": None if all_ready_us is None else all_ready_us - start_us,
-        "done_us": bucket.done_us - start_us,
-        "wire_bytes": bucket.wire_bytes,
-        "gradients": gradients[-_MARKED_GRADIENTS:],
-    }
+            longest = nlargest(most, buckets[line.step], key=lambda one: one.done_us - one.ready_us)
+            shown = [one for one in buckets[line.step] if one in longest]
+            by_step[line.step].append((run.clocks.on_rank0_clock(rank, line.start_us), line, shown))
+    for step, why in chosen.items():
+        first = min((start for start, _, _ in by_step[step]), default=0.0)
+        ranks = [RankTimeline(round(start - first), line, shown) for start, line, shown in by_step[step]]
+        yield Timeline(step, why, ranks)
 
 
 def straggler_episodes(digest: RunDigest, stage: StageDigest) -> list[Straggler]:
     """Each episode in which a rank was late that began in a stage."""
-    found = digest.run.stragglers
-    return [one for one in found if stage.first_step <= one.first_step <= stage.last_step]
+    return [one for one in digest.run.stragglers if stage.first_step <= one.first_step <= stage.last_step]

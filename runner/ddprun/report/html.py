@@ -37,12 +37,8 @@ def page(
     comparison: Comparison | None = None,
     predicted: Sequence[Sequence[StageComparison]] = (),
 ) -> str:
-    """The page about at least one run; what compares them comes first.
-
-    Args:
-        runs: each with its name.
-        comparison: what `ddprun compare` says of them.
-        predicted: for each run, what its stages were predicted to take.
+    """The page about at least one run. What compares them comes first: `comparison` is what `ddprun compare`
+    says of them. `predicted`: for each run, what its stages were predicted to take.
     """
     blocks_by_title: dict[str, list[Block]] = {"Comparison": list(comparison.blocks) if comparison else []}
     blocks_by_title |= make_sections(runs, predicted)
@@ -115,9 +111,7 @@ def _backticks_to_code(text: str) -> Markup:
 
 
 def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
-    """Pair each digest with a short name: as many of the last parts of its folder's path as it takes to tell
-    the runs apart.
-    """
+    """Name each digest by as many of the last parts of its folder's path as it takes to tell runs apart."""
     paths = [digest.run.folder.resolve() for digest in digests]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]

@@ -5,7 +5,6 @@ These are means over ranks and steps, without a stage's first steps and outliers
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median
@@ -14,12 +13,11 @@ from typing import Literal, NamedTuple
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest
 from ddprun.telemetry.reader import between
-from ddprun.telemetry.records import BucketRecord, StepRecord
+from ddprun.telemetry.records import StepRecord
 
 StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
-The last is all of it.
-"""
+The last is all of it."""
 
 _MIN_LAST_RANK_SHARE = 0.75  # of the steps: in so many a rank must be the last to be named
 
@@ -49,10 +47,7 @@ class MeasuredStage:
     buckets: dict[str, list[_BucketSample]] = field(default_factory=lambda: defaultdict(list))
 
     def parts(self, cycle: int) -> dict[StepPart, float]:
-        """What a step is made of, in microseconds: means over ranks and over whole cycles of so many steps.
-
-        Empty if no rank has a whole cycle.
-        """
+        """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
         rows = list[tuple[float, ...]]()
         for lines in self.step_records.values():
             for start in range(0, len(lines) - cycle + 1, cycle):
@@ -78,9 +73,17 @@ class MeasuredStage:
         The time is the mean over the other ranks; over all ranks if the last one is not always the same.
         """
         by_step: dict[int, dict[int, float]] = defaultdict(dict)
-        for one in self.buckets.get(name, ()):
-            if one.wait_for_last_us is not None:
-                by_step[one.step][one.rank] = one.wait_for_last_us
+        last_ready_us: dict[int, float] = defaultdict(float)
+        seen = self.buckets.get(name, ())
+        for one in seen:
+            last_ready_us[one.step] = max(last_ready_us[one.step], one.ready_us)
+        for one in seen:
+            # A collective ends at a different time on each rank, and so does the next step begin. If ranks
+            # have a gradient bucket ready at different times for this reason alone, that costs nothing.
+            since_own_start = last_ready_us[one.step] - one.ready_us
+            waited_us = since_own_start if name.startswith("gradient") else one.wait_for_last_us
+            if waited_us is not None:
+                by_step[one.step][one.rank] = waited_us
         if not by_step:
             return 0.0, None
         last, times = Counter(min(late, key=late.__getitem__) for late in by_step.values()).most_common(1)[0]
@@ -90,9 +93,7 @@ class MeasuredStage:
 
     @property
     def cpu_share(self) -> float:
-        """The share of the time in which ranks did not wait that their processes had a core; 1 if it is not
-        known.
-        """
+        """The share of the time without waiting in which ranks' processes had a core; 1 if not known."""
         shares: list[float] = []
         for line in (line for lines in self.step_records.values() for line in lines):
             working_us = line.step_us - line.exposed_wait_us - line.exposed_wire_us
@@ -128,35 +129,13 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
             occurrences[bucket.step, name] += 1
             name = numbered_name(name, occurrences[bucket.step, name])
             if lines[at].step in counted:
-                found[lines[at].stage].buckets[name].append(_bucket_sample(rank, bucket, lines[at]))
-    for measured in found.values():
-        for name, seen in measured.buckets.items():
-            if name.startswith("gradient"):
-                measured.buckets[name] = _waits_from_ready_times(seen)
+                ready, start, all_ready = bucket.ready_us, lines[at].start_us, bucket.all_ready_us
+                waited = None if all_ready is None else max(0.0, all_ready - ready)
+                sample = _BucketSample(rank, lines[at].step, ready - start, bucket.done_us - start, waited)
+                found[lines[at].stage].buckets[name].append(sample)
     return dict(found)
 
 
 def numbered_name(name: str, occurrence: int) -> str:
-    """A bucket's name, with the number of its occurrence if it is sent several times in a step. With
-    accumulation, buffers are.
-    """
+    """A bucket's name, with a number if it is sent again in a step, as buffers are with accumulation."""
     return name if occurrence == 1 else f"{name} ({occurrence})"
-
-
-def _bucket_sample(rank: int, bucket: BucketRecord, step: StepRecord) -> _BucketSample:
-    start, ready, all_ready = step.start_us, bucket.ready_us, bucket.all_ready_us
-    waited = None if all_ready is None else max(0.0, all_ready - ready)
-    return _BucketSample(rank, step.step, ready - start, bucket.done_us - start, waited)
-
-
-def _waits_from_ready_times(seen: Sequence[_BucketSample]) -> list[_BucketSample]:
-    """Replace the waits of a gradient bucket by those that follow from how long after its own step began each
-    rank had it ready.
-
-    A collective ends at a different time on each rank, and so does the next step begin. If ranks have a
-    bucket ready at different times for this reason alone, that costs nothing.
-    """
-    last: dict[int, float] = defaultdict(float)
-    for one in seen:
-        last[one.step] = max(last[one.step], one.ready_us)
-    return [one._replace(wait_for_last_us=last[one.step] - one.ready_us) for one in seen]

@@ -121,11 +121,7 @@ class Prediction(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> "Prediction":
-        """Parse and check the bytes of a prediction file, which anybody may have written.
-
-        Raises:
-            PredictionError: says what is wrong with it.
-        """
+        """Parse a prediction file, which anybody may have written; raises PredictionError."""
         if len(data) > MAX_PREDICTION_BYTES:
             raise PredictionError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
         try:
@@ -206,25 +202,23 @@ class _StageComparer:
 
     def _difference_sentence(self, found: StageComparison) -> str:
         """A sentence on the first bucket, or else the step, that differs much, with the likely reason."""
-        known = {
-            name: (predicted, measured)
+        done_us = {
+            name: (predicted.done_us, measured.done_us)
             for name, (predicted, measured) in found.buckets.items()
             if predicted and measured
         }
         late_us = {
-            name: measured.done_us - predicted.done_us for name, (predicted, measured) in known.items()
-        }
-        late_us = {
-            name: us for name, us in late_us.items() if abs(us) > _NOTABLE_DIFFERENCE * known[name][0].done_us
+            name: after - before
+            for name, (before, after) in done_us.items()
+            if abs(after - before) > _NOTABLE_DIFFERENCE * before
         }
         predicted_us, measured_us = found.step_parts_us["step"]
         if late_us:
             # What holds up one bucket holds up those behind it: the first of them is named.
             least_us = _NEAR_LARGEST_SHARE * max(map(abs, late_us.values()))
-            bucket = next(name for name, us in late_us.items() if abs(us) >= least_us)
-            us, (predicted, measured) = late_us[bucket], known[bucket]
+            bucket, us = next((name, us) for name, us in late_us.items() if abs(us) >= least_us)
             text = f"{bucket[:1].upper()}{bucket[1:]} was done {_difference_text(us, 'later', 'earlier')} "
-            text += f"than predicted ({_percent_change(predicted.done_us, measured.done_us)})"
+            text += f"than predicted ({_percent_change(*done_us[bucket])})"
             if len(late_us) > 1:
                 others = format_count(len(late_us) - 1, "other bucket")
                 text += f", and {others} by more than {_NOTABLE_DIFFERENCE:.0%}"
@@ -242,15 +236,12 @@ class _StageComparer:
         return "the records show no reason"
 
     def _evidence(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
-        """Causes that the records show: by how many microseconds each makes the bucket, or else the step,
-        later, and a text.
-        """
+        """Causes that the records show: by how much later each makes the bucket, or the step, and a text."""
         more_us = {part: measured - predicted for part, (predicted, measured) in found.step_parts_us.items()}
         done_us = {name: measured.done_us for name, (_, measured) in found.buckets.items() if measured}
         predicted_times, measured_times = found.buckets[bucket] if bucket else (None, None)
-        late_us, last = self.measured.wait_for_last_rank(
-            bucket or max(done_us, key=done_us.__getitem__, default="")
-        )
+        last_bucket = max(done_us, key=done_us.__getitem__, default="")
+        late_us, last = self.measured.wait_for_last_rank(bucket or last_bucket)
         waited = _unsigned_duration(late_us)
         text = f"ranks waited {waited} for the last one, which was not always the same rank"
         if last is not None:

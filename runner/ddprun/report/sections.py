@@ -13,38 +13,19 @@ from markupsafe import Markup
 from ddprun.config.reader import parse_yaml
 from ddprun.config.resolved import flow_yaml
 from ddprun.config.tree import Source
-from ddprun.report.blocks import (
-    Block,
-    Chart,
-    Figure,
-    NamedDigests,
-    Table,
-    Text,
-    format_alike,
-    format_value,
-)
-from ddprun.report.charts import (
-    HELD_OUT_STYLE,
-    PART_NAMES,
-    StyledCurve,
-    curve_chart,
-    parts_chart,
-    stage_starts,
-    step_time_chart,
-    sweep_chart,
-    timeline_chart,
-    with_marks,
-)
-from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Traffic
+from ddprun.report import charts
+from ddprun.report.blocks import Block, Chart, Figure, NamedDigests, Table, Text, format_alike, format_value
+from ddprun.report.charts import StyledCurve
+from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.measured import StepPart
+from ddprun.report.parts import STEP_PARTS
 from ddprun.report.predicted import StageComparison
 from ddprun.telemetry.reader import event_name
-from ddprun.telemetry.records import PARTS, Buffers, StageStarted, Started, Summary
+from ddprun.telemetry.records import Buffers, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count
 
-_MAX_ERRORS = 30
-_MAX_EVALUATIONS = 30
+_MAX_ERRORS = _MAX_EVALUATIONS = 30
 _MAX_HELD_OUT_POINTS = 200
 _MAX_STAGES_IN_CELL = 6
 _MAX_BARS = 24
@@ -54,9 +35,9 @@ _MAX_CELL = 200  # characters
 _MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS = 4, 600  # of a bucket, and of all buckets together
 _TRAINED = ("gradient", "delta")
 _MACHINE_CHARTS = (
-    ("rss_bytes", "Resident memory of each rank's process", "MB"),
-    ("device_bytes", "Device memory that each rank's allocator holds", "MB"),
-    ("load", "Load average of each host", "processes"),
+    ("rss_bytes", "Resident memory of each rank's process", "MB", 1e6),
+    ("device_bytes", "Device memory that each rank's allocator holds", "MB", 1e6),
+    ("load", "Load average of each host", "processes", 1.0),
 )
 _KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
 _NO_STEPS = "No step records."
@@ -73,10 +54,7 @@ _PREDICTED_PART_NAMES: dict[StepPart, str] = {
 def make_sections(
     runs: NamedDigests, predicted: Sequence[Sequence[StageComparison]]
 ) -> dict[str, list[Block]]:
-    """The blocks of each section, by its title.
-
-    `predicted`: for each run, what its stages were predicted to take.
-    """
+    """The blocks of each section, by its title; `predicted`: of the stages of each run."""
     makers: dict[str, Callable[[NamedDigests], Iterator[Block]]] = {
         "Where the time went": _time_section,
         "Timeline of a step": _timeline_section,
@@ -84,7 +62,7 @@ def make_sections(
         "Loss": _loss_section,
         "Held-out data": _held_out_section,
         "Learning rate and gradient norm": _param_groups_section,
-        "Step time": _step_time_section,
+        "Step time": _per_run_section(_step_time_section),
         "Stages": _per_run_section(_stages_section),
         "Predicted and measured": partial(_predicted_section, predicted),
         "Communication": _per_run_section(_communication_section),
@@ -101,9 +79,7 @@ def make_sections(
 def _per_run_section(
     blocks: Callable[[RunDigest], Iterator[Block]], has_any: Callable[[RunDigest], Any] = lambda _: True
 ) -> Callable[[NamedDigests], Iterator[Block]]:
-    """Make a section that repeats the same blocks for each run, or shows them once if all runs have the same
-    text. It is empty if `has_any` is false for every run.
-    """
+    """Make a section of the blocks of each run, of equal texts only one; empty if no run `has_any`."""
 
     def section(runs: NamedDigests) -> Iterator[Block]:
         if not any(has_any(digest) for _, digest in runs):
@@ -125,25 +101,19 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, ot
     return Table(heads, rows, caption) if rows else Text(otherwise, "note")
 
 
-def _chart(chart: Chart, label: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Block]:
-    """A chart, and its numbers as a table."""
-    yield Figure(label, {"": chart})
-    yield Table(heads, rows, folded_title=f"{label}: the numbers")
-
-
 def _curves_over_steps(
     label: str,
     unit: str,
     lines: Mapping[str, StyledCurve],
     runs: NamedDigests,
-    draw: Callable[[Mapping[str, StyledCurve], str], Chart] | None = None,
+    draw: Callable[[Mapping[str, StyledCurve], str], Chart] = charts.curve_chart,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
     means = [dict(zip(line.curve.steps, line.curve.means, strict=True)) for line in lines.values()]
     steps = sorted({step for curve in means for step in curve})
     steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
     rows = [[round(step), *(curve.get(step) for curve in means)] for step in steps]
-    yield Figure(label, {"": with_marks((draw or curve_chart)(lines, unit), runs)}, log=True)
+    yield Figure(label, {"": charts.with_marks(draw(lines, unit), runs)}, log=True)
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
 
 
@@ -240,33 +210,28 @@ def _loss_section(runs: NamedDigests) -> Iterator[Block]:
             lines |= {f"rank {rank}": StyledCurve(curve, rank + 1, "rank") for rank, curve in of_ranks}
         of_run = "mean over ranks" if len(runs) == 1 else name
         lines[of_run] = StyledCurve(digest.loss, index, "mean")  # on top of those of the ranks
-        if "loss" in digest.held_out:
-            lines[_held_out_label(name, runs)] = _held_out_line(digest, "loss", index, runs)
+        lines |= _held_out_line(runs, index, "loss")
     yield from _curves_over_steps("Loss over steps", "loss", lines, runs)
 
 
-def _held_out_label(name: str, runs: NamedDigests) -> str:
-    return "held-out" if len(runs) == 1 else f"{name}, held-out"
-
-
-def _held_out_line(digest: RunDigest, metric: str, index: int, runs: NamedDigests) -> StyledCurve:
-    """The line in the colour of its run; in the report of a single run, in a colour of its own."""
-    curve = digest.held_out[metric]
+def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, StyledCurve]:
+    """A run's line, if it has one, in the run's colour; in the report of a single run, in one of its own."""
+    name, digest = runs[index]
+    if (curve := digest.held_out.get(metric)) is None:
+        return {}
     every = math.ceil(len(curve.steps) / _MAX_HELD_OUT_POINTS)
     steps, means = curve.steps[::-every][::-1], curve.means[::-every][::-1]  # the last one is among them
-    style = index if len(runs) > 1 else HELD_OUT_STYLE
-    return StyledCurve(Curve(steps, means, means, means), style, "held-out")
+    label, style = (f"{name}, held-out", index) if len(runs) > 1 else ("held-out", charts.HELD_OUT_STYLE)
+    return {label: StyledCurve(Curve(steps, means, means, means), style, "held-out")}
 
 
 def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
     """A chart of each metric but the loss, which is beside the training loss; and all numbers."""
     metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
     for metric in metrics:
-        lines = {
-            _held_out_label(name, runs): _held_out_line(digest, metric, index, runs)
-            for index, (name, digest) in enumerate(runs)
-            if metric in digest.held_out
-        }
+        lines: dict[str, StyledCurve] = {}
+        for index in range(len(runs)):
+            lines |= _held_out_line(runs, index, metric)
         if metric != "loss" and any(len(line.curve.steps) > 1 for line in lines.values()):
             yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
     rows: list[list[Any]] = []
@@ -298,9 +263,7 @@ def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
 
 
 def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
-    """The curve of each group of parameters, under the group's name if there are several. For gradient norms,
-    the norm of all gradients comes last.
-    """
+    """The curve of each group of parameters, by its name if several; last the norm of all gradients."""
     curves = digest.param_group_curves[key]
     several = len(curves) > 1
     patterns = digest.run.started.groups
@@ -328,7 +291,7 @@ def _time_section(runs: NamedDigests) -> Iterator[Block]:
     if len(runs) > 1:
         means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
         label = "Step time of the runs, mean over ranks, in milliseconds"
-        yield Figure(label, {"": parts_chart(means, "ms per step")})
+        yield Figure(label, {"": charts.parts_chart(means, "ms per step")})
 
     def of_run(digest: RunDigest) -> Iterator[Block]:
         if not digest.recorded_steps:
@@ -338,46 +301,38 @@ def _time_section(runs: NamedDigests) -> Iterator[Block]:
         bars, by = of_ranks, "stage and rank" if len(of_stages) > 1 else "rank"
         if len(of_ranks) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
-        yield Figure(f"Step time by {by}, in milliseconds", {"": parts_chart(bars, "ms per step")})
+        yield Figure(f"Step time by {by}, in milliseconds", {"": charts.parts_chart(bars, "ms per step")})
 
     yield from _per_run_section(of_run)(runs)
 
 
-def _step_time_section(runs: NamedDigests) -> Iterator[Block]:
+def _step_time_section(digest: RunDigest) -> Iterator[Block]:
     """Step time over the run with its slow steps, and the numbers of the bars."""
-    heads = ["", *PART_NAMES.values(), "step"]
-
-    def of_run(digest: RunDigest) -> Iterator[Block]:
-        if not digest.recorded_steps:
-            yield Text(_NO_STEPS, "note")
-            return
-        used = {
-            PART_NAMES[part]: StyledCurve(curve, index)
-            for index, (part, curve) in enumerate(digest.parts_ms.items())
-            if any(curve.means)
-        }
-        label = "Step time over the run, mean over ranks"
-        draw = partial(step_time_chart, digest.slow_steps)
-        yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], draw)
-        if digest.slow_steps:
-            rows = [[one.step, one.ms, one.median_ms, PART_NAMES[one.part]] for one in digest.slow_steps]
-            title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
-            slow_heads = ["step", "ms", "median, ms", "part that grew most"]
-            yield Table(slow_heads, rows, _longest(digest), f"{title}: which, and why")
-        of_stages, of_ranks = _time_rows(digest)
-        rows = [
-            [name, *(us.get(part, 0.0) / 1000 for part in (*PARTS, "step_us"))]
-            for name, us in (of_stages | of_ranks).items()
-        ]
-        yield Table(heads, rows, folded_title="Parts of a step, in milliseconds: the numbers")
-
-    yield from _per_run_section(of_run)(runs)
-
-
-def _longest(digest: RunDigest) -> str:
-    left_out = digest.slow_step_count > len(digest.slow_steps)
-    median_of = "The median is over the stage's steps of the same kind: with or without an exchange."
-    return f"The {len(digest.slow_steps)} longest. {median_of}" if left_out else median_of
+    if not digest.recorded_steps:
+        yield Text(_NO_STEPS, "note")
+        return
+    slow, label = digest.slow_steps, "Step time over the run, mean over ranks"
+    used = {
+        STEP_PARTS[part].name: StyledCurve(curve, index)
+        for index, (part, curve) in enumerate(digest.parts_ms.items())
+        if any(curve.means)
+    }
+    draw = partial(charts.step_time_chart, slow)
+    yield from _curves_over_steps(label, "milliseconds", used, [("", digest)], draw)
+    if slow:
+        rows = [[one.step, one.ms, one.median_ms, STEP_PARTS[one.part].name] for one in slow]
+        title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
+        caption = f"The {len(slow)} longest. " * (digest.slow_step_count > len(slow))
+        caption += "The median is over the stage's steps of the same kind: with or without an exchange."
+        heads = ["step", "ms", "median, ms", "part that grew most"]
+        yield Table(heads, rows, caption, f"{title}: which, and why")
+    of_stages, of_ranks = _time_rows(digest)
+    rows = [
+        [name, *(us.get(part, 0.0) / 1000 for part in (*STEP_PARTS, "step_us"))]
+        for name, us in (of_stages | of_ranks).items()
+    ]
+    heads = ["", *(part.name for part in STEP_PARTS.values()), "step"]
+    yield Table(heads, rows, folded_title="Parts of a step, in milliseconds: the numbers")
 
 
 def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: NamedDigests) -> Iterator[Block]:
@@ -394,69 +349,65 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             ]
             if rows:
                 yield Table(heads, rows, "A step of the training thread, means over ranks and steps.")
-            ready_heads, done_heads = (
-                [f"{what}, {how}, ms" for how in ("predicted", "measured")] for what in ("ready", "done")
-            )
-            heads = ["bucket", *ready_heads, *done_heads, "difference, ms", "difference"]
+            both = [f"{what}, {how}, ms" for what in ("ready", "done") for how in ("predicted", "measured")]
+            heads = ["bucket", *both, "difference, ms", "difference"]
             rows = []
-            for bucket, both in one.buckets.items():
-                ready_us = (times and times.ready_us for times in both)
-                done_us = [times and times.done_us for times in both]
+            for bucket, times in one.buckets.items():
+                ready_us = (known and known.ready_us for known in times)
+                done_us = [known and known.done_us for known in times]
                 done = _predicted_measured_cells(done_us[0], done_us[1], done_us[0])
                 rows.append([bucket, *(us and us / 1000 for us in ready_us), *done])
             if rows:
-                caption = "Times count from the start of the step."
-                yield Table(heads, rows, caption, "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS))
+                folded = "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS)
+                yield Table(heads, rows, "Times count from the start of the step.", folded)
             if one.sweep:
                 heads = ["ranks", "a step, ms", "waiting, ms"]
                 in_ms = [[ranks, us / 1000, waiting / 1000] for ranks, us, waiting in one.sweep]
-                yield from _chart(sweep_chart(in_ms, heads), "A step on more ranks, predicted", heads, in_ms)
+                label = "A step on more ranks, predicted"
+                yield Figure(label, {"": charts.sweep_chart(in_ms, heads)})
+                yield Table(heads, in_ms, folded_title=f"{label}: the numbers")
 
 
 def _predicted_measured_cells(
     predicted_us: float | None, measured_us: float | None, whole_us: float | None
 ) -> list[Any]:
-    """Four cells: the predicted time, the measured time, and their difference in ms and in percent of the
-    whole that was predicted.
-    """
+    """Both times, and their difference, in ms and in percent of the whole that was predicted."""
+    both = [None if us is None else us / 1000 for us in (predicted_us, measured_us)]
     if predicted_us is None or measured_us is None:
-        return [predicted_us and predicted_us / 1000, measured_us and measured_us / 1000, None, None]
+        return [*both, None, None]
     us = measured_us - predicted_us
-    percent = f"{us / whole_us:+.0%}" if whole_us else None
-    return [predicted_us / 1000, measured_us / 1000, us / 1000, percent]
+    return [*both, us / 1000, f"{us / whole_us:+.0%}" if whole_us else None]
 
 
 def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
-    link = Markup('<a href="https://ui.perfetto.dev">Perfetto</a>')
     note = Markup(
         "The first row of each rank is its training thread; an outline marks where it only waits. The rows "
         "below it are its buckets, from the moment each is ready: first the time until the last rank has it "
-        "ready, then the exchange. For more steps, open `trace.json` from the run's folder in {}."
+        "ready, then the exchange. For more steps, open `trace.json` from the run's folder in "
+        '<a href="https://ui.perfetto.dev">Perfetto</a>.'
     )
 
     def of_run(digest: RunDigest) -> Iterator[Block]:
-        choices, bars = dict[str, Chart](), 0
-        for step in sorted(digest.timelines, key=lambda step: not step["why"]):
-            chart = timeline_chart(step)
+        drawn, bars = dict[int, Chart](), 0
+        for one in sorted(digest.timelines, key=lambda one: not one.why):
+            chart = charts.timeline_chart(one)
             bars += sum(len(trace["x"]) for trace in chart["data"])
-            if not choices or bars <= _MAX_TIMELINE_BARS:
-                choices[_timeline_title(digest, step)] = chart
-        titles = filter(choices.__contains__, (_timeline_title(digest, step) for step in digest.timelines))
-        choices = {title: choices[title] for title in titles}
-        if not choices:
-            yield Text(_NO_STEPS, "note")
-            return
-        yield Figure("Timeline of one step, one rank below the other", choices)
+            if not drawn or bars <= _MAX_TIMELINE_BARS:
+                drawn[one.step] = chart
+        shown = [one for one in digest.timelines if one.step in drawn]
+        choices = {_timeline_title(digest, one): drawn[one.step] for one in shown}
+        label = "Timeline of one step, one rank below the other"
+        yield Figure(label, choices) if choices else Text(_NO_STEPS, "note")
 
     yield from _per_run_section(of_run)(runs)
-    yield Text(note.format(link), "note")
+    yield Text(note, "note")
 
 
-def _timeline_title(digest: RunDigest, step: Mapping[str, Any]) -> str:
+def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
     """The step, its stage, and why it is shown."""
-    stages = [stage.name for stage in digest.stages if stage.first_step <= step["step"] <= stage.last_step]
-    about = ", ".join([*stages[: len(digest.stages) > 1], *[step["why"]] * bool(step["why"])])
-    return f"step {step['step']:,}" + (f": {about}" if about else "")
+    stages = [stage.name for stage in digest.stages if stage.first_step <= shown.step <= stage.last_step]
+    about = ", ".join(filter(None, [*stages[: len(digest.stages) > 1], shown.why]))
+    return f"step {shown.step:,}" + (f": {about}" if about else "")
 
 
 def _gradients_section(digest: RunDigest) -> Iterator[Block]:
@@ -516,26 +467,23 @@ def _format_rate(traffic: Traffic) -> str | None:
 def _machine_section(digest: RunDigest) -> Iterator[Block]:
     """Memory of ranks, and the load of their hosts, over steps."""
     hosts = digest.run.started.hosts
-    units = {"rss_bytes": 1e6, "device_bytes": 1e6, "load": 1.0}
-    for key, label, unit in _MACHINE_CHARTS:
+    for key, label, unit, scale in _MACHINE_CHARTS:
         lines: dict[str, StyledCurve] = {}
         for rank, curve in digest.machine.get(key, {}).items():
             host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
-            values = [value and value / units[key] for value in curve.means]
+            values = [value and value / scale for value in curve.means]
             lines.setdefault(host, StyledCurve(Curve(curve.steps, values, values, values), len(lines)))
         if lines:
             yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])
 
 
 def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
+    distance = "Distance of the mean gradient with hooks from the exact mean"
     labels = {
         "cosine": ("Cosine similarity between the mean gradient with hooks and the exact mean", "cosine"),
-        "relative_l2": (
-            "Distance of the mean gradient with hooks from the exact mean, as a share of the latter's norm",
-            "relative L2 error",
-        ),
+        "relative_l2": (f"{distance}, as a share of the latter's norm", "relative L2 error"),
     }
-    draw = partial(curve_chart, breaks=stage_starts(digest))
+    draw = partial(charts.curve_chart, breaks=charts.stage_starts(digest))
     for measure, curves in digest.fidelity.items():
         lines = {name: StyledCurve(curve, index) for index, (name, curve) in enumerate(curves.items())}
         yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
@@ -555,10 +503,7 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
 
     episodes = digest.run.stragglers
     totals = straggler_totals(episodes)
-    if not episodes:
-        yield Text("No straggler.")
-        return
-    yield Table(heads, list(map(row, totals)))
+    yield Table(heads, list(map(row, totals))) if episodes else Text("No straggler.")
     if len(totals) < len(episodes):
         singly = [row(one) for episode in episodes for one in straggler_totals([episode])]
         yield Table(heads, singly, folded_title=f"Each of {len(episodes)} episodes")
@@ -589,28 +534,19 @@ def _buffers_section(digest: RunDigest) -> Iterator[Block]:
 
 
 def _errors_section(digest: RunDigest) -> Iterator[Block]:
-    found = [
-        event
-        for event in digest.run.events
-        if event["event"] == "resumed"
-        or (event["event"] != "straggler" and event.get("level") in ("warning", "error"))
-    ]
+    def stands_out(event: Mapping[str, Any]) -> bool:
+        kind, level = event["event"], event.get("level")
+        return kind == "resumed" or (kind != "straggler" and level in ("warning", "error"))
+
+    found = list(filter(stands_out, digest.run.events))
     starts = len(digest.run.events_of(Started))
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
-    if not found:
-        yield Text("Nothing went wrong.")
-        return
-    rows = [
-        [
-            _format_event_time(event.get("time")),
-            event_name(event["event"]),
-            event.get("step"),
-            _details(event),
-        ]
-        for event in found[-_MAX_ERRORS:]
-    ]
+    rows = []
+    for event in found[-_MAX_ERRORS:]:
+        when, what = _format_event_time(event.get("time")), event_name(event["event"])
+        rows.append([when, what, event.get("step"), _details(event)])
     left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
-    yield Table(["when", "what", "step", ""], rows, left_out)
+    yield Table(["when", "what", "step", ""], rows, left_out) if rows else Text("Nothing went wrong.")
 
 
 def _details(event: Mapping[str, Any]) -> str:

@@ -1,6 +1,4 @@
-"""What stands out in a stage of a run, in a few sentences: where the time went, who was late, whether hooks
-paid, what to try.
-"""
+"""What stands out in a stage: where its time went, who was late, whether hooks paid, what to try."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +7,7 @@ from typing import Any
 
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, Traffic, straggler_episodes
+from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.records import ClockOffsets, Started
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
@@ -19,17 +18,6 @@ _ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
 _STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
-_PART_PHRASES = {
-    "data_us": "loading data",
-    "forward_us": "in forward",
-    "backward_us": "in backward",
-    "exposed_hook_us": "in hooks",
-    "exposed_wait_us": "waiting for the last rank",
-    "exposed_wire_us": "on the wire",
-    "optimizer_us": "in the optimizer",
-    "sync_us": "between steps",
-    "other_us": "elsewhere",
-}
 _LATENCIES = 8  # of a collective in latencies, at most: small ones take half as many between two hosts
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
 _SAVED, _COST_MORE = "Here they saved time", "Here they cost more than they saved"
@@ -45,7 +33,6 @@ _STRAGGLER_ADVICE = {
 
 def sentences(digest: RunDigest) -> dict[str, list[str]]:
     """What stands out in a run, by the stage that it is about; names of keys and commands are in backticks.
-
     Of many stages, those that took most time; without a name if only one takes steps.
     """
     if not digest.recorded_steps:
@@ -105,9 +92,9 @@ def step_time_difference(baseline_name: str, before: StepTimes, after: StepTimes
         return f"A step took about as long as with {baseline_name}."
 
     most = sorted(ms, key=lambda part: ms[part] * math.copysign(1, total))[-2:][::-1]
-    parts = " and ".join(f"{_PART_PHRASES[part]} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0)
+    named = [f"{STEP_PARTS[part].phrase} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0]
     text = f"A step took {abs(total):.1f} ms {'longer' if total > 0 else 'less'} than with {baseline_name}"
-    return f"{text}, mostly {parts}." if parts else f"{text}."
+    return f"{text}, mostly {' and '.join(named)}." if named else f"{text}."
 
 
 def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
@@ -294,9 +281,7 @@ def _lossy_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
 
 
 def _fastest(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> StageDigest | None:
-    """The fastest other stage with hooks, or without; of the same kind and sync policy, so that what differs
-    may come from the hooks.
-    """
+    """The fastest other stage with hooks, or without, of the same kind and policy, so that hooks differ."""
     alike = [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
     found = [one for one in alike if one is not stage and bool(one.hooks) == with_hooks]
     return min(found, key=lambda one: one.step_ms, default=None)

@@ -19,9 +19,7 @@ from ddprun.telemetry.writer import dumps
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
 _INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
 _TRACKS_PER_PROCESS = 1_000_000
-"""Track numbers are unique over all processes, and none is a process's: Perfetto would take it for that
-process's main thread.
-"""
+"""Unique over all processes, and none a process's: Perfetto would take it for that process's main thread."""
 
 _RUN_PROCESS = 0  # the process for what concerns all ranks; rank 0's is 1
 _STEPS_TRACK, _TRAINING_THREAD_TRACK, _WAITING_TRACK, _FIRST_BUCKET_TRACK = 1, 2, 3, 10
@@ -51,9 +49,8 @@ Event = dict[str, Any]
 
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
-    """Write a run's `trace.json`; gives how many steps are in it.
-
-    `steps` are the first and the last; None: a selection that is small enough.
+    """Write a run's `trace.json`; gives how many steps are in it. `steps` are the first and the last; None: a
+    selection that is small enough.
     """
     chosen = _choose_steps(run) if steps is None else range(steps[0], steps[1] + 1)
     with replace_atomically(target.parent, target.name) as file:
@@ -155,9 +152,8 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
             named.add(track)
             yield from _named_track(rank, track, name)
         params = bucket.params
-        facts = {
-            "params": ", ".join(params[:8]) + (f" and {len(params) - 8} more" if len(params) > 8 else "")
-        }
+        more = f" and {len(params) - 8} more" if len(params) > 8 else ""
+        facts = {"params": ", ".join(params[:8]) + more}
         known = ("hooks", "bytes", "wire_bytes", "completed_by", "encode_us", "decode_us")
         facts |= {key: value for key in known if (value := getattr(bucket, key)) is not None}
         yield slice_(track, f"{name} of step {bucket.step}", bucket.ready_us, bucket.done_us, **facts)

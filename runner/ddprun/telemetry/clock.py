@@ -19,9 +19,8 @@ _MAX_DRIFT_RATE = 1e-3  # how much faster or slower than the device's the time o
 
 
 class Clock:
-    """Takes marks on the training thread's time line and turns them into microseconds later.
-
-    This one is the CPU's: a mark is the monotonic clock itself.
+    """Takes marks on the training thread's time line and turns them into microseconds later. This one is the
+    CPU's: a mark is the monotonic clock itself.
     """
 
     lag_steps = 0
@@ -44,9 +43,7 @@ class Clock:
         return traces
 
     def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
-        """Time that hooks took on the training thread while this bucket was sent; the bucket may still be in
-        flight.
-        """
+        """Time that hooks took on the training thread while this bucket, maybe still in flight, was sent."""
         assert trace.handed_over is not None, "a bucket that was sent has been handed over"
         in_hooks: int = trace.handed_over - trace.ready
         return in_hooks

@@ -24,8 +24,7 @@ from ddprun_hooks.payload import PayloadKind
 MAX_READY_TIMES = 64  # ready times in a message, at most
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
 SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
-"""`samples`: what counts in the mean loss, samples unless `weight_by` says otherwise. `us`: how long the
-steps took."""
+"""`samples`: what counts in the mean loss (`weight_by` may say otherwise). `us`: how long the steps took."""
 
 LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
@@ -59,9 +58,8 @@ class OwnMessages:
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
 
     def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
-        """Add a message with what is left at a stage's end, since steps without a message came last.
-
-        Every rank sends one, since others may have something left where this one does not.
+        """Add a message with what is left at a stage's end, since steps without a message came last. Every
+        rank sends one, since others may have something left where this one does not.
         """
         row = np.zeros((1, self.numbers.shape[1]))
         row[0, :REQUESTS_AT], row[0, FINDING_AT] = remainder.sums, remainder.first_finding
@@ -103,7 +101,6 @@ class Accumulator:
 
     def make_messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
         """Add up the resolved steps, and make a message of each in which ranks exchanged something.
-
         `offset_us`: how far this rank's clock is ahead of rank 0's.
         """
         steps = resolved.steps
@@ -228,9 +225,8 @@ _FINDING_CODES = 3
 
 
 def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
-    """The first bucket that did not come back finite, as a number for the control message.
-
-    0: all did. Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
+    """The first bucket that did not come back finite, as a number for the control message. 0: all did.
+    Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
     """
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
         for finding in trace.findings:
@@ -242,7 +238,6 @@ def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
 
 def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
     """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
-
     `traces` are those of this rank in which hooks have found something.
     """
     if not any(findings) or any(number % _FINDING_CODES == 2 for number in findings):

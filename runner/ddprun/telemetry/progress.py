@@ -35,7 +35,6 @@ class Screen:
 
     def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
         """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
-
         `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
         """
 
@@ -152,36 +151,30 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """The closing table of a run."""
     step_s, exposed_s = summary.seconds_in_steps or 1.0, summary.exposed_communication_s or 0.0
-    waits_s = summary.straggler_wait_s or []
+    waits = [f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary.straggler_wait_s or [])]
     return [
         ("status", summary.status),
         ("ranks", f"{summary.world_size} on {summary.device} over {summary.backend}"),
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
         ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),
-        *_best_rows(summary.best, summary.stages or ()),
+        *_best_rows(summary),
         ("sent by all ranks", format_bytes(summary.wire_bytes or 0)),
         ("communication", f"{summary.communication_s:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
-        (
-            "  waiting for the last rank",
-            ", ".join(f"rank {rank}: {s:.2f} s" for rank, s in enumerate(waits_s[:8]))
-            + (", …" if len(waits_s) > 8 else ""),
-        ),
+        ("  waiting for the last rank", ", ".join(waits[:8] + ["…"] * (len(waits) > 8))),
         ("stragglers", _stragglers(summary.stragglers or ())),
         *_audit_rows(summary.audit),
         ("run folder", str(summary.run_dir)),
     ]
 
 
-def _best_rows(
-    best: Mapping[str, Any] | None, stages: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _best_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """What is kept of the best evaluation, and which stages have ended early."""
-    if best is not None:
+    if (best := summary.best) is not None:
         where = f"{best['value']:.4f} after step {best['step']:,}, in {best['file']}"
         yield f"best {best['metric']}", where
-    for stage in stages:
+    for stage in summary.stages or ():
         if stage.get("stopped_early"):
             yield "stopped early", f"stages[{stage['index']}], after {stage['steps']:,} steps"
 

@@ -60,11 +60,7 @@ class NoRunError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of one run.
-
-    Raises:
-        NoRunError: it is not a run's folder, or cannot be read.
-    """
+    """The folder of one run; raises NoRunError if it is not a run's, or cannot be read."""
 
     folder: Path
 
@@ -146,9 +142,8 @@ class Run:
         except OSError as error:
             raise self._cannot_be_read(error) from None
         if len(found) > _MAX_RANKS:
-            raise NoRunError(
-                f"{self.folder} has records of {len(found):,} ranks; at most {_MAX_RANKS:,} are read"
-            )
+            records = f"{self.folder} has records of {len(found):,} ranks"
+            raise NoRunError(f"{records}; at most {_MAX_RANKS:,} are read")
         return found
 
     @property
@@ -210,9 +205,7 @@ class Run:
         return self._read(name, parse)
 
     def _read(self, name: str, parse: Callable[[bytes], _T | None]) -> Iterator[_T]:
-        """What `parse` makes of the lines of a file, which may be missing; not None, and not those for which
-        it raises a ValueError: they are no records.
-        """
+        """What `parse` makes of each line of a file, if there is one: no None, nothing where it fails."""
         junk = JunkBudget(name)
         try:
             with open_file(self.folder, name) as file:
@@ -274,9 +267,7 @@ class Clocks:
         return found
 
     def on_rank0_clock(self, rank: int, at_us: float) -> float:
-        """Convert a time on a rank's clock to rank 0's clock. Between two measurements, the drift is
-        interpolated linearly.
-        """
+        """Convert a time on a rank's clock to rank 0's, by linear interpolation between measurements."""
         if rank >= len(self._offsets_by_rank):
             return at_us
         times, offsets = self._offsets_by_rank[rank]

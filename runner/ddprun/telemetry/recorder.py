@@ -66,20 +66,17 @@ from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
-their time, and so does code that has not run for a while. A request to stop takes as long to be known.
-"""
+their time, and so does code that has not run for a while. A request to stop takes as long to be known."""
 
 _MAX_PER_POST, _MAX_PER_POST_ON_DEVICE = 256, 32
 """At most so many messages in a post, which bounds the memory for steps. Fewer with a GPU: reading its marks
-takes longer, and the GPU idles meanwhile.
-"""
+takes longer, and the GPU idles meanwhile."""
 
 _RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
 """How long `DeferredWork.do_some` works. Meanwhile no thread of this rank can go on with a bucket that has
 arrived. But each time the work is taken up again it waits for memory, and so does the model's code after it:
-in steps of 3 ms that was 0.2 ms each time.
-"""
+in steps of 3 ms that was 0.2 ms each time."""
 
 
 class AgreedSteps(NamedTuple):
@@ -100,9 +97,8 @@ class AgreedSteps(NamedTuple):
 def combine_messages(
     own: OwnMessages, messages: FloatArray, stragglers: StragglerDetector | None
 ) -> AgreedSteps | None:
-    """What the messages of all ranks come to; None if they are about no step of any rank.
-
-    `messages` are about the same steps as `own`, shape (messages, ranks, numbers of a message).
+    """What the messages of all ranks come to; None if they are about no step of any rank. `messages` are
+    about the same steps as `own`, shape (messages, ranks, numbers of a message).
     """
     count = len(own.steps)
     if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
@@ -133,9 +129,8 @@ def combine_messages(
 
 
 class DeferredWork:
-    """Work that can wait until the training thread has nothing better to do, done in the order it came.
-
-    Each piece of work is an iterator whose steps are short.
+    """Work that can wait until the training thread has nothing better to do, done in the order it came. Each
+    piece of work is an iterator whose steps are short.
     """
 
     def __init__(self) -> None:
@@ -174,10 +169,7 @@ class _PendingSteps:
 
 
 class StepRecorder:
-    """Keeps the time of every step of this rank and writes the records of every n-th (`every`).
-
-    On rank 0 alone, `stragglers` looks for late ranks.
-    """
+    """Keeps the time of every step of this rank and writes the records of every n-th (`every`)."""
 
     def __init__(
         self,
@@ -198,8 +190,7 @@ class StepRecorder:
         """Is called with every step's record, and with the traces of what was waited for in it."""
 
         self.control_delay_steps = 1
-        """Messages are read so many steps after the last one's: more where they share a slow link with what
-        is exchanged during training."""
+        """Messages are read so many steps later: more where they share a slow link with training."""
 
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
@@ -263,9 +254,7 @@ class StepRecorder:
 
     def note_loss(self, mean: Tensor, samples: int, weight: float | None = None) -> None:
         """Note a micro-batch's mean loss, shape (), how many samples it is of, and its weight in means; None:
-        that is the number of samples.
-
-        On a device it is read some steps later: its memory must be its own.
+        that is the number of samples. On a device it is read some steps later: its memory must be its own.
         """
         assert self._step is not None, "no step is running"
         self._buffer.losses.append(self._clock.copy_to_host(mean))
@@ -281,7 +270,6 @@ class StepRecorder:
         self, optimizer: Optimizer, grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
     ) -> None:
         """Note the parameter groups' learning rates, the norm of all gradients, and those of the groups.
-
         Norms are of shape (); None: not measured. On a device they are read some steps later, as losses are.
         """
         if not self.records_step:
@@ -351,7 +339,6 @@ class StepRecorder:
 
     def end_stage(self) -> list[AgreedSteps]:
         """End the stage: `wait_for_messages`, with one message more for the steps since the last exchange.
-
         Called by all ranks, even by one without such steps.
         """
         self.pause_timing()
@@ -431,7 +418,6 @@ class StepRecorder:
 
     def _resolve(self, keep: int, *, post_remainder: bool = False) -> None:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
-
         `post_remainder`: post one message more, for the steps since the last exchange.
         """
         self.deferred.do_all()
@@ -484,9 +470,8 @@ class StepRecorder:
     def _split_and_record(
         self, resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None
     ) -> Iterator[None]:
-        """Deferred work: split the steps' waiting, count their time, and record them.
-
-        `messages`: those of all ranks, shape (messages, ranks, numbers of a message); None: there are none.
+        """Deferred work: split the steps' waiting, count their time, and record them. `messages`: those of
+        all ranks, shape (messages, ranks, numbers of a message); None: there are none.
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
@@ -532,6 +517,5 @@ class StepRecorder:
 
 def _memory_and_load(clock: Clock) -> MachineRecord:
     """Memory of this process, and the host's load average over a minute. It takes some 70 µs."""
-    return MachineRecord(
-        psutil.Process().memory_info().rss, clock.device_bytes(), round(os.getloadavg()[0], 2)
-    )
+    resident = psutil.Process().memory_info().rss
+    return MachineRecord(resident, clock.device_bytes(), round(os.getloadavg()[0], 2))

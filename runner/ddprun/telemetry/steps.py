@@ -81,9 +81,8 @@ class Traffic:
 
 @dataclass(slots=True)
 class StepMarks:
-    """Where a step's marks, traces and losses end in a `MarkBuffer`, and what there is once for a step.
-
-    They begin where those of the step before end.
+    """Where a step's marks, traces and losses end in a `MarkBuffer`, and what there is once for a step. They
+    begin where those of the step before end.
     """
 
     number: int  # counts from 1 in the run, as `step` in records
@@ -107,9 +106,8 @@ class StepMarks:
 
 @dataclass(slots=True)
 class MarkBuffer:
-    """What steps leave behind, in few flat lists: the garbage collector walks every object that is kept.
-
-    The running step appends behind the steps that are over.
+    """What steps leave behind, in few flat lists: the garbage collector walks every object that is kept. The
+    running step appends behind the steps that are over.
     """
 
     steps: list[StepMarks] = field(default_factory=list)  # that are over
@@ -327,9 +325,7 @@ def in_flight_us(traces: TraceTimes, count: int) -> IntArray:
 
 
 def covered_us(intervals: Intervals, windows: Intervals) -> IntArray:
-    """How much of each window the union of intervals covers, on several time lines at once, in microseconds:
-    shape (windows,). There is at least one window.
-    """
+    """How many microseconds of each window (at least one) the union of intervals covers: shape (windows,)."""
     low, high = int(windows.start.min()), int(windows.end.max())
 
     def laid_out(section: IntArray, moment: IntArray) -> IntArray:
@@ -422,9 +418,7 @@ def step_records(
     every: int,
 ) -> Iterator[RecordedStep]:
     """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
-    taken out.
-
-    `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
+    taken out. `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
     """
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()

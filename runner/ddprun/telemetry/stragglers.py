@@ -53,9 +53,8 @@ class _StepMessages(NamedTuple):
 
 
 class StragglerDetector:
-    """Looks for stragglers during training, in bounded memory.
-
-    A straggler is late by more than the share `min_share` of a step, in the median of `window` steps.
+    """Looks for stragglers during training, in bounded memory. A straggler is late by more than the share
+    `min_share` of a step, in the median of `window` steps.
     """
 
     def __init__(self, window: int, min_share: float) -> None:
@@ -224,9 +223,8 @@ def _last_ready(messages: _StepMessages) -> float:
 
 
 class StragglerTotal(Straggler, kw_only=True):
-    """All episodes in which a rank was late for one cause and, in backward, before one bucket.
-
-    `late_us` and `step_us`, the time between two synchronisations, are means over `steps`.
+    """All episodes in which a rank was late for one cause and, in backward, before one bucket. `late_us` and
+    `step_us`, the time between two synchronisations, are means over `steps`.
     """
 
     steps: int  # how many steps the episodes lasted

@@ -187,12 +187,7 @@ def log_event(events: structlog.typing.FilteringBoundLogger, event: Event) -> No
 
 
 def ranks_with_records(run_dir: Path, kind: str) -> list[int]:
-    """The ranks with a file of records in the folder `kind`; files of other names are ignored.
-
-    Raises:
-        WrongFileTypeError: the folder is something else.
-        OSError: it cannot be read.
-    """
+    """The ranks with a file of records in the folder `kind`; raises OSError if that cannot be read."""
     try:
         names = names_in(run_dir, kind)
     except FileNotFoundError:
@@ -276,9 +271,8 @@ class RecordFiles:
 
 
 def truncate_records(run_dir: Path, step: int) -> None:
-    """Cut off the records of all steps after `step`, and a torn last line: the run resumes after `step`.
-
-    A record of a step up to a checkpoint's is always written before those of later steps.
+    """Cut off the records of all steps after `step`, and a torn last line: the run resumes after `step`. A
+    record of a step up to a checkpoint's is always written before those of later steps.
     """
 
     def stays(line: bytes) -> bool:
@@ -296,11 +290,7 @@ def truncate_torn_event(run_dir: Path) -> None:
 
 
 def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
-    """Cut a file after the last whole line that stays; one on which `stays` fails does not.
-
-    Raises:
-        OSError: there is too much after it that is no record, or the file cannot be written.
-    """
+    """Cut a file after the last whole line that stays, on which `stays` does not fail; raises OSError."""
     with open_file(run_dir, name, "r+b") as file:
         size = file.seek(0, 2)
         if not size:
