@@ -16,7 +16,12 @@ from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import Gpu
-from ddprun_hooks.comm.observer import NULL_OBSERVER, Observer, marking_failed_on_error, observed_wait
+from ddprun_hooks.comm.observer import (
+    NULL_OBSERVER,
+    CollectiveObserver,
+    marking_failed_on_error,
+    observed_wait,
+)
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
@@ -53,7 +58,7 @@ class Exchange:
         deltas: groups.GroupRequirements = _NO_RANKS,
         plain: groups.GroupRequirements = _ALL_RANKS,
         timeout: timedelta,
-        observer: Observer = NULL_OBSERVER,
+        observer: CollectiveObserver = NULL_OBSERVER,
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 

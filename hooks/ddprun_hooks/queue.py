@@ -33,7 +33,7 @@ from torch.futures import Future
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
 from ddprun_hooks.comm.observer import PendingCollective, marking_failed_on_error
-from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span, now_us
+from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.stack import Stack
@@ -119,7 +119,7 @@ class HostCommQueue:
                 raise
             return bucket.payload.tensor
 
-        return done.then(wait_for_at_exit(finish))
+        return done.then(await_callback_at_exit(finish))
 
     def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
         """Handle an event of a bucket: it enters (None), or its collective's result or failure. If another
@@ -186,7 +186,7 @@ class HostCommQueue:
                     bucket.requested_collective = None
                     done, complete = self._start_collective(bucket, collective)
                     done.add_done_callback(
-                        wait_for_at_exit(partial(self._on_collective_done, bucket, complete))
+                        await_callback_at_exit(partial(self._on_collective_done, bucket, complete))
                     )
             before = bucket
             if self.error is not None:
@@ -236,7 +236,7 @@ class HostCommQueue:
 
     def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
         on_training_thread = threading.get_ident() == self._training_thread
-        trace.spans.append(Span(start, now_us(), phase, on_training_thread))
+        trace.spans.append(HookSpan(start, now_us(), phase, on_training_thread))
 
 
 _CallbackT = TypeVar("_CallbackT", bound=Callable[..., Any])
@@ -244,7 +244,7 @@ _callbacks_to_await = set[weakref.ref[Any]]()  # that a future has not let go of
 _EXIT_WAIT_S = 1.0  # for collectives that never end
 
 
-def wait_for_at_exit(callback: _CallbackT) -> _CallbackT:
+def await_callback_at_exit(callback: _CallbackT) -> _CallbackT:
     """Give `callback` back; at exit, wait up to a second until nothing refers to it any more."""
     _callbacks_to_await.add(weakref.ref(callback, _callbacks_to_await.discard))
     return callback
@@ -337,7 +337,7 @@ class StreamQueue:
                 write_back(cast(Tensor, stop.value), payload, stack)
                 done = trace.done = gpu.record_timestamp(stream)
                 if detailed:
-                    trace.spans.append(Span(start, done, "decode", False))
+                    trace.spans.append(HookSpan(start, done, "decode", False))
                 for collective_trace in trace.collectives:
                     collective_trace.done = collective_trace.done or done
                 for pending in pending_collectives:
@@ -350,7 +350,7 @@ class StreamQueue:
             launched = start
             if detailed:
                 launched = gpu.record_timestamp(stream)
-                trace.spans.append(Span(start, launched, "encode", False))
+                trace.spans.append(HookSpan(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
             pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
             with marking_failed_on_error(pending):

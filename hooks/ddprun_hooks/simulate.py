@@ -66,7 +66,7 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
         result = _simulated_result(collective)
 
 
-def example_payload(layout: BucketLayout, kind: PayloadKind, device: torch.device | None = None) -> Payload:
+def dummy_payload(layout: BucketLayout, kind: PayloadKind, device: torch.device | None = None) -> Payload:
     """A payload with the shape of a bucket and values that no run has."""
     dtype = cast(torch.dtype, getattr(torch, layout.dtype))
     if dtype.is_floating_point:

@@ -23,11 +23,11 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import merge_requirements
-from ddprun_hooks.comm.trace import BucketTrace, read_findings
+from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
-from ddprun_hooks.queue import wait_for_at_exit
+from ddprun_hooks.queue import await_callback_at_exit
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 
@@ -86,7 +86,7 @@ class Handle(BucketDispatcher):
         scale = self._loss_scale
         if scale is None:
             return future
-        return future.then(wait_for_at_exit(lambda done: done.value().mul_(scale)))
+        return future.then(await_callback_at_exit(lambda done: done.value().mul_(scale)))
 
     def _take_back(self, means: dict[str, Tensor]) -> None:
         if (scale := self._loss_scale) is not None:
@@ -99,7 +99,7 @@ class Handle(BucketDispatcher):
             # A stream ends them in their order.
             finished = list(itertools.takewhile(_payload_arrived, self._traces_with_findings))
             del self._traces_with_findings[: len(finished)]
-            read_findings(finished)
+            copy_findings_to_host(finished)
             overflows = [
                 (trace.bucket, one.hook) for trace in finished for one in trace.findings if one.code == 1
             ]

@@ -229,5 +229,5 @@ def test_cores_are_held_against_ranks_and_threads(
     threads: str, cores: float, ranks: int, levels: list[str]
 ) -> None:
     """Too few cores, or too many threads for them."""
-    found = host.core_findings("a", cores, ranks, threads)
+    found = host.cpu_core_findings("a", cores, ranks, threads)
     assert [finding.level for finding in found] == levels

@@ -198,10 +198,10 @@ def test_batches_of_many_sizes(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_settings_that_keep_buckets_from_hooks_are_refused(pipeline: Any) -> None:
     """Of the pipeline's own code, whether the file compiles or not."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        found = fault(lambda: compiling.check_dynamo(pipeline("null")))
+        found = fault(lambda: compiling.check_dynamo_config(pipeline("null")))
         assert 'ddp: torch._dynamo.config.optimize_ddp is "python_reducer": hooks would get' in found
     with torch._dynamo.config.patch(compiled_autograd=True):
-        found = fault(lambda: compiling.check_dynamo(pipeline("true")))
+        found = fault(lambda: compiling.check_dynamo_config(pipeline("true")))
         assert "compile: torch._dynamo.config.compiled_autograd is on" in found
 
 

@@ -316,7 +316,7 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     make_folder_importable(folder)
     torch.manual_seed(0)
     model, loss = build.build_model(loaded), build.build_loss(loaded)
-    return build.join_loss(loaded, model, loss, torch.device("cpu"), None), Objective(loaded, loss)
+    return build.join_model_and_loss(loaded, model, loss, torch.device("cpu"), None), Objective(loaded, loss)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_ranks_that_are_threads_draw_what_they_have_seeded() -> None:
 
     def draw(seed: int) -> list[float]:
         with seeding.preserve_rng_state(CPU):
-            seeding.seed_host(seed)
+            seeding.seed_cpu_generators(seed)
             drawn = []
             for _ in range(3):
                 drawn.append(torch.rand(()).item())

@@ -17,7 +17,7 @@ from ddprun.config import load
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import sync_after_step, train_step
 from ddprun.engine.session import RunState, Runtime, Session
-from ddprun.engine.setup import open_session
+from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
 from ddprun.host.device import DeviceAndBackend
@@ -47,7 +47,7 @@ def open_here(folder: Path, name: str) -> Session:
     ranks.join(place)
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    return open_session(loaded, run_dir, ranks, place, SignalRequests())
+    return build_session(loaded, run_dir, ranks, place, SignalRequests())
 
 
 def go(stage_run: StageRun, steps: int) -> None:

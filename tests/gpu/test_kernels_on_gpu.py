@@ -30,7 +30,7 @@ SIZES = [(1, 1), (777, 3), ((1 << 20) + 5, 2)]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "block"), [*BLOCKS, ("int8", 4096)])
 def test_codes_have_the_bits_of_torch(name: str, block: int, kind: str, dtype: torch.dtype) -> None:
-    assert kernels.can_run_on(torch.zeros(1, device=GPU)), "the kernels are what a hook would take"
+    assert kernels.can_handle_tensors(torch.zeros(1, device=GPU)), "the kernels are what a hook would take"
     for numel, ranks in SIZES:
         assert same_bits.of_blocks(name, block, numel, ranks, dtype, kind, device=GPU) == []
 

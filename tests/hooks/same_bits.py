@@ -217,7 +217,7 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
 
     params = (ParamSlice("w", (numel,), 0, numel),)
     outcomes, launched = [], 0
-    for can_run_on in (kernels.can_run_on, kernels.supports_dtypes):
+    for can_handle_tensors in (kernels.can_handle_tensors, kernels.supports_dtypes):
         stack = make_stack([hook])
 
         def body(rank: Any, stack: Any = stack) -> list[Tensor]:
@@ -232,12 +232,12 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
                 (largest, "take_largest"),
             )
         ]
-        chosen = mock.patch.object(kernels, "can_run_on", can_run_on)
+        chosen = mock.patch.object(kernels, "can_handle_tensors", can_handle_tensors)
         with chosen, mock.patch.object(topk, "_MIN_KERNEL_NUMEL", 0):
             with spies[0] as first, spies[1] as second, spies[2] as third:
                 given = run_hooks([hook], 1, body)[0]
             launched = first.call_count + second.call_count + third.call_count
-            assert not launched or can_run_on is kernels.supports_dtypes
+            assert not launched or can_handle_tensors is kernels.supports_dtypes
         kept = stack.state_dict()
         outcomes.append(given + ([next(iter(kept.values()))["gradient"]["w"]["residual"]] if kept else []))
     return [

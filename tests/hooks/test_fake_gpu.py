@@ -21,7 +21,7 @@ from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
 from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, merge_requirements
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
-from ddprun_hooks.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
 from ddprun_hooks.testing import PARAMS
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY, Specs
 
@@ -76,7 +76,7 @@ def test_a_hook_neither_waits_for_a_gpu_nor_mixes_devices(specs: Specs) -> None:
     with on_a_gpu(), mock.patch.object(Tensor, "data_ptr", lambda self: id(self)):
         for step in range(2):  # the second has residuals
             stack.begin_step()
-            payload = example_payload(LAYOUT, "gradient", GPU)
+            payload = dummy_payload(LAYOUT, "gradient", GPU)
             trace = simulate(payload, stack, group)
             assert trace.collectives, "something was sent"
             stack.rollback() if step == 0 else stack.commit()
@@ -121,4 +121,4 @@ def test_int8_scales_are_aligned_in_a_message(block: int) -> None:
     group = simulated_group("world", Placement(0, ("a",) * 3, (3,) * 3), stack.requirements)
     for numel in (1, block + 1, 7 * block - 5):
         layout = BucketLayout.from_tensors(0, torch.float32, {"w": torch.empty(numel)}.items())
-        simulate(example_payload(layout, "gradient"), stack, group)
+        simulate(dummy_payload(layout, "gradient"), stack, group)

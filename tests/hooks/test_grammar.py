@@ -66,7 +66,7 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
     specs: list[HookSpec], path: tuple[object, ...], text: str
 ) -> None:
     """By `check`, without torch, and once more where a stack is made."""
-    (problem,) = grammar.stack_problems([grammar.resolve_hook(*parse_spec(spec)) for spec in specs])
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in specs])
     assert problem.path == path
     assert text in problem.text
     assert problem.severity == "error"
@@ -77,7 +77,7 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
 @pytest.mark.parametrize(("codes", "bits"), [("int8", 8), ("int4", 4), ("fp8", 8)])
 def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: int) -> None:
     """A cast before codes."""
-    (problem,) = grammar.stack_problems([grammar.resolve_hook("fp16"), grammar.resolve_hook(codes)])
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry(codes)])
     assert problem.severity == "warning"
     assert f'"{codes}", which sends {bits}-bit codes' in problem.text
     assert make_stack(["fp16", codes]).names == ("fp16", codes)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import HookSetupError, ParamSlice
-from ddprun_hooks.builtin.hierarchical import row_aligned_ends, slices_between
+from ddprun_hooks.builtin.hierarchical import param_slices_between, row_aligned_ends
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.groups import GroupRequirement, Placement
 from ddprun_hooks.config.options import HookSpec
@@ -46,7 +46,7 @@ def test_shares_hold_whole_rows_and_everything_once() -> None:
         seen: list[tuple[str, int]] = []
         for low, high in itertools.pairwise([0, *ends]):
             place = 0
-            for piece in slices_between(params, low, high):
+            for piece in param_slices_between(params, low, high):
                 whole = next(param for param in params if param.name == piece.name)
                 assert piece.offset == place
                 assert piece.numel == torch.Size(piece.shape).numel()

@@ -329,7 +329,7 @@ ENDS = """
 import threading
 import time
 from torch.futures import Future
-from ddprun_hooks.queue import wait_for_at_exit
+from ddprun_hooks.queue import await_callback_at_exit
 
 def called_back(_):
     begun.set()
@@ -337,7 +337,7 @@ def called_back(_):
     print("came back", flush=True)
 
 begun, future = threading.Event(), Future()
-future.add_done_callback(wait_for_at_exit(called_back))
+future.add_done_callback(await_callback_at_exit(called_back))
 threading.Thread(target=future.set_result, args=(0,), daemon=True).start()
 begun.wait()
 """

@@ -17,7 +17,7 @@ from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import make_stack
-from ddprun_hooks.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack, broadcast_stack
 from ddprun_hooks.testing import NUMEL, PARAMS, contribution, run_ranks
 from tests.hooks.test_stacks import CASTS, EXACT, LOSSY
@@ -43,7 +43,7 @@ def imagined(specs: Sequence[HookSpec], rank: int, names: tuple[str, ...]) -> Co
     layout = Placement(rank, names, tuple(names.count(name) for name in names))
     return counted(
         simulate(
-            example_payload(BUCKET, "gradient"), stack, simulated_group("world", layout, stack.requirements)
+            dummy_payload(BUCKET, "gradient"), stack, simulated_group("world", layout, stack.requirements)
         )
     )
 
@@ -92,9 +92,7 @@ def test_the_ranks_of_a_host_alone() -> None:
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
         group = simulated_group("world", Placement(rank, names, (2,) * 4), needs)
-        legs = counted(
-            simulate(example_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits[None][0])
-        )
+        legs = counted(simulate(dummy_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits[None][0]))
         assert legs == found
         assert legs[0][1] == "within.0"
         assert legs[0][4] == NUMEL * 2
@@ -105,7 +103,7 @@ def test_a_broadcast_is_a_chain() -> None:
     """Every rank but the last passes the payload on once."""
     layouts = [Placement(rank, on_hosts(4, 2), (2,) * 4) for rank in range(4)]
     groups = [simulated_group("plain", layout, {GroupRequirement("world"): 1}) for layout in layouts]
-    traces = [simulate(example_payload(BUCKET, "parameters"), broadcast_stack(1), group) for group in groups]
+    traces = [simulate(dummy_payload(BUCKET, "parameters"), broadcast_stack(1), group) for group in groups]
     assert [trace.wire_bytes for trace in traces] == [0, 4 * NUMEL, 4 * NUMEL, 4 * NUMEL]
     assert [trace.between_hosts_bytes for trace in traces] == [0, 4 * NUMEL, 0, 4 * NUMEL]
 
@@ -137,13 +135,13 @@ def test_a_hook_of_ones_own() -> None:
 
     def body(group: RankGroup) -> tuple[Counted, Tensor]:
         traces: list[Any] = []
-        payload = example_payload(BUCKET, "gradient")
+        payload = dummy_payload(BUCKET, "gradient")
         HostCommQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
         return counted(traces[0]), payload.tensor
 
     sizes = unequal(NUMEL, 4)
     for rank, (legs, mean) in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
-        payload = example_payload(BUCKET, "gradient")
+        payload = dummy_payload(BUCKET, "gradient")
         group = simulated_group("world", Placement(rank, names, (2,) * 4), Everything().requirements())
         assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), group)) == legs
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
@@ -174,7 +172,7 @@ def test_a_wrong_hook_is_found_out(wrong: Wrong, words: str) -> None:
     stack = Stack([("mine.Wrong", wrong)])
     group = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
     with pytest.raises(ExchangeError, match=words):
-        simulate(example_payload(BUCKET, "gradient"), stack, group)
+        simulate(dummy_payload(BUCKET, "gradient"), stack, group)
 
 
 def test_ranks_that_lie_wrong_are_refused() -> None:
@@ -183,7 +181,7 @@ def test_ranks_that_lie_wrong_are_refused() -> None:
     shared = make_stack(["shared_memory"])
     with pytest.raises(HookSetupError, match="on host 0, host 1: write hierarchical"):
         simulate(
-            example_payload(BUCKET, "gradient"), shared, simulated_group("world", layout, shared.requirements)
+            dummy_payload(BUCKET, "gradient"), shared, simulated_group("world", layout, shared.requirements)
         )
     with pytest.raises(HookSetupError, match="3 does not divide 4 ranks"):
         simulated_group("world", layout, make_stack([{"hierarchical": {"hosts": 3}}]).requirements)
@@ -192,7 +190,7 @@ def test_ranks_that_lie_wrong_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int64", "bool"])
 def test_made_up_payloads(dtype: str) -> None:
     """Any type that a bucket may have."""
-    payload = example_payload(BucketLayout(3, dtype, 10, ()), "buffers")
+    payload = dummy_payload(BucketLayout(3, dtype, 10, ()), "buffers")
     assert (str(payload.tensor.dtype), payload.tensor.numel(), payload.bucket) == (f"torch.{dtype}", 10, 3)
 
 
@@ -209,4 +207,4 @@ def test_a_hook_that_cannot_be_tried_without_other_ranks_is_named() -> None:
     name = "tests.hooks.test_simulate.past_its_communicator"
     told = f'hook "{name}" cannot be tried without other ranks: ValueError: '
     with pytest.raises(ExchangeError, match=told):
-        simulate(example_payload(BUCKET, "gradient"), stack, group)
+        simulate(dummy_payload(BUCKET, "gradient"), stack, group)

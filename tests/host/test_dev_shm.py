@@ -15,10 +15,10 @@ from ddprun.host import dev_shm
 from ddprun.host.dev_shm import (
     PAGE_BYTES,
     ShmSpace,
-    needed_bytes,
     shm_space,
     shortage,
-    startup_bytes,
+    worker_needed_bytes,
+    worker_startup_bytes,
 )
 from ddprun.parallel.ranks import Environment, Ranks
 from tests.namespaces import hosts, needs_namespaces
@@ -37,9 +37,9 @@ stages:
 
 def test_what_is_needed_is_whole_pages() -> None:
     """Nothing without loading processes; else semaphores, and two batches for each of them."""
-    assert startup_bytes(4, 0) == needed_bytes(4, 0, [10**9]) == 0
-    assert startup_bytes(2, 2) == 28 * PAGE_BYTES
-    assert needed_bytes(2, 2, [1, 4097]) == (28 + 2 * 2 * 2 * 3) * PAGE_BYTES
+    assert worker_startup_bytes(4, 0) == worker_needed_bytes(4, 0, [10**9]) == 0
+    assert worker_startup_bytes(2, 2) == 28 * PAGE_BYTES
+    assert worker_needed_bytes(2, 2, [1, 4097]) == (28 + 2 * 2 * 2 * 3) * PAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_all_tensors_of_the_largest_batches_count(
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(tmp_path / "p.yaml")
     feeds = open_feeds(loaded, build_data(loaded).train, rank=0, world_size=1)
-    needed = needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
+    needed = worker_needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
     for free, told in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))
         _check_shared_memory(loaded, feeds, Ranks(Environment(0, 1, 0, 1, 1), timedelta(1)), "gloo")
@@ -154,8 +154,8 @@ def test_nothing_is_said_where_there_is_room(tmp_path: Path, size: str, workers:
 @needs_namespaces
 @pytest.mark.netns
 def test_the_certain_need_is_what_python_really_takes(tmp_path: Path) -> None:
-    """One page less than `startup_bytes`, and a loader's queues cannot be made; with it they can."""
-    least = startup_bytes(1, 3)
+    """One page less than `worker_startup_bytes`, and a loader's queues cannot be made; with it they can."""
+    least = worker_startup_bytes(1, 3)
     script = (
         "import torch.multiprocessing as m\nkept = [m.Event(), m.Queue(), *(m.Queue() for _ in range(3))]\n"
     )

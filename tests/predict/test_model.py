@@ -18,12 +18,12 @@ from ddprun.predict.costs import (
     StageCosts,
     costs_of_run,
 )
-from ddprun.predict.fit import fit_model
+from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
 from ddprun.predict.hook_verdicts import leave_one_out
 from ddprun.predict.lateness import Lateness
 from ddprun.predict.links import Link, Links, parse_links
-from ddprun.predict.measure import short_run_stages
+from ddprun.predict.measure import measurement_stages_yaml
 from ddprun.predict.model import CostModel, StepPrediction
 from ddprun.predict.timeline import StepSimulator, round_count
 from ddprun.telemetry.reader import Run
@@ -62,7 +62,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Cos
     """A run with the stages of a short run, explained as it ran, and its costs."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "cases.yaml").write_text(PIPELINE.format(stages="[{train: {steps: 4}}]"))
-    stages = short_run_stages(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
+    stages = measurement_stages_yaml(load(folder / "cases.yaml"), [[], ["int8"]], steps=12)
     run_dir = run_pipeline(folder, PIPELINE.format(stages=stages), RANKS)
     explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=RANKS)
     return explained, costs_of_run(Run(run_dir), len(explained.stages))
@@ -71,7 +71,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Explanation, Cos
 @pytest.fixture(scope="module")
 def model(measured: tuple[Explanation, Costs]) -> CostModel:
     """Fitted to that run."""
-    return fit_model(*measured, Links())
+    return fit_cost_model(*measured, Links())
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
     """Fitted to records that are the same every time: of such a run as `measured`."""
     file = tmp_path_factory.mktemp("fixed") / "run.yaml"
     file.write_text(PIPELINE.format(stages="[{train: {steps: 4}}]"))
-    stages = short_run_stages(load(file), [[], ["int8"]], steps=12)
+    stages = measurement_stages_yaml(load(file), [[], ["int8"]], steps=12)
     file.write_text(PIPELINE.format(stages=stages))
     explained = explain(load(file), hosts=1, ranks_per_host=RANKS)
     times_us = (250.0, 2400.0, 2500.0, 1100.0, 300.0, 700.0)
@@ -98,7 +98,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
                 for bucket in exchange.buckets or ()
             ]
         found.append(one)
-    return fit_model(explained, Costs("cpu", 2.0, found), Links())
+    return fit_cost_model(explained, Costs("cpu", 2.0, found), Links())
 
 
 @pytest.fixture(scope="module")
@@ -287,14 +287,14 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
 def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     """Each stack of the pipeline, each without one hook, and the stages in which nothing is sent."""
     assert stacks_to_measure(cases) == [[], [{"int8": {"block": 256}}]]
-    text = short_run_stages(cases.loaded, [[], ["int8"]], steps=5)
+    text = measurement_stages_yaml(cases.loaded, [[], ["int8"]], steps=5)
     assert text.count("steps: 5") == 2 * 4
     assert text.count("noop") == text.count("independent") == 2
     only_forward = PIPELINE.format(stages="[{forward: {steps: 4}}]")
     file = cases.loaded.path.with_name("forward.yaml")
     file.write_text(only_forward)
     with pytest.raises(CostsUnknownError, match="no stage trains"):
-        short_run_stages(load(file), [[]])
+        measurement_stages_yaml(load(file), [[]])
 
 
 def test_only_hierarchical_has_legs() -> None:
@@ -342,11 +342,11 @@ def test_work_is_what_processes_computed(simple: Explanation, cores: float, step
     """Two ranks took 10 ms on one core for 5 ms of work: with a core for each they take 5 ms."""
     quiet, _, accumulated = simple.stages
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), StageCosts(), StageCosts()])
-    fitted = fit_model(simple, dataclasses.replace(costs, cores=cores), Links())
+    fitted = fit_cost_model(simple, dataclasses.replace(costs, cores=cores), Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
     assert fitted.predict(accumulated, simple.world, Links()).step_us == pytest.approx(3 * step_us)
     of_three = Costs("cpu", cores, [StageCosts(), StageCosts(), made_up(30_000, 15_000, 30_000)])
-    fitted = fit_model(simple, of_three, Links())
+    fitted = fit_cost_model(simple, of_three, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(step_us)
 
 
@@ -356,7 +356,7 @@ def test_threads_of_a_rank_are_no_exchange(simple: Explanation) -> None:
     costs = Costs(
         "cpu", 8.0, [made_up(10_000, 40_000, 10_000), made_up(10_000, 40_000, 10_000), StageCosts()]
     )
-    fitted = fit_model(simple, costs, Links())
+    fitted = fit_cost_model(simple, costs, Links())
     assert fitted.predict(quiet, simple.world, Links()).step_us == pytest.approx(10_000)
     assert fitted.predict(plain, simple.world, Links()).step_us == pytest.approx(10_000, rel=0.01)
 
@@ -366,7 +366,7 @@ def test_what_processes_computed_beyond_it_is_the_exchange(simple: Explanation, 
     """On one core two ranks take twice what each computes, whatever it is."""
     measured = made_up(10_000, 5_000 + more_us, 9_000)
     costs = Costs("cpu", 1.0, [made_up(10_000, 5_000, 10_000), measured, StageCosts()])
-    fitted = fit_model(simple, costs, Links())
+    fitted = fit_cost_model(simple, costs, Links())
     one = fitted.predict(simple.stages[1], simple.world, Links())
     assert one.step_us == pytest.approx(2 * (5_000 + more_us))
     assert one.exposed_us <= 2 * more_us + 0.01

@@ -15,7 +15,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.report.digest import digest_run
 from ddprun.report.measured import read_measured_stages
-from ddprun.report.predicted import Prediction, PredictionError, StageComparison, compare_stages
+from ddprun.report.predicted import Prediction, PredictionFileError, StageComparison, compare_stages
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import over_a_link
@@ -287,7 +287,7 @@ def test_a_file_has_its_bounds(
     """No more of it is read; and one that is not there is not there."""
     monkeypatch.setattr("ddprun.report.predicted.MAX_PREDICTION_BYTES", 100)
     folder = over_a_link(tmp_path / "run")
-    with pytest.raises(PredictionError, match="longer than 100 bytes"):
+    with pytest.raises(PredictionFileError, match="longer than 100 bytes"):
         Prediction.read(b" " * 101)
     assert main(["report", str(folder), "--predicted", "/dev/zero"]) == 2
     assert "longer than 100 bytes" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from ddprun.cli import main
 from ddprun.host.device import device_name
 from ddprun.report import html
 from ddprun.report.blocks import Table, format_alike
-from ddprun.report.digest import Curve, RunDigest, SlowStep, digest_run, merge_digests
+from ddprun.report.digest import Curve, RunDigest, SlowStep, digest_run, merge_seed_digests
 from ddprun.report.sentences import hook_balance, sentences, step_time_difference
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
@@ -632,7 +632,7 @@ def test_words_of_records_do_not_command_a_terminal(tmp_path: Path) -> None:
     """Names of hooks are what the records say."""
     folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
     rewrite(folder, "buckets", lambda record: record.update(hooks=["\x1b[2Jint8"]))
-    told = html.as_text(digest_run(Run(folder)))
+    told = html.terminal_summary(digest_run(Run(folder)))
     assert "Hooks (`\ufffd[2Jint8`) sent" in told
     assert "\x1b" not in told
 
@@ -832,7 +832,7 @@ def test_a_rank_without_records_under_one_seed(tmp_path: Path) -> None:
     """Runs under several seeds are one all the same, whichever lacks a rank."""
     one, two = (digest_run(Run(make(tmp_path / f"{ranks}", ranks=ranks))) for ranks in (1, 2))
     for some in ((one, two), (two, one)):
-        merged = merge_digests(some)
+        merged = merge_seed_digests(some)
         assert merged.times.steps_by_rank == [40, 20]
         assert merged.steps_per_s == pytest.approx(100)
         assert "rank 0" in words(page_of(merged))

@@ -13,7 +13,7 @@ import pytest
 
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from ddprun.host.code_folders import ForeignFolderError, own_code_folders
+from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from tests.ranks import ddprun
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -123,7 +123,7 @@ def test_sockets_fit_into_the_temporary_folder(scratch: Path) -> None:
     """Loading workers open some, whose names have 107 bytes at most."""
     deep = scratch / ("d" * 72)
     deep.mkdir()
-    with own_code_folders(deep):
+    with private_code_caches(deep):
         folder = Path(tempfile.gettempdir())
         assert len(str(folder)) <= 72
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -132,7 +132,7 @@ def test_sockets_fit_into_the_temporary_folder(scratch: Path) -> None:
 
 def refusal(scratch: Path) -> str:
     """Why the folders are refused."""
-    with pytest.raises(ForeignFolderError) as caught, own_code_folders(scratch):
+    with pytest.raises(UnsafeFolderError) as caught, private_code_caches(scratch):
         pass
     return str(caught.value)
 
@@ -173,7 +173,7 @@ def test_what_the_user_has_set_is_judged_and_kept(
     """A relative path keeps its meaning when the working directory changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(variable, "mine")
-    with own_code_folders(scratch):
+    with private_code_caches(scratch):
         assert os.environ[variable] == f"{tmp_path}/mine"
     (tmp_path / "mine").chmod(0o777)
     assert f"set {variable} to a folder" in refusal(scratch)
@@ -189,7 +189,7 @@ def test_without_a_home_they_are_gone_with_the_run(
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/{home}" if home == "a file" else home)
     monkeypatch.setenv("HOME", home if home == "~" else f"{tmp_path}/a file")  # of an unknown user ~ stays ~
     monkeypatch.chdir(tmp_path)
-    with own_code_folders(scratch):
+    with private_code_caches(scratch):
         for variable in VARIABLES:
             folder = Path(os.environ[variable])
             assert folder.parent == scratch

@@ -16,12 +16,12 @@ from ddprun.telemetry.steps import (
     ResolvedSteps,
     TraceTimes,
     Traffic,
-    covered_us,
     in_flight_us,
     resolve_steps,
     split_exposed_time,
+    union_overlap_us,
 )
-from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, Span
+from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan
 from tests.telemetry.steps import MadeStep, buffer_of
 
 COLUMN = {part: place for place, part in enumerate(PARTS)}
@@ -35,7 +35,7 @@ class Split(NamedTuple):
     wire_us: int
 
 
-def trace(ready: int, handed_over: int, done: int, *spans: Span[int]) -> BucketTrace[int]:
+def trace(ready: int, handed_over: int, done: int, *spans: HookSpan[int]) -> BucketTrace[int]:
     leg = CollectiveTrace("all_reduce", "world.0", "float32", 8, 8, 0, handed_over, done)
     return BucketTrace("gradient", 0, (), "float32", 2, 8, ready, done, handed_over, [leg], list(spans))
 
@@ -90,9 +90,9 @@ def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
 
 def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
     """A decode of 10 µs elsewhere in the tail is hook time, not wire; one before the tail is hidden."""
-    decode = Span(180, 190, "decode", False)
-    hidden = Span(105, 115, "encode", False)
-    mine = Span(100, 118, "encode", True)
+    decode = HookSpan(180, 190, "decode", False)
+    hidden = HookSpan(105, 115, "encode", False)
+    mine = HookSpan(100, 118, "encode", True)
     assert in_backward(200, [trace(100, 120, 195, mine, hidden, decode)], 150.0) == (30, 30, 40)
 
 
@@ -143,7 +143,7 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[MadeSt
             pieces = []
             for _ in range(chance.randint(0, 3)):
                 first, last = sorted((chance.randint(ready, done), chance.randint(ready, done)))
-                pieces.append(Span(first, last, "decode", chance.random() < 0.3))
+                pieces.append(HookSpan(first, last, "decode", chance.random() < 0.3))
             traces.append(trace(ready, handed_over, done, *pieces))
         if part == "backward_us":
             step.traces, step.backward_end = traces, 1000 * now
@@ -232,7 +232,7 @@ def test_a_union_is_what_its_intervals_cover(seed: int) -> None:
         len(covered[line] & set(range(start, end)))
         for line, start, end in zip(lines[0].tolist(), *windows.tolist(), strict=True)
     ]
-    assert covered_us(Intervals(*intervals), Intervals(lines[0], *windows)).tolist() == expected
+    assert union_overlap_us(Intervals(*intervals), Intervals(lines[0], *windows)).tolist() == expected
 
 
 def steps() -> list[MadeStep]:

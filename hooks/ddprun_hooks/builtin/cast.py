@@ -28,7 +28,7 @@ class Cast(Hook):
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         own = payload.tensor
-        if own.dtype != self.dtype and kernels.can_run_on(own):
+        if own.dtype != self.dtype and kernels.can_handle_tensors(own):
             from ddprun_hooks.kernels import casts
 
             sent, flags = casts.launch_downcast(own, None, self.dtype)
@@ -68,7 +68,7 @@ class CastFormat(WireFormat):
     def make_reduction(
         self, payload: Tensor, residual: Tensor, rank: int, group_size: int
     ) -> TwoPhaseReduction:
-        fused = kernels.can_run_on(payload, residual)
+        fused = kernels.can_handle_tensors(payload, residual)
         return (FusedCastReduction if fused else CastReduction)(self, payload, residual, rank, group_size)
 
 

@@ -76,7 +76,7 @@ class Hierarchical(Hook):
             ends = row_aligned_ends(payload.params, payload.tensor.numel(), within.size)
             bounds = list(itertools.pairwise([0, *ends]))
             sizes = [high - low for low, high in bounds]
-            shard_params = slices_between(payload.params, *bounds[within.rank])
+            shard_params = param_slices_between(payload.params, *bounds[within.rank])
             layout = self._shard_layouts[key] = _ShardLayout(payload.params, sizes, shard_params)
         return layout
 
@@ -124,7 +124,7 @@ def row_aligned_ends(params: Sequence[ParamSlice], numel: int, parts: int) -> li
     return [*ends, numel]
 
 
-def slices_between(params: Sequence[ParamSlice], low: int, high: int) -> tuple[ParamSlice, ...]:
+def param_slices_between(params: Sequence[ParamSlice], low: int, high: int) -> tuple[ParamSlice, ...]:
     """The parameters, and the rows of parameters, between two row boundaries of a flat tensor."""
     found = []
     for param in params:

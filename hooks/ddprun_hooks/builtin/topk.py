@@ -50,7 +50,7 @@ def take_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
     """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent. Gives
     the message: indices, int32, then values of the payload's type, as bytes.
     """
-    if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_run_on(payload, residual):
+    if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_handle_tensors(payload, residual):
         from ddprun_hooks.kernels import largest
 
         return largest.take_largest(payload, residual, count)

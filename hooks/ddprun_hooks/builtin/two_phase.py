@@ -139,7 +139,7 @@ class BlockScaled(WireFormat):
     def make_reduction(
         self, payload: Tensor, residual: Tensor, rank: int, group_size: int
     ) -> TwoPhaseReduction:
-        fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_run_on(payload, residual)
+        fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_handle_tensors(payload, residual)
         return (FusedBlockReduction if fused else TwoPhaseReduction)(
             self, payload, residual, rank, group_size
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddprun_hooks.comm.observer import (
     NULL_OBSERVER,
-    Observer,
+    CollectiveObserver,
     PendingCollective,
     marking_failed_on_error,
     observed_wait,
@@ -40,7 +40,7 @@ class PendingMessage:
 class ControlChannel:
     """Numbers and bytes of every rank, a barrier, and agreement, over a Gloo group used in one order."""
 
-    def __init__(self, group: dist.ProcessGroup, observer: Observer = NULL_OBSERVER) -> None:
+    def __init__(self, group: dist.ProcessGroup, observer: CollectiveObserver = NULL_OBSERVER) -> None:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self._gather_sequence = observer.new_sequence("control", range(self.size))
@@ -156,7 +156,7 @@ class ControlChannel:
         return int(number.item())
 
 
-def open_control_channel(timeout: timedelta, observer: Observer = NULL_OBSERVER) -> ControlChannel:
+def open_control_channel(timeout: timedelta, observer: CollectiveObserver = NULL_OBSERVER) -> ControlChannel:
     """Open the control channel of the default group. Every rank of it has to call this."""
     set_up = observer.new_sequence("set-up", range(dist.get_world_size()))
     with observed_wait(set_up, "new_group", "making the process group of control"):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence, Observer, observed_wait
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, CollectiveSequence, observed_wait
 from ddprun_hooks.errors import HookSetupError, UnequalHostsError
 from ddprun_hooks.shm.group import ShmGroup
 from ddprun_hooks.shm.progress import ProgressThread
@@ -269,7 +269,7 @@ class GroupFactory:
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes
     timeout_s: float
     progress_thread: ProgressThread
-    observer: Observer = NULL_OBSERVER  # sees every collective
+    observer: CollectiveObserver = NULL_OBSERVER  # sees every collective
     shares_process_groups: bool = False  # all rounds of a group have one process group
 
     def make_group(

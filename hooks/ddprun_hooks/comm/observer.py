@@ -35,7 +35,7 @@ class CollectiveSequence(Protocol):
         """
 
 
-class Observer(Protocol):
+class CollectiveObserver(Protocol):
     """Sees the collectives of this rank."""
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:

@@ -34,7 +34,7 @@ class CollectiveTrace(Generic[TimeT]):
 
 
 @dataclass(slots=True)
-class Span(Generic[TimeT]):
+class HookSpan(Generic[TimeT]):
     """One stretch of hook work: from a coroutine's start or wake-up to its next collective or its end."""
 
     start: TimeT
@@ -68,7 +68,7 @@ class BucketTrace(Generic[TimeT]):
     done: TimeT | None = None  # the mean was in the payload's memory
     handed_over: TimeT | None = None  # the hook returned to the caller (backward), future in hand
     collectives: list[CollectiveTrace[TimeT]] = field(default_factory=list)
-    spans: list[Span[TimeT]] = field(default_factory=list)
+    spans: list[HookSpan[TimeT]] = field(default_factory=list)
     findings: Sequence[Finding] = ()  # what hooks found out on the way; complete when the trace is
     params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None  # how the mean compares with the exact one, if measured
@@ -99,7 +99,7 @@ class BucketTrace(Generic[TimeT]):
         return sum(one.between_hosts_bytes for one in self.collectives)
 
 
-def read_findings(traces: Sequence[BucketTrace[Any]]) -> None:
+def copy_findings_to_host(traces: Sequence[BucketTrace[Any]]) -> None:
     """Replace the tensor codes in complete traces' findings by numbers, all in one reading."""
     findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
     if findings:

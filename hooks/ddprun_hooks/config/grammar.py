@@ -31,13 +31,13 @@ class StackProblem:
     severity: Literal["error", "warning"] = "error"  # a warning where the stack works all the same
 
 
-def resolve_hook(name: str, options: Mapping[str, Any] | None = None) -> StackEntry:
+def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> StackEntry:
     """The hook of a name and options, without importing anything."""
     built_in = BUILT_IN.get(name)
     inner_stacks: dict[str, tuple[StackEntry, ...]] = {}
     if name == "hierarchical":
         inner_stacks = {
-            level: tuple(resolve_hook(*parse_spec(spec)) for spec in (options or {}).get(level, ()))
+            level: tuple(make_stack_entry(*parse_spec(spec)) for spec in (options or {}).get(level, ()))
             for level in LEVELS
         }
     return StackEntry(name, built_in.role_with(options or {}) if built_in else None, inner_stacks)

@@ -115,10 +115,12 @@ def _error(text: Any, context: dict[str, Any], at: str | KeyPath, got: Any = Non
 
 def combine(errors: Iterable[ValidationError], *, at: KeyPath = ()) -> ValidationError:
     """Several errors as one, further down in what is being validated."""
-    return error_from_items((item for error in errors for item in error.errors(include_url=False)), at)
+    return validation_error_from_items(
+        (item for error in errors for item in error.errors(include_url=False)), at
+    )
 
 
-def error_from_items(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
+def validation_error_from_items(items: Iterable[ErrorDetails], at: KeyPath = ()) -> ValidationError:
     """The error that holds these items, further down in what is being validated."""
     details = [
         InitErrorDetails(
@@ -133,7 +135,7 @@ def error_from_items(items: Iterable[ErrorDetails], at: KeyPath = ()) -> Validat
     return ValidationError.from_exception_data("pipeline", details)
 
 
-def message_parts(item: ErrorDetails, got: str) -> MessageParts:
+def error_message_parts(item: ErrorDetails, got: str) -> MessageParts:
     """What an error says of a value that a message shows as `got`."""
     kind, context = item["type"], item.get("ctx", {})
     if kind == OWN_ERROR_TYPE and "problem" in context:
@@ -149,14 +151,16 @@ def message_parts(item: ErrorDetails, got: str) -> MessageParts:
     return item["msg"][:1].lower() + item["msg"][1:], None, None
 
 
-def option_faults(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
+def option_error_messages(
+    error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]
+) -> list[str]:
     """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`. The
     errors' own paths begin with the choice's name; `models` has the options of each choice.
     """
     lines = []
     for item in error.errors(include_url=False):
         path = item["loc"]
-        parts = message_parts(item, describe_value(item["input"]))
+        parts = error_message_parts(item, describe_value(item["input"]))
         if item["type"] == "extra_forbidden":
             owner, key = str(path[-2]), str(path[-1])
             parts = unknown_option(owner, key, list(models[owner].model_fields))

@@ -137,7 +137,7 @@ class TrustPolicy:
         return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
 
     def refusal(self, name: str, kind: str = "") -> str | None:
-        """Why a name, as a user wrote it or from `implementation_names`, is not trusted; None if it is.
+        """Why a name, as a user wrote it or from `callable_full_names`, is not trusted; None if it is.
         `kind` is that of the choice for which it is named, as `model`; "" is any.
         """
         if self.prefixes is None:
@@ -199,10 +199,10 @@ class TrustPolicy:
         if isinstance(found, types.MethodType) and not isinstance(found.__self__, type):
             raise UntrustedError(f'"{name}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
         if expected is not None and not _is_of_kind(found, expected):
-            raise UntrustedError(f'"{name}" is {next(implementation_names(found))}', expected.description)
+            raise UntrustedError(f'"{name}" is {next(callable_full_names(found))}', expected.description)
 
     def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
-        for origin in implementation_names(found):
+        for origin in callable_full_names(found):
             if reason := self.refusal(origin, kind):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
 
@@ -231,7 +231,7 @@ def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolic
     return TrustPolicy(tuple(dict.fromkeys(word.removeprefix(FOLDER_PREFIX) for word in words)), in_folder)
 
 
-def implementation_names(found: Any) -> Iterator[str]:
+def callable_full_names(found: Any) -> Iterator[str]:
     """Full names of what would run if the object were called, its own first: `posix.system`.
 
     The name under which it was found does not count: aliases, partials, methods, decorated functions and
@@ -240,14 +240,14 @@ def implementation_names(found: Any) -> Iterator[str]:
     if isinstance(found, types.ModuleType):
         yield found.__name__
     elif isinstance(found, functools.partial):
-        yield from implementation_names(found.func)
+        yield from callable_full_names(found.func)
     elif isinstance(found, functools._lru_cache_wrapper):
-        yield from implementation_names(found.__wrapped__)
+        yield from callable_full_names(found.__wrapped__)
     elif isinstance(found, types.GenericAlias):
-        yield from implementation_names(found.__origin__)
+        yield from callable_full_names(found.__origin__)
     elif isinstance(found, types.MethodType):
-        yield from implementation_names(found.__func__)
-        yield from implementation_names(_class_of(found.__self__))
+        yield from callable_full_names(found.__func__)
+        yield from callable_full_names(_class_of(found.__self__))
     elif isinstance(found, types.BuiltinFunctionType | types.MethodWrapperType):
         owner = found.__self__
         if isinstance(owner, types.ModuleType) or owner is None:
@@ -262,7 +262,7 @@ def implementation_names(found: Any) -> Iterator[str]:
     elif isinstance(found, types.FunctionType):
         yield _full_name(found)
         if not _public_name(found) and hasattr(found, "__wrapped__"):
-            yield from implementation_names(found.__wrapped__)
+            yield from callable_full_names(found.__wrapped__)
     elif isinstance(found, type):
         yield _full_name(found)
     else:

@@ -17,7 +17,7 @@ MAX_BLOCK_SIZE = 4096  # values that a program can hold in its registers
 _MIN_COMPUTE_CAPABILITY = (8, 0)  # the lowest for which tests compile kernels
 
 
-def can_run_on(payload: Tensor, residual: Tensor | None = None) -> bool:
+def can_handle_tensors(payload: Tensor, residual: Tensor | None = None) -> bool:
     """Whether a payload and its residual, both (numel,), are on a GPU and of types that kernels know."""
     if payload.device.type != "cuda":
         return False

@@ -285,10 +285,5 @@ def _grid_and_options(
     assert block <= MAX_BLOCK_SIZE
     columns = triton.next_power_of_2(block)
     rows = max(1, _TILE_SIZE // columns)
-    options = {
-        "COLS": columns,
-        "ROWS": rows,
-        "num_warps": rows * columns // 256,
-        "enable_fp_fusion": False,
-    }
+    options = {"COLS": columns, "ROWS": rows, "num_warps": rows * columns // 256, "enable_fp_fusion": False}
     return (triton.cdiv(blocks_per_share, rows), shares), options

@@ -138,14 +138,14 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to a safetensors file, equal ones to equal bytes, or raise OSError."""
     try:
-        with usual_permissions(path):
+        with umask_permissions(path):
             save_file(dict(tensors), path)
     except SafetensorError as error:  # it holds what the system said
         raise OSError(None, str(error)) from None
 
 
 @contextmanager
-def usual_permissions(path: Path) -> Iterator[None]:
+def umask_permissions(path: Path) -> Iterator[None]:
     """Give a file that safetensors writes the umask's permissions; its own are for this user alone."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -248,7 +248,7 @@ def prune(root: Path, keep: int) -> None:
         remove(gone)
 
 
-def worst_nonfinite(found: Iterable[str | None]) -> str | None:
+def most_severe_nonfinite(found: Iterable[str | None]) -> str | None:
     """Of what is not finite in several parts the first that is more than a loss; None: nothing is."""
     return max(filter(None, found), key=lambda name: name != NONFINITE_LOSS, default=None)
 

@@ -194,7 +194,7 @@ class CheckpointWriter:
             self._report_to_rank_0(job, self._cannot_write(error))
         else:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
-            self._report_to_rank_0(job, None, files, folder.worst_nonfinite(found))
+            self._report_to_rank_0(job, None, files, folder.most_severe_nonfinite(found))
 
     def _report_to_rank_0(
         self,
@@ -236,7 +236,7 @@ class CheckpointWriter:
         if not problems:
             try:
                 files = {name: described for part in sizes.values() for name, described in part.items()}
-                worst = folder.worst_nonfinite(nonfinite)
+                worst = folder.most_severe_nonfinite(nonfinite)
                 checkpoint = folder.commit(job.unfinished, job.step, self.world_size, files, worst)
                 folder.prune(self.root, self.keep)
                 return checkpoint, None, False

@@ -113,10 +113,10 @@ def compare(
     try:
         if rendezvous is None:
             return work(None)
-        from ddprun.compare.hosts import run_on_all_hosts
+        from ddprun.compare.hosts import join_hosts_and_run
 
         inputs = [[one.digest() for one in loaded], run_seeds, turn]
-        return run_on_all_hosts("compare", rendezvous, inputs, work)
+        return join_hosts_and_run("compare", rendezvous, inputs, work)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:

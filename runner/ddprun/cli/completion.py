@@ -19,10 +19,7 @@ class _Bash(BashComplete):
     name = "bash"
     source_template = BashComplete.source_template.replace(
         "compopt -o dirnames", "compopt -o filenames -o plusdirs"
-    ).replace(
-        "    return 0\n",
-        "    [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace\n    return 0\n",
-    )
+    ).replace("    return 0\n", "    [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace\n    return 0\n")
 
 
 class PipelineFile(click.Path):
@@ -46,20 +43,17 @@ def complete_pipeline_file(incomplete: str) -> list[CompletionItem]:
     except OSError:
         found = []
     files = [name for name in found if name.startswith(rest) and Path(name).suffix in SUFFIXES]
-    return [
-        CompletionItem(incomplete, type="dir"),
-        *(CompletionItem(head + slash + name) for name in files),
-    ]
+    return [CompletionItem(incomplete, type="dir"), *(CompletionItem(head + slash + name) for name in files)]
 
 
 def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
-    from ddprun.config.errors import section_of
+    from ddprun.config.errors import section_model_of
     from ddprun.config.schema import pipeline_with_cluster_keys
     from ddprun.plugins import CLUSTERS
 
     keys = []
     for name, field in pipeline_with_cluster_keys(CLUSTERS.names()).model_fields.items():
-        section = section_of(field)
+        section = section_model_of(field)
         keys += [name] if section is None else [f"{name}.{key}" for key in section.model_fields]
     return [CompletionItem(f"{key}=") for key in sorted(keys) if key.startswith(incomplete)]

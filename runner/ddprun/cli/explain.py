@@ -13,7 +13,7 @@ import click
 
 from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
-from ddprun.cli.run import bad_parameter, forecast_options, format_option, override_option
+from ddprun.cli.run import as_bad_parameter, forecast_options, format_option, override_option
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explanation
@@ -80,7 +80,7 @@ def explain(
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
-    from ddprun.host.code_folders import ForeignFolderError
+    from ddprun.host.code_folders import UnsafeFolderError
     from ddprun.predict import ShortRunError
     from ddprun.predict.links import parse_links
 
@@ -91,9 +91,9 @@ def explain(
         raise click.UsageError("--no-import: a prediction needs the model, and therefore your code")
     if cores is not None and not predicts:
         raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
-    with bad_parameter("--link or --latency"):
+    with as_bad_parameter("--link or --latency"):
         links = parse_links(link, latency)
-    with bad_parameter("--from-link or --from-latency"):
+    with as_bad_parameter("--from-link or --from-latency"):
         measured_links = parse_links(from_link, from_latency)
     secrets = Secrets()
     try:
@@ -115,7 +115,7 @@ def explain(
             )
     except (PipelineError, click.ClickException):
         raise
-    except ForeignFolderError as error:
+    except UnsafeFolderError as error:
         raise click.ClickException(str(error)) from None
     except ShortRunError as error:
         click.echo(secrets.redact(f"ddprun explain: {error}"), err=True)

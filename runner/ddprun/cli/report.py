@@ -35,7 +35,7 @@ def report(
     from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
-    from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionError, compare_stages
+    from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionFileError, compare_stages
     from ddprun.telemetry.reader import NoRunError, Run
 
     chosen = _steps(steps)
@@ -55,12 +55,12 @@ def report(
                 file.write(page)
         click.echo(str(target))
         if len(digests) == 1:
-            click.echo(html.as_text(digests[0]), err=True)
+            click.echo(html.terminal_summary(digests[0]), err=True)
         for run in found if trace else ():
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)
             click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
-    except PredictionError as error:
+    except PredictionFileError as error:
         assert predicted is not None
         text = f"{predicted.name} is not what `ddprun explain --link … --format json` prints: {error}"
         raise click.ClickException(text) from None

@@ -56,7 +56,7 @@ def rendezvous_flags(flags: Mapping[str, FlagValue], hosts: int) -> dict[str, st
         return None
     if hosts == 1:
         raise click.BadParameter("there is one host: set more with --nnodes", param_hint="--rdzv-endpoint")
-    with bad_parameter("--rdzv-endpoint"):
+    with as_bad_parameter("--rdzv-endpoint"):
         host_and_port(str(endpoint))
     given = {name: str(value) for name, value in flags.items() if value is not None}
     return {"nnodes": str(hosts), **given}
@@ -72,7 +72,7 @@ def given_flags(flags: Mapping[str, FlagValue]) -> dict[str, str | bool]:
 
 
 @contextmanager
-def bad_parameter(hint: str) -> Iterator[None]:
+def as_bad_parameter(hint: str) -> Iterator[None]:
     """Inside, a ValueError is a fault of what the options named in `hint` say."""
     try:
         yield

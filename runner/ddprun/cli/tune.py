@@ -16,7 +16,7 @@ from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
     FlagValue,
     add_rendezvous_flags,
-    bad_parameter,
+    as_bad_parameter,
     forecast_options,
     format_option,
     override_option,
@@ -98,7 +98,7 @@ def tune(
     from ddprun.config import load
     from ddprun.predict.links import parse_links
 
-    with bad_parameter("--link or --latency"):
+    with as_bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
     loaded = load(pipeline, overrides)
     loaded.check_environment()
@@ -109,7 +109,7 @@ def tune(
     from ddprun.tune.choose import parse_quality_floors
     from ddprun.tune.search import SearchRequest
 
-    with bad_parameter("--floor"):
+    with as_bad_parameter("--floor"):
         parsed_floors = parse_quality_floors(floors)
     hosts = nnodes or loaded.pipeline.launch.host_range[1]
     rendezvous = rendezvous_flags(flags, hosts)
@@ -120,18 +120,18 @@ def tune(
     )
     if rendezvous is None:
         return _search(request, output, form, None)
-    from ddprun.compare.hosts import run_on_all_hosts
+    from ddprun.compare.hosts import join_hosts_and_run
     from ddprun.host.device import default_rank_count
 
     ranks = nproc_per_node or loaded.pipeline.launch.nproc_per_node or default_rank_count(loaded)
     rendezvous["nproc_per_node"] = str(ranks)
-    return run_on_all_hosts("tune", rendezvous, [loaded.digest()], partial(_search, request, output, form))
+    return join_hosts_and_run("tune", rendezvous, [loaded.digest()], partial(_search, request, output, form))
 
 
 def _search(request: "SearchRequest", output: Path, form: str, hosts: "ComparisonHosts | None") -> int:
     from ddprun.cli import printing
     from ddprun.config import PipelineError
-    from ddprun.host.code_folders import ForeignFolderError
+    from ddprun.host.code_folders import UnsafeFolderError
     from ddprun.launch.meeting import HostsError
     from ddprun.predict import ShortRunError
     from ddprun.predict.costs import CostsUnknownError
@@ -156,7 +156,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
-    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, ForeignFolderError, OSError) as error:
+    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, UnsafeFolderError, OSError) as error:
         click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward

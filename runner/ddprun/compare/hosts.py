@@ -135,7 +135,7 @@ class ComparisonHosts:
         meeting.leave_together(self._group.store, self.index, self.count, _LEAVE_S)
 
 
-def run_on_all_hosts(
+def join_hosts_and_run(
     command: str, flags: Mapping[str, str], inputs: Sequence[Any], work: Callable[[ComparisonHosts], int]
 ) -> int:
     """Meet the other hosts, which run the same command, and do this host's part; gives the exit code.

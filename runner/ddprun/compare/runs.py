@@ -37,7 +37,7 @@ from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, StepStage, load
 from ddprun.launch.launcher import export_overrides
-from ddprun.report.digest import RunDigest, digest_run, merge_digests
+from ddprun.report.digest import RunDigest, digest_run, merge_seed_digests
 from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.telemetry.records import Summary
@@ -176,7 +176,7 @@ class VariantRuns:
 
     def merged_digest(self) -> RunDigest | None:
         """Its runs as one; None if none of them left records."""
-        return merge_digests(self.digests) if self.digests else None
+        return merge_seed_digests(self.digests) if self.digests else None
 
 
 @dataclass(frozen=True, slots=True)

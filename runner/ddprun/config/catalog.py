@@ -31,12 +31,12 @@ def entries_of_kind(kind: str) -> list[Entry]:
     and description. Of what would have to be imported, a hook or what is not trusted, there is the name.
     """
     if kind == "stage":
-        return [options_entry("stage", name, model) for name, model in STAGES.items()]
+        return [entry_from_model("stage", name, model) for name, model in STAGES.items()]
     if kind == "cluster":
-        entries = [options_entry(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
+        entries = [entry_from_model(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
         return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
     found = CHOICE_KINDS[kind]
-    entries = [options_entry(kind, name, model) for name, model in found.built_in_options.items()]
+    entries = [entry_from_model(kind, name, model) for name, model in found.built_in_options.items()]
     if found.torch_kind:
         entries += [
             _of_torch(kind, found.torch_kind, name) for name in signatures.class_names(found.torch_kind)
@@ -65,7 +65,7 @@ def entries_named(name: str) -> list[Entry]:
     return found
 
 
-def options_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
+def entry_from_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
     schema = model.model_json_schema()
     texts = docs.field_descriptions(model)
     options = [
@@ -84,14 +84,14 @@ def options_entry(kind: str, name: str, model: type[BaseModel]) -> Entry:
 
 def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
     """What an installed package adds; `model` is None if it may not be imported here."""
-    entry = options_entry(kind, name, model or NoOptions) | {"source": "installed"}
+    entry = entry_from_model(kind, name, model or NoOptions) | {"source": "installed"}
     return entry if model else entry | {"description": "Added by an installed package."}
 
 
 def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
     shown = signatures.written_name(torch_kind, name)
     length = signatures.length_option(name) if torch_kind == "schedule" else None
-    entry = options_entry(kind, shown, signatures.torch_options_model(torch_kind, name))
+    entry = entry_from_model(kind, shown, signatures.torch_options_model(torch_kind, name))
     for option, item in zip(entry["options"], signatures.parameters(torch_kind, name), strict=True):
         option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
     summary = f"{signatures.docstring_summary(torch_kind, name)}."

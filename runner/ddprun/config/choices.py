@@ -39,7 +39,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class RunSchedule(Choice):
+class WholeRunSchedule(Choice):
     """A schedule of the whole run, not of each stage: `{name: {options}, over: run}`."""
 
     def to_plain_data(self) -> Any:
@@ -193,7 +193,7 @@ def parse_schedule(value: Any) -> Choice:
     choice = parse_choice("schedule", named)
     if value["over"] == "stage":
         return choice
-    return RunSchedule(choice.kind, choice.name, choice.options, choice.source, choice.settings)
+    return WholeRunSchedule(choice.kind, choice.name, choice.options, choice.source, choice.settings)
 
 
 def choice_validator(kind: str) -> CustomValidator:

@@ -17,9 +17,9 @@ from ddprun_hooks.config.messages import (
     EXPECTED_BY_ERROR_TYPE,
     MessageParts,
     describe_value,
-    error_from_items,
-    message_parts,
+    error_message_parts,
     unknown_option,
+    validation_error_from_items,
 )
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -55,7 +55,7 @@ def with_key_hints(
         *above, key = item["loc"] or ("",)
         section, name, wrong = model, str(key), None
         for segment in above:
-            if (below := section_of(section.model_fields.get(str(segment)))) is None:
+            if (below := section_model_of(section.model_fields.get(str(segment)))) is None:
                 break
             section = below
         if item["type"] == "extra_forbidden":
@@ -65,10 +65,10 @@ def with_key_hints(
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):
             wrong = problem("is required", allowed_values(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
-    return error_from_items(items, path)
+    return validation_error_from_items(items, path)
 
 
-def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section of the file; None for any other field."""
     for mark in field.metadata if field else ():
         if isinstance(mark, CustomValidator) and mark.section is not None:
@@ -90,7 +90,7 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
     text, allowed, near = unknown_option(owner, key, known)
     if not owner:
         text = f'unknown key "{key}"'
-        sections = ((name, section_of(field)) for name, field in model.model_fields.items())
+        sections = ((name, section_model_of(field)) for name, field in model.model_fields.items())
         inside = (f"{name}.{key}" for name, section in sections if section and key in section.model_fields)
         near = next(inside, None) or near
     name, colon, value = key.partition(":")
@@ -145,7 +145,7 @@ def _sentence(
             return "must not be empty", None, None
         case "string_too_long":
             return f"is longer than {context['max_length']} characters", None, None
-    text, allowed, near = message_parts(item, got)
+    text, allowed, near = error_message_parts(item, got)
     if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
         form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
         if form and len(path) > 1 and isinstance(path[-2], int):  # an item of `stages`

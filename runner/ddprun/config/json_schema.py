@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from ddprun import __version__
 from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
-from ddprun.config.errors import section_of
+from ddprun.config.errors import section_model_of
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import BUFFER_TIMES, BufferPeriod, Compile, DataPair, Init
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, Stage, StepStage
@@ -69,7 +69,7 @@ def _model_schema(model: type[BaseModel], definitions: dict[str, Schema]) -> Sch
     schema = model.model_json_schema()
     sections = schema.pop("$defs", {})
     for key, field in model.model_fields.items():
-        if section := section_of(field):
+        if section := section_model_of(field):
             name = section.__name__
             definitions[name] = _described(_with_references(sections[name]), section)
             if field.default == {}:

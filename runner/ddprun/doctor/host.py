@@ -16,7 +16,7 @@ import psutil
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host import network
-from ddprun.host.dev_shm import REMEDY, ROOM_FOR_NCCL_BYTES, ShmSpace, shm_space, startup_bytes
+from ddprun.host.dev_shm import REMEDY, ROOM_FOR_NCCL_BYTES, ShmSpace, shm_space, worker_startup_bytes
 from ddprun.host.processes import cores
 from ddprun.units import format_binary_bytes, format_bit_rate
 
@@ -62,7 +62,7 @@ def examine_host(ranks: int | None) -> Report:
         _shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
-        *core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
+        *cpu_core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
         _debug_finding(name),
     ]
     return Report([facts], findings)
@@ -148,7 +148,7 @@ def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
     found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"
-    least, enough = startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ENOUGH_SHM_BYTES
+    least, enough = worker_startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ENOUGH_SHM_BYTES
     level: Level = "ok"
     if space.free < least:
         level = "problem"
@@ -236,7 +236,7 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
     return Finding(name, "GPUs", "ok", found, value=value)
 
 
-def core_findings(name: str, count: float, ranks: int, threads: str) -> Iterator[Finding]:
+def cpu_core_findings(name: str, count: float, ranks: int, threads: str) -> Iterator[Finding]:
     """Whether a host's ranks have cores, and their threads (`OMP_NUM_THREADS`; empty: not set)."""
     found = f"{count:g} for {ranks} rank{'s' if ranks > 1 else ''}"
     if count < ranks:

@@ -31,10 +31,10 @@ from ddprun.config.choices import CHOICE_KINDS, parse_object_ref
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
-from ddprun.engine.model_with_loss import LossFunction, ModelWithLoss, belongs_to_model, model_alone
+from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, belongs_to_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
-from ddprun.engine.weights import averages_itself, freeze, parameter_groups
+from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.zoo.data import DATASETS, DataError, Split
 from ddprun.zoo.functions import FUNCTIONS
@@ -355,13 +355,13 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     if inspect.isclass(target):
         made = chosen.call()
     elif any(isinstance(option, nn.Module) for option in chosen.options.values()):
-        made = LossFunction(target, chosen.options)
+        made = FunctionalLoss(target, chosen.options)
     else:
         made = functools.partial(target, **chosen.options) if chosen.options else target
     return made
 
 
-def join_loss(
+def join_model_and_loss(
     loaded: LoadedPipeline, model: nn.Module, loss: object, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
     """What is trained: the model, on its device already, and a loss that is a module, moved there; frozen as
@@ -396,7 +396,7 @@ def build_optimizer(
         options.append(own)
     params = parameter_groups(loaded, model, options)
     optimizer: Any = ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
-    if averages_itself(optimizer):
+    if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
             raise loaded.error("ema", text, "remove one of the two")
@@ -449,7 +449,7 @@ def build_schedule(
     return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
 
 
-def build_function(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
+def build_mutate_or_update(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:
     """A `mutate` of (model), an `update` of (model, closure); dotted ones get the model without its loss."""
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":

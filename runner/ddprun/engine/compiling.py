@@ -142,7 +142,7 @@ def check_compiler(loaded: LoadedPipeline, device: torch.device) -> None:
 _CACHE_HINT = "set TORCHINDUCTOR_CACHE_DIR to a folder in which files can be written and executed"
 
 
-def check_dynamo(loaded: LoadedPipeline) -> None:
+def check_dynamo_config(loaded: LoadedPipeline) -> None:
     """Refuse, by a PipelineError, settings of the pipeline's own code that keep buckets from the hooks."""
     key = "ddp" if loaded.pipeline.compile is None else "compile"
     if get_optimize_ddp_mode() == "python_reducer":

@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, Collate, Share, collate, digest_of
-from ddprun.engine.seeding import preserve_rng_state, seed_everything, seed_host
+from ddprun.engine.seeding import preserve_rng_state, seed_cpu_generators, seed_everything
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
 
@@ -124,7 +124,7 @@ class Feed:
         """
         self._control = control
         with preserve_rng_state(torch.device("cpu")):
-            seed_host(self.seed)
+            seed_cpu_generators(self.seed)
             if self.iterable:
                 first_digest = self._peek_first_samples()
             else:
@@ -277,7 +277,7 @@ class Feed:
     def _make_order(self) -> list[int]:
         if self.sampler_order is not None:
             with preserve_rng_state(torch.device("cpu")):
-                seed_host(self.seed + self.epoch)
+                seed_cpu_generators(self.seed + self.epoch)
                 indices = self.sampler_order(self.epoch)
             before = self._lengths[self.rank] if self._lengths else len(indices)
             if len(indices) != before:
@@ -403,7 +403,7 @@ class Feed:
     def _second_iteration_differs(self) -> bool:
         """Whether an iterable dataset read again begins with another sample, under equal generators."""
         with preserve_rng_state(torch.device("cpu")):
-            seed_host(self.seed)
+            seed_cpu_generators(self.seed)
             again = digest_of(islice(iter(self.dataset), 1))
         return again != self._stream.first_digest
 

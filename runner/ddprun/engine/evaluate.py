@@ -22,16 +22,15 @@ from ddprun.engine.data import (
     require_equal_lengths,
 )
 from ddprun.engine.objective import ForwardResult, Objective
-from ddprun.engine.samples import (
-    BatchError,
-    Share,
-    collate,
-    digest_of,
-    self_sharding_name,
-)
+from ddprun.engine.samples import BatchError, Share, collate, digest_of, sharding_mechanism_name
 from ddprun.engine.save import pipeline_path, saved_step, write_weights
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import StageRun, averaged_weights, make_buffers_equal, model_for_evaluation
+from ddprun.engine.stage_run import (
+    StageRun,
+    make_buffers_equal,
+    model_for_evaluation,
+    swap_in_averaged_weights,
+)
 from ddprun.engine.stateful_metric import StatefulMetric
 
 _T = TypeVar("_T")
@@ -52,7 +51,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
-    with averaged_weights(session):
+    with swap_in_averaged_weights(session):
         found, samples = measure(session, held_out, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
@@ -352,8 +351,8 @@ def _is_sharded(session: Session, held_out: HeldOutData, first: Callable[[], Seq
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif differing:
-        how, feed = self_sharding_name(held_out.dataset), runtime.feed
-        again = feed.differing_ranks == differing and self_sharding_name(feed.dataset) == how
+        how, feed = sharding_mechanism_name(held_out.dataset), runtime.feed
+        again = feed.differing_ranks == differing and sharding_mechanism_name(feed.dataset) == how
         size = runtime.ranks.size
         reporter.report_differing_data("held-out data", differing, size, how, again=again, held_out=True)
     return held_out.sharded

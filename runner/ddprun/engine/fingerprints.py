@@ -10,14 +10,14 @@ from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.samples import digest_of
-from ddprun.engine.seeding import preserve_rng_state, seed_host
+from ddprun.engine.seeding import preserve_rng_state, seed_cpu_generators
 
 _SAMPLES = 8  # of a dataset
 _LIMIT_S = 1.0  # after which no further sample of a dataset is read
 _HELD_OUT = "held-out data"
 
 
-class Fingerprints:
+class DatasetFingerprints:
     """What a checkpoint keeps of each map-style dataset; rank 0 alone reads samples for it, once."""
 
     def __init__(
@@ -78,7 +78,7 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
 
 
 def _digest(dataset: Any, index: int) -> str | None:
-    seed_host(0)
+    seed_cpu_generators(0)
     try:
         return digest_of([dataset[index]]).hex()
     except Exception:

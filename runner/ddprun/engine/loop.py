@@ -2,7 +2,8 @@
 
 ```
 for each step:
-    pause_before_step     time slice of a comparison, profiler          no step's time
+    handle_time_slice_and_profiler
+                          time slice of a comparison, profiler          no step's time
     next batch                                                          data_us
     step_function         train_step, or forward_step:
                             buffers, if forward passes want them        sync_us
@@ -12,7 +13,8 @@ for each step:
                             optimizer_step: clip, optimizer,
                               schedule, ema                             optimizer_us
     sync_after_step       sync policy, buffers, audit, mutate           sync_us, exposed_*_us
-    end_step_and_read_messages      this step's control message (loss, stop?,
+    end_step_and_read_messages
+                          this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
     between_steps         act on what all ranks know by them:
                           progress; fail or stop                        sync_us of the next step
@@ -38,7 +40,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import StageRun, begin_stage, carry_out, end_stage
+from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.telemetry.recorder import AgreedSteps
@@ -69,7 +71,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     step_function: StepFunction = train_step
     if isinstance(stage, ForwardStage):
         path, choice = f"{stage.path}.update", stage.update
-        update = None if choice is None else build.build_function(runtime.loaded, path, choice)
+        update = None if choice is None else build.build_mutate_or_update(runtime.loaded, path, choice)
         step_function = partial(forward_step, update)
     run = begin_stage(session, stage)
     reporter.begin_stage(stage.name, run.steps, steps_before=state.cursor.first_step, step=state.step)
@@ -88,7 +90,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
                 evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
-            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `finish`
+            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
         run.synchronizer.run(run.sequence.stop())  # nothing may be in flight when the process groups go
     state.synchronizer = None
     state.cursor.count_time(in_stage=True)
@@ -111,7 +113,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         with excluded_from_timing(run, b"evaluate"):
             evaluate_in_stage(run)  # after a resume: it was due when the checkpoint was taken
     while not run.stopped_early:
-        pause_before_step(run)
+        handle_time_slice_and_profiler(run)
         step, stage_step = state.current_step, run.steps_done + 1
         reporter.location = f"{run.stage.path}, step {step}"
         watchdog.set_step(step)
@@ -353,7 +355,7 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
     """Exchange what policy, buffers and audit want after this step; whether all ranks exchanged anything."""
     step = run.session.state.current_step
     for action in run.sequence.after_step(stage_step):
-        carry_out(run, action, step)
+        execute_action(run, action, step)
     run.session.runtime.recorder.lap("sync_us")
     return run.sequence.exchanges(stage_step)
 
@@ -380,8 +382,8 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
 def between_steps(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
 ) -> Literal["continue", "stopped", "failed", "stop alone"]:
-    """The one place where all ranks act together on what their messages said; its result is a `StageEnd`, or
-    `stop alone`: ranks exchange nothing, and this one stops by itself.
+    """Act on what the messages of all ranks said, alike on all of them, until the stage ends; gives whether to
+    go on, or how the stage ends. `stop alone`: ranks exchange nothing, and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
     runtime.signals.report_replaced_handlers(session.reporter.report_handlers)
@@ -445,7 +447,7 @@ def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
     run.exclude_time(time.monotonic() - started)
 
 
-def pause_before_step(run: StageRun) -> None:
+def handle_time_slice_and_profiler(run: StageRun) -> None:
     """Let the other runs of a comparison have their time slices, and turn torch's profiler on or off."""
     runtime, state = run.session.runtime, run.session.state
     if _time_slice_is_over(run):

@@ -37,7 +37,7 @@ class ModelWithLoss(nn.Module):
         return {**self.model.state_dict(*args, prefix=prefix, **options), **of_loss}
 
 
-class LossFunction(nn.Module):
+class FunctionalLoss(nn.Module):
     """A loss that is a function, with options some of which are modules."""
 
     def __init__(self, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:

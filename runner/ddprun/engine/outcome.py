@@ -210,7 +210,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
     how: list[str | int | None] = [headline, step, next(iter(checkpoints), None)]
     code = EXIT_BAD_INPUT if bad_input else EXIT_FAILURE
-    if rank_files.error_before() == how and not _is_lost_peer(error):
+    if rank_files.previous_attempt_error() == how and not _is_lost_peer(error):
         code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
     claimed = ranks.claim_first_failure(code)
     if claimed.rank != ranks.rank:

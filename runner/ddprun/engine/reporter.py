@@ -164,7 +164,7 @@ class Reporter:
         self, name: str, ranks: list[int], size: int, how: str | None, *, again: bool = False, **about: Any
     ) -> None:
         """Report ranks that read other samples of shared data than rank 0, the cause first; `how`: from
-        `self_sharding_name`. `again`: the same was said of the training data.
+        `sharding_mechanism_name`. `again`: the same was said of the training data.
         """
         self.events.warning("data_differs", ranks=ranks, sharded_by=how, **about)
         lost = f"{size - 1} of {size} samples are never used"

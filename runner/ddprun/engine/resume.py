@@ -20,7 +20,7 @@ from ddprun.config.changes import check_changes, schedule_changed
 from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import StateError, hook_state_layout, raise_damaged_on_error, restore
+from ddprun.engine.state import StateError, hook_state_partitioning, raise_damaged_on_error, restore
 from ddprun.host.rank_files import attempt_folder
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
 from ddprun.telemetry.control_message import Accumulator
@@ -260,7 +260,7 @@ def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict
         "resume/layout", lambda: str(folder.read_json(checkpoint, checkpoint.path / "shared.json")["layout"])
     )
     # With other ranks, buckets, hosts or hooks, the hooks' state moves between ranks.
-    merging = checkpoint.world_size != ranks or layout != hook_state_layout(session)
+    merging = checkpoint.world_size != ranks or layout != hook_state_partitioning(session)
     source = checkpoint
     for reader in runtime.records.remote_ranks:  # these do not see the run's folder
         parts = folder.part_names(checkpoint.world_size) if merging else ["shared", rank_part_name(reader)]

@@ -144,7 +144,7 @@ def _update_digest(found: Any, sample: Any) -> None:
     found.update(b"\1")
 
 
-def self_sharding_name(dataset: Any) -> str | None:
+def sharding_mechanism_name(dataset: Any) -> str | None:
     """What in a dataset of a known kind gives each rank samples of its own; None: nothing that is known."""
     if getattr(dataset, "_distributed", None) is not None:
         return "split_dataset_by_node"  # Hugging Face's datasets

@@ -14,13 +14,13 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from ddprun import __version__
-from ddprun.checkpoint.codec import sort_metadata, usual_permissions
+from ddprun.checkpoint.codec import sort_metadata, umask_permissions
 from ddprun.checkpoint.folder import sync_folder
 from ddprun.config import SaveStage
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
+from ddprun.engine.stage_run import make_buffers_equal, swap_in_averaged_weights
 from ddprun.engine.weights import plain_name
 from ddprun.run_files import encodable_path, open_file
 
@@ -42,7 +42,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
-    with averaged_weights(session):
+    with swap_in_averaged_weights(session):
         target = session.runtime.shown(_write_on_rank_0(session, stage))
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
@@ -78,7 +78,7 @@ def write_weights(
     with _replace_atomically(target) as unfinished:
         try:
             kept = _SavedWeights(model_alone(session.runtime.model), only_trainable=only_trainable)
-            with usual_permissions(unfinished):
+            with umask_permissions(unfinished):
                 save_model(kept, str(unfinished), notes)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None

@@ -16,11 +16,11 @@ _one_thread_at_a_time = threading.RLock()  # a process has one generator of each
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on the CPU and on every GPU."""
-    seed_host(seed)
+    seed_cpu_generators(seed)
     torch.manual_seed(seed)
 
 
-def seed_host(seed: int) -> None:
+def seed_cpu_generators(seed: int) -> None:
     """The same, but for the GPUs."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,5 +1,5 @@
-"""What a stage does between the ranks, in order: a run carries it out (`stage_run.carry_out`), and `ddprun
-explain` counts what it sends. Imports no torch.
+"""What a stage does between the ranks, in order: a run does it (`stage_run.execute_action`), and
+`ddprun explain` counts what it sends. Imports no torch.
 
 Only the part of a step before its update is in two places, here and in `loop.train_step`, whose orders
 tests/engine/test_sequence.py compares. The caller reports what a run alone knows: how many steps were taken

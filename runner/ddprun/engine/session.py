@@ -21,7 +21,7 @@ from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds
-from ddprun.engine.fingerprints import Fingerprints
+from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
@@ -73,7 +73,7 @@ class Runtime:
     precision: Precision
     objective: Objective
     feeds: Feeds
-    fingerprints: Fingerprints  # of all data
+    fingerprints: DatasetFingerprints  # of all data
     held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
     checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)

@@ -12,7 +12,7 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds, open_feeds
-from ddprun.engine.fingerprints import Fingerprints
+from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import (
@@ -25,11 +25,11 @@ from ddprun.engine.objective import (
 )
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
-from ddprun.engine.samples import self_sharding_name
+from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunState, Runtime, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
-from ddprun.engine.weights import averages_itself, load_weights
+from ddprun.engine.weights import has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
 from ddprun.host.device import DeviceAndBackend
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -56,7 +56,7 @@ _COMPILE_NOTICE_AFTER_S = 3.0
 _BLOCKS_HINT = "write compile: false, or name other modules in blocks"
 
 
-def open_session(
+def build_session(
     loaded: LoadedPipeline,
     run_dir: Path,
     ranks: Ranks,
@@ -86,11 +86,11 @@ def open_session(
     data = build.build_data(loaded)
     stage_held_out = build.build_stage_held_out(loaded)
     check_trackers(loaded)
-    compiling.check_dynamo(loaded)
+    compiling.check_dynamo_config(loaded)
     compiling.check_compiler(loaded, device)
     build.check_metrics(loaded, device)
     loss = build.build_loss(loaded)
-    model = build.join_loss(loaded, model, loss, device, precision.parameter_dtype)
+    model = build.join_model_and_loss(loaded, model, loss, device, precision.parameter_dtype)
     objective = Objective(loaded, loss, build.build_batch_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
@@ -128,7 +128,7 @@ def open_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    fingerprints = Fingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
+    fingerprints = DatasetFingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
@@ -180,7 +180,7 @@ def open_session(
         profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
         compiler=compiler,
     )
-    replicas = ReplicaConsistency(optimizer_is_read=averages_itself(optimizer))
+    replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
     session.measure_clocks()
@@ -307,4 +307,6 @@ def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Repo
             "remove loader.sharded"
         )
     if differing and not feed.sharded:
-        reporter.report_differing_data(name, differing, feed.world_size, self_sharding_name(feed.dataset))
+        reporter.report_differing_data(
+            name, differing, feed.world_size, sharding_mechanism_name(feed.dataset)
+        )

@@ -14,10 +14,10 @@ from ddprun.config import (
     AverageStage,
     BroadcastStage,
     EvaluateStage,
-    RunSchedule,
     SaveStage,
     StepStage,
     StepStageSettings,
+    WholeRunSchedule,
 )
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
@@ -118,7 +118,7 @@ class StageRun:
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
         schedule = self.session.state.schedule
-        if isinstance(self.settings.schedule, RunSchedule) and schedule is not None:
+        if isinstance(self.settings.schedule, WholeRunSchedule) and schedule is not None:
             return int(schedule.last_epoch)
         return stage_step - 1
 
@@ -145,7 +145,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
-    spans_whole_run = isinstance(settings.schedule, RunSchedule)
+    spans_whole_run = isinstance(settings.schedule, WholeRunSchedule)
     if state.schedule is None or not spans_whole_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
         own_settings = runtime.optimizer_settings[stage.index]
@@ -161,7 +161,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         state.loaded_schedule = None
     mutate = None
     if settings.mutate is not None:
-        mutate = build.build_function(loaded, f"{stage.path}.mutate", settings.mutate)
+        mutate = build.build_mutate_or_update(loaded, f"{stage.path}.mutate", settings.mutate)
 
     runtime.stacks.enter(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
@@ -199,7 +199,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             restore_mid_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
         return run
     for action in sequence.begin():
-        carry_out(run, action, state.step)
+        execute_action(run, action, state.step)
         if isinstance(action, Equalize):
             runtime.recorder.write_between_steps(stage.index, state.step)
             session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
@@ -222,7 +222,7 @@ def end_stage(run: StageRun) -> None:
     """Make the ranks equal again, unless the next stage wants them as they are."""
     session, stage, step = run.session, run.stage, run.session.state.step
     for action in run.sequence.end(run.steps_done):
-        carry_out(run, action, step)
+        execute_action(run, action, step)
         if isinstance(action, Equalize) and action.what == "parameters":
             session.reporter.events.info("reconciled", stage=stage.index, step=step, how="average")
             session.reporter.note(
@@ -230,7 +230,7 @@ def end_stage(run: StageRun) -> None:
             )
 
 
-def carry_out(run: StageRun, action: Action, step: int) -> None:
+def execute_action(run: StageRun, action: Action, step: int) -> None:
     """Do on this rank what the stage's sequence says, after `step` steps of the run."""
     session, runtime = run.session, run.session.runtime
     match action:
@@ -306,7 +306,7 @@ def _average_or_broadcast(
 
 
 @contextmanager
-def averaged_weights(session: Session) -> Iterator[None]:
+def swap_in_averaged_weights(session: Session) -> Iterator[None]:
     """Inside, the model has the weights that are measured and saved: the average (`ema`) or those of the
     optimizer's `eval()`, if there is one, and the mean over ranks of what differs between them. Then each
     rank has its own again, bit for bit.
@@ -338,8 +338,8 @@ def averaged_weights(session: Session) -> Iterator[None]:
 
 @contextmanager
 def model_for_evaluation(session: Session) -> Iterator[None]:
-    """Inside, the model is the one that an evaluate stage would see now: weights as in `averaged_weights`,
-    equal frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
+    """Inside, the model is the one that an evaluate stage would see now: `swap_in_averaged_weights`, equal
+    frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
     nothing has been drawn at random. An exchange of the sync policy that is in flight goes on: this uses
     another queue.
     """
@@ -349,7 +349,7 @@ def model_for_evaluation(session: Session) -> Iterator[None]:
         seeding.preserve_rng_state(runtime.device),
         runtime.buffers.temporarily_equal(),
         runtime.frozen.temporarily_equal(),
-        averaged_weights(session),
+        swap_in_averaged_weights(session),
     ):
         runtime.model.eval()
         try:

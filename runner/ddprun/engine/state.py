@@ -323,7 +323,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
             "pipeline": runtime.loaded.as_dict(),
             "data": runtime.fingerprints.of_checkpoint(),
             "world_size": runtime.ranks.size,
-            "layout": hook_state_layout(session),
+            "layout": hook_state_partitioning(session),
             "ddprun": __version__,
         }
         common = {key: full_state[key] for key in sorted(shared)}
@@ -371,7 +371,7 @@ def close_checkpoints(session: Session) -> None:
         report_checkpoints(session)
 
 
-def hook_state_layout(session: Session) -> str:
+def hook_state_partitioning(session: Session) -> str:
     """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
     runtime = session.runtime
     cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)

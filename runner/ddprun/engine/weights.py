@@ -21,7 +21,7 @@ def plain_name(name: str) -> str:
     return name.replace(_COMPILE_PREFIX, "")
 
 
-def averages_itself(optimizer: Optimizer) -> bool:
+def has_train_eval_modes(optimizer: Optimizer) -> bool:
     """Whether an optimizer has `train()` and `eval()`: it trains other weights than those to be read."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 

@@ -47,7 +47,7 @@ from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import save
 from ddprun.engine.session import Session
-from ddprun.engine.setup import open_session
+from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import run_equalizing_stage
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
@@ -149,7 +149,9 @@ def _run(
     folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())
     failure_context.run_dir = folder.path.absolute()
     rank_files.report_run_dir(folder.path)
-    session = failure_context.session = open_session(loaded, folder.path, ranks, place, signals, folder.token)
+    session = failure_context.session = build_session(
+        loaded, folder.path, ranks, place, signals, folder.token
+    )
     _announce(session)
     if folder.resumed:
         resume(session)

@@ -14,18 +14,11 @@ from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
-from ddprun.engine.sequence import (
-    Action,
-    Equalize,
-    Moment,
-    SendBuffers,
-    StageSequence,
-    equalize,
-)
-from ddprun.engine.weights import averages_itself
+from ddprun.engine.sequence import Action, Equalize, Moment, SendBuffers, StageSequence, equalize
+from ddprun.engine.weights import has_train_eval_modes
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
-from ddprun.host.code_folders import own_code_folders
+from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
 from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
@@ -279,7 +272,7 @@ def explain(
     `allow_imports`: what the pipeline names by an import path may be imported. `probe`: of the same model and
     data, from an earlier call for other ranks, hooks, policies or sizes of buckets; they are not looked at
     again, unless it takes more than the probe knows. Raises PipelineError for what only a run can see, and
-    ForeignFolderError: others may write to a folder from which libraries load code.
+    UnsafeFolderError: others may write to a folder from which libraries load code.
     """
     launch = loaded.pipeline.launch
     ranks_per_host = ranks_per_host or launch.nproc_per_node or default_rank_count(loaded)
@@ -287,7 +280,7 @@ def explain(
     with (
         chdir(os.getcwd()),  # the user's code may leave it
         TemporaryDirectory(prefix="ddprun-") as scratch,
-        own_code_folders(Path(scratch)),
+        private_code_caches(Path(scratch)),
     ):
         if probe is None or not probe.suffices_for(loaded):
             probe = probe_model(loaded, world, allow_imports=allow_imports)
@@ -325,7 +318,7 @@ class _Planner:
         self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
         if loaded.pipeline.ema is not None and self._model is not None:
             self._ema_tensors = initial_averages(self._model, "meta")
-        reads = probe.optimizer is not None and averages_itself(probe.optimizer)
+        reads = probe.optimizer is not None and has_train_eval_modes(probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=reads)
         self._stage: StepStage | None = None  # whose hooks carry what is sent
         self._plan = SyncPlan()  # of that stage

@@ -22,7 +22,7 @@ from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
-from ddprun.engine.weights import averages_itself
+from ddprun.engine.weights import has_train_eval_modes
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
@@ -147,14 +147,14 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     if model is not None:
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
-        model = build.join_loss(loaded, model, loss, device, precision.parameter_dtype)
+        model = build.join_model_and_loss(loaded, model, loss, device, precision.parameter_dtype)
         if not unknown.optimizer:
             optimizer = build.build_optimizer(loaded, model)
             build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
         build.check_sync(loaded, model, world.ranks)
 
     verdict = gradients = compiled = None
-    compiling.check_dynamo(loaded)
+    compiling.check_dynamo_config(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, loss)
         verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
@@ -223,7 +223,7 @@ def _may_send_optimizer_state(loaded: LoadedPipeline, optimizer: Optimizer) -> b
     settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.stages_with_steps()]
     chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
     broadcast = any(isinstance(stage, BroadcastStage) for stage in loaded.pipeline.stages)
-    with_weights = broadcast and averages_itself(optimizer)
+    with_weights = broadcast and has_train_eval_modes(optimizer)
     return chosen or with_weights or (len(settings) > 1 and _any_gradients(loaded))
 
 

@@ -31,7 +31,7 @@ from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
 from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
 from ddprun_hooks.payload import PayloadKind
-from ddprun_hooks.simulate import example_payload, simulate, simulated_group
+from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
 from ddprun_hooks.stack import Stack, broadcast_stack
 
 QueueName = Literal["world", "deltas", "plain"]
@@ -200,7 +200,7 @@ class TrafficSimulator:
         if key not in self._simulated_buckets:
             # Hooks of ours look at no values unless they are in host memory; those of others may.
             device = self._device if stack.custom_hooks and route.uses_hooks else torch.device("meta")
-            first = example_payload(layout, route.kind, device)
+            first = dummy_payload(layout, route.kind, device)
             indices: Sequence[int] = self._equivalent_indices
             if route.through == "broadcast":
                 indices = range(len(self._simulated_ranks))

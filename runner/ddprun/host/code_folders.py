@@ -17,19 +17,19 @@ _IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below t
 _MAX_PATH_BYTES = 72  # of a folder in which multiprocessing names a socket, of 107 bytes at most
 
 
-class ForeignFolderError(Exception):
+class UnsafeFolderError(Exception):
     """Others than this user may put code into a folder; says which, and what to do."""
 
 
 @contextmanager
-def own_code_folders(scratch: Path) -> Iterator[None]:
+def private_code_caches(scratch: Path) -> Iterator[None]:
     """Set the variables that say where libraries keep code, for this process and those that it starts.
 
     They name folders below `$XDG_CACHE_HOME/ddprun` (`~/.cache/ddprun`); where that cannot be written, below
     `scratch`, a folder of this run's own that is gone after it. Folders that the user has set are judged and
     kept. Temporary files go below `scratch` (if its path is too long for sockets, to a folder in `/tmp`), and
     with them what libraries look for there, whatever is set.
-    Raises ForeignFolderError if others may write to one of the folders, OSError if `scratch` cannot be
+    Raises UnsafeFolderError if others may write to one of the folders, OSError if `scratch` cannot be
     written.
     """
     found: dict[str, str] = {}
@@ -81,7 +81,7 @@ def _own_folder(folder: Path, variable: str) -> bool:
         problem = "can be written by other users"
     else:
         return True
-    raise ForeignFolderError(
+    raise UnsafeFolderError(
         f"{folder} {problem}, and libraries load code from it: remove it, or set {variable} to a folder that "
         "only you can write"
     )

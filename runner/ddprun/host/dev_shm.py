@@ -33,7 +33,7 @@ class ShmSpace(NamedTuple):
     free: int
 
 
-class Shortage(NamedTuple):
+class ShmShortage(NamedTuple):
     """There is not enough room."""
 
     message: str  # what is missing, in one line
@@ -49,26 +49,26 @@ def shm_space(folder: Path = SHM_FOLDER) -> ShmSpace | None:
     return ShmSpace(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
-def startup_bytes(ranks: int, workers: int) -> int:
+def worker_startup_bytes(ranks: int, workers: int) -> int:
     """What loading processes need before the first batch; `workers` of them for each rank of the host."""
     return ranks * (_LOADER_SEMAPHORES + _WORKER_SEMAPHORES * workers) * PAGE_BYTES if workers else 0
 
 
-def needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
+def worker_needed_bytes(ranks: int, workers: int, tensor_bytes: Iterable[int]) -> int:
     """What they need with the batches that they make in advance, each tensor of which takes whole pages."""
     batch = sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in tensor_bytes)
-    return startup_bytes(ranks, workers) + ranks * workers * PREFETCHED_BATCHES * batch
+    return worker_startup_bytes(ranks, workers) + ranks * workers * PREFETCHED_BATCHES * batch
 
 
 def shortage(
     ranks: int, workers: int, tensor_bytes: Iterable[int], space: ShmSpace | None
-) -> Shortage | None:
+) -> ShmShortage | None:
     """What so many ranks on the host, with so many loading processes (workers) each, would miss; None:
     nothing, or the host has no `/dev/shm`.
     """
     if not workers or space is None:
         return None
-    least, needed = startup_bytes(ranks, workers), needed_bytes(ranks, workers, tensor_bytes)
+    least, needed = worker_startup_bytes(ranks, workers), worker_needed_bytes(ranks, workers, tensor_bytes)
     if space.free >= needed:
         return None
     who = f"{workers} DataLoader workers for each of {ranks} rank{'s' if ranks > 1 else ''}"
@@ -78,13 +78,13 @@ def shortage(
     else:
         why = f"but {who} need about {format_binary_bytes(needed)} for batches that are loaded in advance; "
         why += "a run whose batches do not fit fails"
-    return Shortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
+    return ShmShortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
 
 
-def nccl_shortage(ranks: int, space: ShmSpace | None) -> Shortage | None:
+def nccl_shortage(ranks: int, space: ShmSpace | None) -> ShmShortage | None:
     """What NCCL may miss between the GPUs of a host; None: enough room, no `/dev/shm`, or one rank."""
     if ranks == 1 or space is None or space.free >= ROOM_FOR_NCCL_BYTES:
         return None
     free = format_binary_bytes(space.free)
     text = f"/dev/shm has {free} free, which may be too little for NCCL between {ranks} GPUs"
-    return Shortage(text, certain=False)
+    return ShmShortage(text, certain=False)

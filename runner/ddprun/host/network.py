@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from ddprun.host.processes import in_background
+from ddprun.host.processes import run_in_daemon_thread
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
@@ -138,7 +138,7 @@ def resolve_addresses(host: str) -> list[str]:
         return [str(ipaddress.ip_address(host.partition("%")[0]))]
     if host:  # a name server that does not answer must not hold the run up
         with suppress(OSError, UnicodeError):
-            found = in_background(lambda: socket.getaddrinfo(host, None)).result(_LOOK_UP_S)
+            found = run_in_daemon_thread(lambda: socket.getaddrinfo(host, None)).result(_LOOK_UP_S)
             return [str(entry[4][0]) for entry in found]
     return []
 

@@ -130,7 +130,7 @@ def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
         _send(left_after(_TERMINATE_S), signal.SIGKILL)
 
 
-def end_in_time(code: int, rank: int, redact: Callable[[str], str]) -> None:
+def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -> None:
     """Have this process, whose rank is done, end within `_END_S` with this exit code, and say what holds it
     up.
 
@@ -189,7 +189,7 @@ def hard_exit_on_signals(*numbers: int) -> None:
         handle_signal_unless_ignored(number, lambda number, _: os._exit(SIGNAL_EXIT_BASE + number))
 
 
-def in_background(call: Callable[[], _T]) -> "Future[_T]":
+def run_in_daemon_thread(call: Callable[[], _T]) -> "Future[_T]":
     """Call on a daemon thread.
 
     Whoever waits for the result may set a limit. In the main thread handlers of signals run meanwhile: if it

@@ -122,7 +122,7 @@ def report_error(error: list[str | int | None]) -> None:
     _write(_ERROR, json.dumps([_start(), error]).encode())
 
 
-def error_before() -> list[str | int | None] | None:
+def previous_attempt_error() -> list[str | int | None] | None:
     """How a rank of this host failed when they last ran; None if none did, or under another launcher."""
     try:
         start, error = json.loads((Path(os.environ[SCRATCH_VARIABLE]) / _ERROR).read_bytes())

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
-from ddprun.host.code_folders import ForeignFolderError, own_code_folders
+from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning
-from ddprun.host.processes import end_in_time, hard_exit_on_signals, raise_file_limit
+from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import launcher_folder
 from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
 from ddprun.standard_streams import print_stderr
@@ -51,13 +51,13 @@ def start(
         with ExitStack() as stack:
             if LAUNCHED_VARIABLE not in os.environ:
                 try:
-                    stack.enter_context(own_code_folders(stack.enter_context(launcher_folder())))
-                except (ForeignFolderError, OSError) as error:
+                    stack.enter_context(private_code_caches(stack.enter_context(launcher_folder())))
+                except (UnsafeFolderError, OSError) as error:
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         print_stderr(f"ddprun: {error}")
                     return EXIT_BAD_INPUT
             code = _be_rank(loaded, launcher, run_dir, resuming)
-        end_in_time(code, int(os.environ["RANK"]), loaded.secrets.redact)
+        force_exit_after_delay(code, int(os.environ["RANK"]), loaded.secrets.redact)
         return code
     loaded.check_environment()
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a

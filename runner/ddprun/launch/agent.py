@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
 from ddprun.host import rank_files
-from ddprun.host.processes import end_leftovers, in_background
+from ddprun.host.processes import end_leftovers, run_in_daemon_thread
 from ddprun.launch.flags import rendezvous_parameters
 from ddprun.launch.rendezvous import make_handler
 from ddprun.standard_streams import print_stderr
@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
         """Wait for the other hosts. Raises RendezvousError where clocks that are far apart make hosts
         consider each other lost, and torchelastic would continue with too few.
         """
-        in_background(partial(super()._rendezvous, worker_group)).result()
+        run_in_daemon_thread(partial(super()._rendezvous, worker_group)).result()
         present = worker_group.group_world_size or 0
         if present < self._min_nodes:
             raise RendezvousError(
@@ -189,7 +189,7 @@ def make_agent(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(arguments),
-        rdzv_handler=in_background(partial(make_handler, rendezvous_parameters(config))).result(),
+        rdzv_handler=run_in_daemon_thread(partial(make_handler, rendezvous_parameters(config))).result(),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=host if static else None,

@@ -27,7 +27,7 @@ from ddprun import (
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
-from ddprun.host.code_folders import ForeignFolderError, own_code_folders
+from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.device import check_launch
 from ddprun.launch.agent import SHUTDOWN_TIMEOUT_S, Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, is_elastic, silence_torchelastic, torchrun_arguments
@@ -67,8 +67,8 @@ def launch(
     with ExitStack() as stack:
         try:  # torchelastic would leave its own folder behind
             folder = stack.enter_context(rank_files.launcher_folder())
-            stack.enter_context(own_code_folders(folder))
-        except ForeignFolderError as error:
+            stack.enter_context(private_code_caches(folder))
+        except UnsafeFolderError as error:
             print_stderr(f"ddprun: {error}")
             return EXIT_BAD_INPUT
         except OSError as error:

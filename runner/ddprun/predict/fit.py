@@ -25,7 +25,7 @@ _HALVINGS = 24
 _MeasuredStages = Sequence[tuple[StageExplanation, StageCosts]]
 
 
-def fit_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
+def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostModel:
     """The cost model of a run, explained for the ranks that it ran on; `links`: those that it had."""
     world, on_cpu = explained.world, costs.device == "cpu"
     pairs = [

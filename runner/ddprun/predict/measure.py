@@ -13,7 +13,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.predict import ShortRunError
 from ddprun.predict.costs import CostsUnknownError, costs_of_run
-from ddprun.predict.fit import fit_model
+from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.hook_verdicts import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -37,7 +37,7 @@ def hook_stacks_to_measure(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
     return found
 
 
-def short_run_stages(
+def measurement_stages_yaml(
     loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
 ) -> str:
     """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains."""
@@ -65,9 +65,9 @@ def run_measurement(
 
     `overrides` are added to those with which the pipeline was loaded. A run that takes longer than `limit_s`
     is ended: what it has recorded until then tells the costs. Raises ShortRunError if it fails, and as
-    `short_run_stages` does.
+    `measurement_stages_yaml` does.
     """
-    settings = [*loaded.overrides, *overrides, f"stages={short_run_stages(loaded, stacks)}", *QUIET]
+    settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
     settings.append("timings={every: 1, gradients: true}")
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
@@ -109,4 +109,4 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
-    return fit_model(explained, costs if cores is None else replace(costs, cores=cores), links)
+    return fit_cost_model(explained, costs if cores is None else replace(costs, cores=cores), links)

@@ -366,7 +366,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     return found
 
 
-def merge_digests(digests: Sequence[RunDigest]) -> RunDigest:
+def merge_seed_digests(digests: Sequence[RunDigest]) -> RunDigest:
     """Runs of one pipeline under several seeds as one: the first, with all times and the mean losses."""
     first, *others = digests
     stages = [

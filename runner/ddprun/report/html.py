@@ -68,7 +68,7 @@ def page(
     )
 
 
-def as_text(digest: RunDigest) -> str:
+def terminal_summary(digest: RunDigest) -> str:
     """What is on top of the page of a run, for a terminal."""
     lines = ["; ".join(f"{name}: {value}" for name, value in _facts(digest))]
     for stage, found in sentences(digest).items():

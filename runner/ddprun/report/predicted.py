@@ -15,13 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP
 from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
-from ddprun.report.measured import (
-    BucketTimes,
-    MeasuredStage,
-    StepPart,
-    numbered_name,
-    read_measured_stages,
-)
+from ddprun.report.measured import BucketTimes, MeasuredStage, StepPart, numbered_name, read_measured_stages
 from ddprun.run_files import parse_json
 from ddprun.units import format_count, format_duration
 
@@ -34,7 +28,7 @@ _STARVED_CPU_SHARE = 0.8
 a step takes longer, unless a rank is late."""
 
 
-class PredictionError(Exception):
+class PredictionFileError(Exception):
     """A file is not what `ddprun explain` prints."""
 
 
@@ -121,19 +115,19 @@ class Prediction(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> "Prediction":
-        """Parse a prediction file, which anybody may have written; raises PredictionError."""
+        """Parse a prediction file, which anybody may have written; raises PredictionFileError."""
         if len(data) > MAX_PREDICTION_BYTES:
-            raise PredictionError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
+            raise PredictionFileError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
         try:
             found = cls.model_validate(parse_json(data))
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
-            raise PredictionError(f"{place}{': ' * bool(place)}{fault['msg']}") from None
+            raise PredictionFileError(f"{place}{': ' * bool(place)}{fault['msg']}") from None
         except ValueError as error:
-            raise PredictionError(str(error)) from None
+            raise PredictionFileError(str(error)) from None
         if all(stage.predicted is None for stage in found.stages):
-            raise PredictionError("no stage has `predicted`; `--link` adds it")
+            raise PredictionFileError("no stage has `predicted`; `--link` adds it")
         return found
 
 

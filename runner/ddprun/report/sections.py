@@ -113,7 +113,7 @@ def _curves_over_steps(
     steps = sorted({step for curve in means for step in curve})
     steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
     rows = [[round(step), *(curve.get(step) for curve in means)] for step in steps]
-    yield Figure(label, {"": charts.with_marks(draw(lines, unit), runs)}, log=True)
+    yield Figure(label, {"": charts.with_stage_marks(draw(lines, unit), runs)}, log=True)
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
 
 

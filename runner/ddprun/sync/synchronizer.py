@@ -261,13 +261,13 @@ def buckets_by_fragment(
     buckets: dict[tuple[int, int], ParameterBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
-        for index, named in enumerate(split_evenly(trainable, count)):
+        for index, named in enumerate(split_into_fragments(trainable, count)):
             buckets[index, count] = ParameterBuckets(named, cap_bytes, first)
             first += len(buckets[index, count].layouts)
     return buckets
 
 
-def split_evenly(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+def split_into_fragments(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     """Neighbouring parameters in `parts` groups of about equal size; ValueError if there are too few."""
     if parts > max(1, len(named)):
         raise ValueError(f"{parts} fragments of {len(named)} parameters: each needs at least one")

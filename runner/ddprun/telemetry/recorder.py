@@ -62,7 +62,7 @@ from ddprun.telemetry.steps import (
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer, dumps, record_file
 from ddprun_hooks.comm.control import ControlChannel, PendingMessage
-from ddprun_hooks.comm.trace import BucketTrace, now_us, read_findings
+from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host, now_us
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -348,7 +348,7 @@ class StepRecorder:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._between_steps = self._between_steps, Traffic()
         traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
-        read_findings(traces)
+        copy_findings_to_host(traces)
         self._accumulator.note_findings(traces)
         self._count_traffic(traces, int(in_flight_us(TraceTimes.of([0] * len(traces), traces), 1)[0]))
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]

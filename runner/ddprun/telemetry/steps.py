@@ -32,7 +32,7 @@ from ddprun.telemetry.records import (
     MachineRecord,
     StepRecord,
 )
-from ddprun_hooks.comm.trace import BucketTrace, read_findings
+from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -248,7 +248,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
                 work += (section, span.start, span.done)
     waiting, (hooks_section, hooks_us) = Intervals(*_table(waits, 3)), _table(in_hooks, 2)
 
-    read_findings(traces)
+    copy_findings_to_host(traces)
     gradient_times = [
         {name: clock.us(mark) for name, mark in step.gradient_marks.items()}
         if step.gradient_marks and step.number % every == 0
@@ -302,8 +302,8 @@ def split_exposed_time(resolved: ResolvedSteps, all_ready_us: FloatArray) -> Int
         # Once all ranks have all buckets of a section ready, what is left of its waiting is the wire's.
         after = Intervals(np.arange(count), last_ready, np.full(count, waits.end.max()))
         moving = Intervals(*map(np.concatenate, zip(work, on_wire, after, strict=True)))
-        in_hooks = _sums(waits.section, covered_us(work, waits), count)
-        while_moving = _sums(waits.section, covered_us(moving, waits), count)
+        in_hooks = _sums(waits.section, union_overlap_us(work, waits), count)
+        while_moving = _sums(waits.section, union_overlap_us(moving, waits), count)
         hook += in_hooks
         wait -= while_moving
         wire = while_moving - in_hooks
@@ -321,10 +321,10 @@ def in_flight_us(traces: TraceTimes, count: int) -> IntArray:
         return np.zeros(count, dtype=np.int64)
     first, last = np.full(count, traces.ready.min()), np.full(count, traces.done.max())
     intervals = Intervals(traces.section // 2, traces.ready, traces.done)
-    return covered_us(intervals, Intervals(np.arange(count), first, last))
+    return union_overlap_us(intervals, Intervals(np.arange(count), first, last))
 
 
-def covered_us(intervals: Intervals, windows: Intervals) -> IntArray:
+def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
     """How many microseconds of each window (at least one) the union of intervals covers: shape (windows,)."""
     low, high = int(windows.start.min()), int(windows.end.max())
 

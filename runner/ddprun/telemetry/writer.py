@@ -21,14 +21,7 @@ from typing import IO, Any, NoReturn
 import msgspec
 import structlog
 
-from ddprun.run_files import (
-    MAX_LINE_BYTES,
-    JunkBudget,
-    names_in,
-    open_file,
-    parse_json,
-    replace_atomically,
-)
+from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, names_in, open_file, parse_json, replace_atomically
 from ddprun.telemetry.records import Event
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us

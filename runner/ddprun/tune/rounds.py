@@ -18,7 +18,7 @@ _MIN_TURNS, _MAX_TURNS = 8, 26  # of each run, the first of which does not count
 _MIN_TURN_STEPS = 2
 
 
-def sides_of_round(
+def make_round_variants(
     loaded: LoadedPipeline,
     tuned: TunedStage,
     chosen: Sequence[Candidate],

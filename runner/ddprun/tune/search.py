@@ -43,7 +43,7 @@ from ddprun.tune.candidates import (
     values_to_try,
 )
 from ddprun.tune.predictor import CandidatePredictor
-from ddprun.tune.rounds import judge_round, sides_of_round, turn_and_run_steps
+from ddprun.tune.rounds import judge_round, make_round_variants, turn_and_run_steps
 from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
 from ddprun.units import format_count
 
@@ -137,7 +137,7 @@ class Search:
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
-        self._sides = partial(sides_of_round, loaded, self._tuned, overrides=self._local_overrides)
+        self._sides = partial(make_round_variants, loaded, self._tuned, overrides=self._local_overrides)
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()

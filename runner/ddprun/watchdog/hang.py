@@ -33,7 +33,7 @@ HangCause = Literal["late", "silent", "circle", "network"]
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLocation:
+class PeerStatusAddress:
     """Where another rank is, as it said when it joined."""
 
     host: str
@@ -58,7 +58,7 @@ class RunContext:
     rank: int
     size: int
     host: str
-    peers: Callable[[], Mapping[int, PeerLocation]]  # ranks that have joined
+    peers: Callable[[], Mapping[int, PeerStatusAddress]]  # ranks that have joined
     holds_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
     # Claim to be the one that prints the report, among all hosts; True if nobody can be asked.
     claim_report: Callable[[], bool]
@@ -113,7 +113,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueColl
 
 
 def _collect_statuses(
-    context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, PeerLocation]
+    context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, PeerStatusAddress]
 ) -> dict[int, RankStatus]:
     """What the status pages say that can be read, of this host and of the others."""
     on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == context.host}
@@ -172,7 +172,7 @@ def build_report(
     timeout_s: float,
     waits: Sequence[OverdueCollective],
     statuses: Mapping[int, RankStatus],
-    peers: Mapping[int, PeerLocation],
+    peers: Mapping[int, PeerStatusAddress],
 ) -> HangReport:
     """Say who is missing; `waits`: what this rank waits for, oldest first; `statuses` has its own, too."""
     diagnosis = diagnose(context.rank, statuses)
@@ -228,7 +228,7 @@ def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> Over
 
 
 def _describe_rank(
-    rank: int, context: RunContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerLocation]
+    rank: int, context: RunContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerStatusAddress]
 ) -> str:
     status, peer = statuses.get(rank), peers.get(rank)
     if status is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddprun.host.processes import state_and_parent
 from ddprun.standard_streams import print_stderr
-from ddprun.watchdog.rank_watchdog import HANG_FILE, CheckFailureReporter
+from ddprun.watchdog.rank_watchdog import HANG_FILE, WatchdogErrorReporter
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
 from ddprun_hooks.errors import format_ranks
 
@@ -53,7 +53,7 @@ class LauncherWatchdog:
                     "cannot ask what the ranks of this one do"
                 )
         self._closed = threading.Event()
-        self._check_failures = CheckFailureReporter("the launcher's watchdog")
+        self._check_failures = WatchdogErrorReporter("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
         # By folder: how long all its ranks have been stopped; when its hang was found.
         self._stopped_s: dict[Path, float] = {}

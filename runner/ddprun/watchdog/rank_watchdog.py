@@ -46,7 +46,7 @@ _PLURAL: dict[PayloadKind, str] = {
 
 
 @dataclass(slots=True)
-class CheckFailureReporter:
+class WatchdogErrorReporter:
     """Says on the screen that a check has failed: once, however often checks fail later."""
 
     checker: str  # who runs the checks, for the message
@@ -74,7 +74,7 @@ class EngineListener:
         """Note the GPU of this rank."""
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
+        """As `ddprun_hooks.comm.observer.CollectiveObserver.new_sequence`."""
         return NULL_OBSERVER
 
     def set_stage(self, name: str) -> None:
@@ -178,7 +178,7 @@ class OverdueCollective:
 
 @dataclass(slots=True)
 class RankWatchdog(EngineListener):
-    """This rank's watchdog; satisfies `ddprun_hooks.comm.observer.Observer`.
+    """This rank's watchdog; satisfies `ddprun_hooks.comm.observer.CollectiveObserver`.
 
     A thread of its own checks some times a second. Training threads wait for collectives without Python's
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watchdogs.
@@ -206,10 +206,10 @@ class RankWatchdog(EngineListener):
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _check_failures: CheckFailureReporter = field(init=False)
+    _check_failures: WatchdogErrorReporter = field(init=False)
 
     def __post_init__(self) -> None:
-        self._check_failures = CheckFailureReporter(f"the watchdog of rank {self.rank}")
+        self._check_failures = WatchdogErrorReporter(f"the watchdog of rank {self.rank}")
         try:
             self.status_page = StatusPage(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this status page once they have joined
@@ -221,7 +221,7 @@ class RankWatchdog(EngineListener):
         self._thread.start()
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> WatchedSequence:
-        """As `ddprun_hooks.comm.observer.Observer.new_sequence`."""
+        """As `ddprun_hooks.comm.observer.CollectiveObserver.new_sequence`."""
         sequence = WatchedSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
-    known_ranks,
+    configured_world_size,
     register_check,
     setting_path,
     setting_text,
@@ -89,7 +89,7 @@ def _restarts(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check()
 def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
-        entries = [grammar.resolve_hook(hook.name, hook.options) for hook in hooks]
+        entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
         for wrong in grammar.stack_problems(entries):
             yield KeyConflict((*path, *wrong.path), wrong.text, None, wrong.severity)
 
@@ -120,7 +120,7 @@ def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) -> Iterator[KeyConflict]:
-    ranks = known_ranks(pipeline)
+    ranks = configured_world_size(pipeline)
     if hosts and ranks and ranks % hosts:
         text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
         yield KeyConflict(path, text, "each host needs the same number of ranks")
@@ -155,7 +155,7 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 
 @register_check("sync", "stages", "launch")
 def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    ranks = known_ranks(pipeline)
+    ranks = configured_world_size(pipeline)
     plans, broadcasts = sync_plans(pipeline), (s for s in pipeline.stages if isinstance(s, BroadcastStage))
     sources = [((*path, "source"), one.source) for path, plan in plans for one in plan.transfers]
     sources += [(stage_key_path(stage, "source"), stage.source) for stage in broadcasts]

@@ -21,7 +21,7 @@ from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
 from ddprun.config.tree import KeyPath
-from ddprun_hooks.config.messages import describe_value, message_parts, unknown_option
+from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
 _MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `check` has to stay quick
@@ -116,7 +116,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 key = str(item["loc"][0])
-                text, allowed, near = message_parts(item, describe_value(group.options.get(key)))
+                text, allowed, near = error_message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
                     text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
                 yield KeyConflict(("groups", index, *item["loc"]), text, allowed, suggestion=near)

@@ -48,7 +48,7 @@ def find_conflicts(pipeline: Pipeline, faulty: frozenset[str] = frozenset()) -> 
             yield from check(pipeline)
 
 
-def known_ranks(pipeline: Pipeline) -> int | None:
+def configured_world_size(pipeline: Pipeline) -> int | None:
     """How many ranks the file says there are; None if it leaves that to the machine."""
     launch = pipeline.launch
     least, most = launch.host_range

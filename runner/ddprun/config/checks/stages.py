@@ -10,7 +10,7 @@ from ddprun.config.checks.registry import (
     stage_key_path,
     updates_weights,
 )
-from ddprun.config.choices import RunSchedule
+from ddprun.config.choices import WholeRunSchedule
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
@@ -20,7 +20,7 @@ _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_valu
 
 @register_check("schedule", "warmup_steps", "stages")
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not isinstance(pipeline.schedule, RunSchedule):
+    if not isinstance(pipeline.schedule, WholeRunSchedule):
         return
     stages = [stage for stage in pipeline.stages_with_steps() if updates_weights(pipeline, stage)]
     for stage in stages:
@@ -41,7 +41,7 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
-        if not settings.updates_weights or isinstance(settings.schedule, RunSchedule):
+        if not settings.updates_weights or isinstance(settings.schedule, WholeRunSchedule):
             continue
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
