@@ -382,7 +382,7 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
 def between_steps(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
 ) -> Literal["continue", "stopped", "failed", "stop alone"]:
-    """Act on what the messages of all ranks said, alike on all of them, until the stage ends; gives whether to
+    """Act on what the messages of all ranks said, alike on all of them; gives whether to
     go on, or how the stage ends. `stop alone`: ranks exchange nothing, and this one stops by itself.
     """
     session, runtime, step = run.session, run.session.runtime, run.session.state.step
