@@ -214,7 +214,7 @@ def test_a_best_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:
     failed = [event for event in events(run_dir) if event["event"] == "best_not_kept"]
     assert failed
     assert "directory" in failed[0]["reason"]
-    assert "best" not in summary(run_dir)
+    assert summary(run_dir)["best"] is None
     assert not list(run_dir.glob(".best*")), "nothing unfinished is left"
 
 

@@ -319,9 +319,10 @@ class Objective:
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.is_given(key) else "is false, its default"
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        problem = f"{false}, but {shown} took no part in {loss_name}, so ranks would wait for their "
+        problem = f"{false}, but {shown} took no part in {loss_name}"
+        problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
-        return self._loaded.error(key, f"{problem}gradients forever", f"{allowed}(requires_grad_(False))")
+        return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")
 
     def _loss_from_output(self, returned: Any) -> Tensor:
         loss = returned
