@@ -224,6 +224,7 @@ class Net(torch.nn.Module):
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "stack", ["[{hierarchical: {hosts: 2, across: [powersgd]}}]", "[powersgd, fp16]", "[shared_memory]"]
 )
@@ -238,7 +239,7 @@ def test_backward_goes_on_while_hooks_communicate(tmp_path: Path, stack: str) ->
     assert len(steps) == 16
     in_time = [mine[0]["done_us"] < mine[-1]["ready_us"] for mine in steps.values() if len(mine) > 1]
     assert len(in_time) == 16
-    assert sum(in_time) >= 8  # on a busy machine some ranks are held up for 150 ms; in order, none is in time
+    assert sum(in_time) >= 14  # a rank that the machine holds up for 150 ms is nobody's fault
 
 
 def test_the_legs_of_hierarchical_overlap_across_buckets(tmp_path: Path) -> None:

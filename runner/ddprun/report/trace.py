@@ -185,9 +185,9 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
         event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}
         if line.us is not None:
             yield event | {"dur": round(line.us, 3)}
-        else:
+        elif line.id is not None:
             # Perfetto takes whole numbers only, each once in a trace.
-            yield event | {"id": rank * _FLOW_IDS_PER_RANK + (line.id or 0), "bp": "e"}
+            yield event | {"id": rank * _FLOW_IDS_PER_RANK + line.id, "bp": "e"}
 
 
 def _run_events(run: Run) -> Iterator[Event]:

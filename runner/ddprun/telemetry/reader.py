@@ -214,7 +214,7 @@ class Run:
                         if not line.startswith(b"{") or b"\0" in line:
                             raise ValueError("no record")
                         found = parse(line)
-                    except (ValueError, RecursionError, AttributeError):
+                    except (ValueError, RecursionError):
                         junk.spend(len(line))
                         continue
                     if found is not None:

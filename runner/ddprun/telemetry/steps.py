@@ -485,8 +485,9 @@ def bucket_record(
         completed_by = max(known, key=known.__getitem__, default=None)
     assert trace.done is not None
     legs = [
-        CollectiveRecord(leg.op, leg.group, leg.dtype, leg.bytes, leg.wire_bytes, leg.start, leg.done or 0)
+        CollectiveRecord(leg.op, leg.group, leg.dtype, leg.bytes, leg.wire_bytes, leg.start, leg.done)
         for leg in trace.collectives
+        if leg.done is not None
     ]
     return BucketRecord(
         v=VERSION,

@@ -4,6 +4,7 @@ Names and units are as Prometheus wants them (https://prometheus.io/docs/practic
 `_total` at the end of what only grows.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -70,11 +71,11 @@ class Prometheus(Tracker):
         if record.mean_loss is not None:
             self._loss.set(record.mean_loss)
         for group, lr in enumerate(record.lr or ()):
-            self._lr.labels(str(group)).set(lr or 0.0)
+            self._lr.labels(str(group)).set(math.nan if lr is None else lr)
         if record.grad_norm is not None:
             self._grad_norm.set(record.grad_norm)
         for group, norm in enumerate(record.group_grad_norms or ()):
-            self._group_norms.labels(str(group)).set(norm or 0.0)
+            self._group_norms.labels(str(group)).set(math.nan if norm is None else norm)
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
