@@ -65,8 +65,9 @@ class FakeGpu(Gpu):
         return getattr(self._here, "stream", self.compute)
 
     @contextmanager
-    def use_stream(self, stream: Any) -> Iterator[None]:
+    def use_stream(self, stream: Any, current: Any = None) -> Iterator[None]:
         before = self.current_stream()
+        assert current in (None, before)
         self._here.stream = stream
         try:
             yield

@@ -298,13 +298,14 @@ class StreamQueue:
     ) -> Future[Tensor]:
         """As `HostCommQueue.send`; the future is set at once and carries the stream's events."""
         gpu, stream = self._gpu, self._streams[payload.bucket % _STREAM_COUNT]
-        ready = gpu.record_timestamp()
+        current = gpu.current_stream()
+        ready = gpu.record_timestamp(current)
         trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
         trace.handed_over = ready
         traces.append(trace)
         future = gpu.future()
         stream.wait_event(ready.event)
-        with gpu.use_stream(stream):
+        with gpu.use_stream(stream, current):
             gpu.record_stream(payload.tensor, stream)
             try:
                 if self.error is not None:
@@ -326,9 +327,10 @@ class StreamQueue:
         stream: torch.cuda.Stream,
     ) -> None:
         gpu, detailed, issued = self._gpu, self.detailed_timing, Counter[str]()
+        with_spans = detailed and bool(stack.names)  # plain all-reduce works on the wire alone
         run = start_hooks(payload, stack, group)
         result: Tensor | None = None
-        start = gpu.record_timestamp(stream) if detailed else trace.ready
+        start = gpu.record_timestamp(stream) if with_spans else trace.ready
         pending_collectives: list[PendingCollective] = []
         while True:
             try:
@@ -336,7 +338,7 @@ class StreamQueue:
             except StopIteration as stop:
                 write_back(cast(Tensor, stop.value), payload, stack)
                 done = trace.done = gpu.record_timestamp(stream)
-                if detailed:
+                if with_spans:
                     trace.spans.append(HookSpan(start, done, "decode", False))
                 for collective_trace in trace.collectives:
                     collective_trace.done = collective_trace.done or done
@@ -350,12 +352,13 @@ class StreamQueue:
             launched = start
             if detailed:
                 launched = gpu.record_timestamp(stream)
+            if with_spans:
                 trace.spans.append(HookSpan(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
             pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
             with marking_failed_on_error(pending):
                 collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
-            if detailed:
+            if with_spans:
                 trace.collectives[-1].done = start = gpu.record_timestamp(stream)
                 pending.done_when(start.has_passed)
             else:

@@ -126,7 +126,7 @@ def two_levels(seed: int) -> Stack:
     return make_stack([{"hierarchical": {"hosts": 2, "across": across}}])
 
 
-@pytest.mark.parametrize("steps", [15, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [15, pytest.param(250, marks=pytest.mark.slow)])
 def test_legs_of_two_levels_never_mix(steps: int) -> None:
     """Random delays on each rank, legs of many buckets under way at once, on two hosts: none is wrong."""
     wrong = run_ranks(

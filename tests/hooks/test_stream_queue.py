@@ -109,6 +109,17 @@ def test_a_step_without_a_record_takes_two_marks_a_bucket() -> None:
             assert (collective.start, collective.done) == (trace.ready, trace.done)
 
 
+def test_plain_all_reduce_takes_no_marks_for_hooks() -> None:
+    """Three a bucket: it was ready, the collective may start, it is done."""
+    (_, gpu, traces), _ = run_hooks([], 2, on_streams)
+    assert gpu.events_made == 3 * len(traces)
+    for trace in traces:
+        (collective,) = trace.collectives
+        assert not trace.spans
+        assert collective.done is trace.done
+        assert trace.ready.event.us <= collective.start.event.us <= trace.done.event.us
+
+
 def test_shared_memory_is_refused_on_a_gpu_before_a_group_is_made() -> None:
     """Also inside `hierarchical`: with `device: auto` the file cannot tell."""
     control: Any = None

@@ -61,9 +61,11 @@ class Gpu:
         return torch.cuda.current_stream(self.device.index)  # torch takes twice as long to read a device
 
     @contextmanager
-    def use_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Inside, the calling thread works on a stream."""
-        before = self.current_stream()
+    def use_stream(
+        self, stream: torch.cuda.Stream, current: torch.cuda.Stream | None = None
+    ) -> Iterator[None]:
+        """Inside, the calling thread works on `stream`. `current`: the one before, where it is known."""
+        before = current or self.current_stream()
         torch.cuda.set_stream(stream)
         try:
             yield

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -75,18 +75,39 @@ class BucketTrace(Generic[TimeT]):
 
     def in_microseconds(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
         """The same trace with every moment in microseconds, as `to_us` converts it."""
-        untyped: Any = self  # `replace` knows no other type parameter than that of its argument
-        converted: BucketTrace[int] = replace(
-            untyped,
-            ready=to_us(self.ready),
-            done=to_us(self.done),
-            handed_over=to_us(self.handed_over),
-            collectives=[
-                replace(one, start=to_us(one.start), done=to_us(one.done)) for one in untyped.collectives
-            ],
-            spans=[replace(one, start=to_us(one.start), done=to_us(one.done)) for one in untyped.spans],
+        collectives = [
+            CollectiveTrace(
+                one.op,
+                one.group,
+                one.dtype,
+                one.bytes,
+                one.wire_bytes,
+                one.between_hosts_bytes,
+                to_us(one.start),
+                to_us(one.done),
+            )
+            for one in self.collectives
+        ]
+        spans = [
+            HookSpan(to_us(one.start), to_us(one.done), one.phase, one.on_training_thread)
+            for one in self.spans
+        ]
+        return BucketTrace(
+            self.kind,
+            self.bucket,
+            self.hooks,
+            self.dtype,
+            self.numel,
+            self.bytes,
+            to_us(self.ready),
+            to_us(self.done),
+            to_us(self.handed_over),
+            collectives,
+            spans,
+            self.findings,
+            self.params,
+            self.fidelity,
         )
-        return converted
 
     @property
     def wire_bytes(self) -> int:

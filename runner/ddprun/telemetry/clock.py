@@ -93,7 +93,8 @@ class StreamClock(Clock):
             return mark  # read ahead
         if mark.us is None:
             event = mark.event
-            event.synchronize()
+            if not event.query():  # type: ignore[no-untyped-call]
+                event.synchronize()  # gives up Python's lock, which then has to be had again
             mark.set_time(round(self._time_of(event)))
         assert mark.us is not None
         return mark.us
