@@ -23,11 +23,11 @@ from ddprun.compare.runs import (
     Variant,
     VariantRuns,
     comparison_rows,
+    load_variant,
     make_variants,
     noise_factor,
     speed_ratio,
     speed_verdict,
-    with_step_and_noop_overrides,
 )
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
@@ -288,8 +288,9 @@ def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(PIPELINE.partition("stages:")[0] + stage)
     for noop in (False, True):
         variant = Variant("v", tmp_path / "p.yaml", ("hooks=[noop]",), noop=noop)
-        longer = with_step_and_noop_overrides(variant, 40)
+        longer, loaded = load_variant(variant, 40)
         pipeline = load(longer.pipeline, longer.overrides).pipeline
+        assert pipeline == loaded.pipeline
         (train,) = pipeline.train_stages()
         settings = train.effective_settings(pipeline)
         assert pipeline.stages[1].name == "evaluate"

@@ -11,17 +11,15 @@ from ddprun.config import load
 from ddprun.explain.explain import Explanation, explain
 from ddprun.predict.costs import (
     PARTS_WITHOUT_EXCHANGE,
-    BucketHookTimes,
     Costs,
     CostsUnknownError,
+    Lateness,
     LinearCost,
     StageCosts,
     costs_of_run,
 )
 from ddprun.predict.fit import fit_cost_model
-from ddprun.predict.forecast import forecast, optimizer_bytes, stacks_to_measure
-from ddprun.predict.hook_verdicts import leave_one_out
-from ddprun.predict.lateness import Lateness
+from ddprun.predict.forecast import forecast, leave_one_out, optimizer_bytes, stacks_to_measure
 from ddprun.predict.links import Link, Links, parse_links
 from ddprun.predict.measure import measurement_stages_yaml
 from ddprun.predict.model import CostModel, StepPrediction
@@ -93,7 +91,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
         if key in costs and stage.patterns and stage.patterns[0].exchanges:
             one.step_us, one.cpu_us, hook_times_us = costs[key]
             one.buckets = [
-                BucketHookTimes(bucket.bytes, hook_times_us)
+                (bucket.bytes, hook_times_us)
                 for exchange in stage.patterns[0].exchanges
                 for bucket in exchange.buckets or ()
             ]
@@ -267,7 +265,7 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
     """At half the rate a stage is faster with the hook, and at twice the rate it is not, beyond 2 %."""
     index = list(STAGES).index("int8")
     found = forecast(cases, fixed_model, parse_links("10Mbit"), hosts=[1, 4])
-    (verdict,) = found.stages[index].hook_verdicts
+    (verdict,) = found[index].hook_verdicts
     assert verdict.hook == "int8"
     assert verdict.pays is True
     limit = verdict.break_even_bytes_per_s
@@ -279,7 +277,7 @@ def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explana
         faster = fixed_model.predict(cases.stages[index], cases.world, at).step_us
         slower = fixed_model.predict(cases.stages[plain], cases.world, at).step_us
         assert (faster < 0.98 * slower) is pays
-    worlds = [world for one in found.stages.values() for world, _ in one.sweep]
+    worlds = [world for one in found.values() for world, _ in one.sweep]
     assert {world.hosts for world in worlds} == {1, 4}
     assert {world.ranks for world in worlds if world.hosts == 4} == {8}
 
@@ -312,10 +310,10 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
     assert optimizer_bytes(cases.probe.optimizer) == weights
-    memory = {index: one.memory for index, one in forecast(cases, model, Links()).stages.items()}
+    memory = {index: one.memory for index, one in forecast(cases, model, Links()).items()}
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
-    assert dataclasses.astuple(plain) == (weights, weights, weights, 0, 0)
-    assert int8.hooks == weights
+    assert list(plain.values()) == [weights, weights, weights, 0, 0]
+    assert int8["hooks"] == weights
 
 
 def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:

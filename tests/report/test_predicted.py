@@ -14,8 +14,13 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.report.digest import digest_run
-from ddprun.report.measured import read_measured_stages
-from ddprun.report.predicted import Prediction, PredictionFileError, StageComparison, compare_stages
+from ddprun.report.predicted import (
+    Prediction,
+    PredictionFileError,
+    StageComparison,
+    compare_stages,
+    read_measured_stages,
+)
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import over_a_link

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddprun.telemetry.progress import PlainScreen
+from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps
 
 KNOWN = AgreedSteps([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=False, compare_clocks=False)
@@ -33,7 +33,7 @@ def test_a_line_says_which_step_its_losses_are_of(
     """Ranks that train apart learn each other's losses where they exchange something; evaluations, stragglers
     and checkpoints count the run's steps.
     """
-    screen = PlainScreen(str)
+    screen = Screen(str)
     screen.begin("train", 50, first)
     screen.step(done, known, 2.5, 12.0)
     assert capsys.readouterr().err == f"{line}\n"

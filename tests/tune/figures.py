@@ -8,7 +8,7 @@ from ddprun.compare.runs import SpeedRatio
 from ddprun.config import load
 from ddprun.predict.model import StepPrediction
 from ddprun.predict.timeline import SimulatedStep
-from ddprun.tune.candidates import Candidate, TunedStage, find_tuned_stage, with_changes
+from ddprun.tune.candidates import Candidate, TunedStage, find_tuned_stage
 from ddprun.tune.choose import PredictedCandidate, Trial
 
 TEXT = """
@@ -29,7 +29,7 @@ class Figures:
         self.tuned: TunedStage = find_tuned_stage(self.loaded, {0: 500})
 
     def candidate(self, **changes: Any) -> Candidate:
-        found = with_changes(self.loaded, self.tuned, changes)
+        found = self.tuned.with_changes(changes)
         assert found is not None
         return found
 
@@ -76,7 +76,7 @@ def predicted(step_us: float) -> StepPrediction:
         links_busy_us={"within": 0.0, "across": 0.0},
         host_sends_bytes=0.0,
         without_exchange_us=step_us,
-        limit="computation",
+        cores_contended=False,
         last_exchange_step=SimulatedStep(),
         hooks_measured=True,
     )

@@ -14,7 +14,6 @@ from ddprun.tune.candidates import (
     all_combinations,
     find_tuned_stage,
     values_to_try,
-    with_changes,
 )
 
 HEAD = """
@@ -26,21 +25,20 @@ optimizer: {sgd: {lr: 0.1}}
 ONE_HOST, TWO_HOSTS = WorldShape(1, 2), WorldShape(2, 2)
 
 
-def loaded_of(folder: Path, text: str) -> tuple[LoadedPipeline, TunedStage]:
+def tuned_stage_of(folder: Path, text: str) -> TunedStage:
     file = folder / "p.yaml"
     file.write_text(HEAD + text)
     loaded = load(file)
-    return loaded, find_tuned_stage(
-        loaded, {stage.index: stage.steps for stage in loaded.pipeline.stages_with_steps()}
-    )
+    steps = {stage.index: stage.steps for stage in loaded.pipeline.stages_with_steps()}
+    return find_tuned_stage(loaded, steps)
 
 
 def searched(
     folder: Path, text: str, world: WorldShape = ONE_HOST, **vary: list[Any]
 ) -> tuple[LoadedPipeline, list[Candidate]]:
-    loaded, tuned = loaded_of(folder, text)
-    tried = {**values_to_try(loaded, tuned, world, on_cpu=True), **vary}
-    return loaded, list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
+    tuned = tuned_stage_of(folder, text)
+    tried = {**values_to_try(tuned, world, on_cpu=True), **vary}
+    return tuned.loaded, list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ stages:
   - train: {steps: 10}
   - train: {steps: 90, hooks: [fp16], accumulate: 2}
 """
-    loaded, tuned = loaded_of(tmp_path, text)
+    tuned = tuned_stage_of(tmp_path, text)
     assert tuned.stage.index == 1
     assert dict(tuned.paths_by_key) == {
         "sync": "sync",
@@ -122,7 +120,7 @@ stages:
         BUCKET_CAP_KEY: BUCKET_CAP_KEY,
         "accumulate": "stages[1].train.accumulate",
     }
-    candidate = with_changes(loaded, tuned, {"stages[1].train.hooks": ["int8"], "sync": "every_step"})
+    candidate = tuned.with_changes({"stages[1].train.hooks": ["int8"], "sync": "every_step"})
     assert candidate is not None
     assert candidate.name == "stages[1].train.hooks=[int8]"
     assert [hook.name for hook in candidate.settings.hooks] == ["int8"]
@@ -130,15 +128,15 @@ stages:
 
 def test_a_pipeline_that_does_not_train_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="no stage trains"):
-        loaded_of(tmp_path, "stages: [forward: {steps: 2}]\n")
+        tuned_stage_of(tmp_path, "stages: [forward: {steps: 2}]\n")
 
 
 def test_what_loses_more_is_known(tmp_path: Path) -> None:
     """By the same policy: rarer meetings, and hooks that keep less."""
-    loaded, tuned = loaded_of(tmp_path, "stages: [train: {steps: 200}]\n")
+    tuned = tuned_stage_of(tmp_path, "stages: [train: {steps: 200}]\n")
 
     def one(sync: Any, hooks: list[Any]) -> Candidate:
-        found = with_changes(loaded, tuned, {"sync": sync, "hooks": hooks})
+        found = tuned.with_changes({"sync": sync, "hooks": hooks})
         assert found is not None
         return found
 

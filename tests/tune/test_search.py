@@ -10,7 +10,7 @@ from ddprun.compare.runs import SeedRun, Variant, VariantRuns
 from ddprun.config import load
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
-from ddprun.tune.candidates import find_tuned_stage, with_changes
+from ddprun.tune.candidates import find_tuned_stage
 from ddprun.tune.choose import Floors
 from ddprun.tune.rounds import short_run_overrides, turn_and_run_steps
 from ddprun.tune.search import SearchOutcome, why_not_run
@@ -76,7 +76,7 @@ def test_a_short_run_keeps_the_stage_alone(tmp_path: Path, text: str, kept: dict
     file.write_text(HEAD + text)
     loaded = load(file)
     tuned = find_tuned_stage(loaded, {})
-    candidate = with_changes(loaded, tuned, {"sync": {"local_sgd": {"every": 4}}})
+    candidate = tuned.with_changes({"sync": {"local_sgd": {"every": 4}}})
     assert candidate is not None
     found = load(file, (*candidate.overrides, *short_run_overrides(candidate, tuned, 50))).pipeline
     (stage,) = found.stages
@@ -89,7 +89,7 @@ def test_a_warm_up_of_the_whole_pipeline_is_shortened(tmp_path: Path) -> None:
     file.write_text(f"{HEAD}warmup_steps: 100\nstages: [train: {{steps: 900}}]\n")
     loaded = load(file)
     tuned = find_tuned_stage(loaded, {})
-    candidate = with_changes(loaded, tuned, {})
+    candidate = tuned.with_changes({})
     assert candidate is not None
     assert load(file, short_run_overrides(candidate, tuned, 50)).pipeline.warmup_steps == 25
 

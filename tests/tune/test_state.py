@@ -39,14 +39,6 @@ def test_the_same_inputs_go_on(tmp_path: Path) -> None:
     assert told(runs)[0] not in (folder, other)
 
 
-def test_rounds_under_their_former_key_are_read(tmp_path: Path) -> None:
-    """`turn`: a search that was interrupted with it goes on."""
-    folder, state, _ = told(tmp_path)
-    former = {"turn" if key == "turn_steps" else key: value for key, value in ROUND.items()}
-    (folder / FILE).write_text(json.dumps({**state.model_dump(mode="json"), "rounds": [former]}))
-    assert State.read(folder).rounds == (Round.model_validate(ROUND),)
-
-
 @pytest.mark.parametrize(
     "damage",
     [

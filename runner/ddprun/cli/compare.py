@@ -87,8 +87,7 @@ def compare(
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
     all_variants = comparing.make_variants(pipelines, shared_overrides, keys, noop=noop, twin=control)
-    longer = [comparing.with_step_and_noop_overrides(one, steps) for one in all_variants]
-    variants, loaded = zip(*map(comparing.load_variant, longer), strict=True)
+    variants, loaded = zip(*(comparing.load_variant(one, steps) for one in all_variants), strict=True)
     for one in loaded:
         one.check_environment()
     own = [one for variant, one in zip(variants, loaded, strict=True) if not (variant.twin or variant.noop)]
@@ -172,7 +171,7 @@ def _show(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -
         if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"
-        page = html.page(merged_digests, html.Comparison(learning.sentences(rows), shown))
+        page = html.page(merged_digests, (learning.sentences(rows), shown))
         try:
             with replace_atomically(folder, page_path.name) as file:
                 file.write(page.encode(errors="replace"))

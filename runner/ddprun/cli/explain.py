@@ -17,7 +17,7 @@ from ddprun.cli.run import as_bad_parameter, forecast_options, format_option, ov
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explanation
-    from ddprun.predict.forecast import Forecast
+    from ddprun.predict.forecast import StageForecast
     from ddprun.predict.links import Links
 
 _MOST_HOSTS = 1 << 20
@@ -108,7 +108,8 @@ def explain(
         explained = explaining.explain(
             loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
         )
-        predicted, measured_run = None, measured
+        predicted: dict[int, StageForecast] = {}
+        measured_run = measured
         if predicts:
             predicted, measured_run = _forecast(
                 explained, links, measured_links, measured, cores, sweep or ()
@@ -128,15 +129,17 @@ def explain(
         from ddprun.predict.measure import identify_run
 
         found = explained.to_json_data()
-        if predicted is not None and measured_run is not None:
+        if measured_run is not None:
             found["measured_run"] = identify_run(measured_run)
             for stage in found["stages"]:
-                stage["predicted"] = predicted.to_json_data(stage["stage"])
+                of_stage = predicted.get(stage["stage"])
+                stage["predicted"] = None if of_stage is None else of_stage.to_json_data()
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False))
     else:
         from ddprun.explain.text import render_text
 
-        click.echo(secrets.redact(render_text(explained, predicted.lines if predicted is not None else None)))
+        lines = {index: one.lines() for index, one in predicted.items()}
+        click.echo(secrets.redact(render_text(explained, lines)))
     return EXIT_SUCCESS
 
 
@@ -147,7 +150,7 @@ def _forecast(
     measured: Path | None,
     cores: float | None,
     sweep: Sequence[int],
-) -> "tuple[Forecast, Path]":
+) -> "tuple[dict[int, StageForecast], Path]":
     """Measure, or read what was measured, and predict; gives the folder of the measured run, too."""
     from ddprun.predict import forecast as forecasting
     from ddprun.predict.costs import CostsUnknownError

@@ -149,7 +149,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
                 return search.follow()
             outcome = search.run()
             written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
-            search.mark_finished()
+            search.save_state(finished=True)
     except KeyboardInterrupt:
         kept = f"; {search.folder} keeps what was measured: the same command continues" if search else ""
         click.echo(f"ddprun tune: interrupted{kept}", err=True)

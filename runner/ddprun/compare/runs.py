@@ -16,8 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -35,7 +34,7 @@ from ddprun.compare import learning
 from ddprun.compare.hosts import ComparisonHosts
 from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
-from ddprun.config import LoadedPipeline, StepStage, load
+from ddprun.config import LoadedPipeline, load
 from ddprun.launch.launcher import export_overrides
 from ddprun.report.digest import RunDigest, digest_run, merge_seed_digests
 from ddprun.run_files import open_file
@@ -48,14 +47,15 @@ _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
 _TERMINATION_TIMEOUT_S = 15.0
-_SPEED_HEADS = {
-    "variant": "",
-    "steps_per_s": "steps/s",
-    "times_first": "times the first",
-    "exposed_share": "exposed",
-    "wire_bytes_per_step": "sent per step",
-    "cosine": "fidelity",
+_SPEED_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "variant": ("", str),
+    "steps_per_s": ("steps/s", "{:.1f}".format),
+    "times_first": ("times the first", "{:.2f}".format),
+    "exposed_share": ("exposed", "{:.0%}".format),
+    "wire_bytes_per_step": ("sent per step", format_bytes),
+    "cosine": ("fidelity", "{:.4f}".format),
 }
+"""By the key of a row: the column's head, and how its value reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ def make_variants(
     return found
 
 
-def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant:
-    """The variant with `steps` for its one stage that takes any (else PipelineError), noop in each stage."""
-    if steps is None and not variant.noop:
-        return variant
+def load_variant(variant: Variant, steps: int | None = None) -> tuple[Variant, LoadedPipeline]:
+    """The variant with `steps` for its one stage that takes any, noop in each stage, and a name that shows no
+    secret; and its pipeline. Raises PipelineError.
+    """
     loaded = load(variant.pipeline, variant.overrides)
     stages = loaded.pipeline.stages_with_steps()
     more: list[str] = []
@@ -107,24 +107,15 @@ def with_step_and_noop_overrides(variant: Variant, steps: int | None) -> Variant
         if len(stages) != 1:
             text = f"{len(stages)} stages take steps: --steps needs a pipeline with one such stage"
             raise loaded.error("stages", text, "leave --steps out, or name one stage")
-        more.append(_steps_override(loaded, stages[0], steps))
+        value = json.dumps(loaded.stage_with_steps(stages[0], steps), ensure_ascii=False)
+        written = loaded.root.data().get("stages") is not None
+        more.append(f"stages[{stages[0].index}]={value}" if written else f"stages=[{value}]")
     if variant.noop:
         own = [stage for stage in stages if "hooks" in stage.model_fields_set]
         more += [f"stages[{stage.index}].{stage.name}.hooks=[noop]" for stage in own]
-    return replace(variant, overrides=(*variant.overrides, *more))
-
-
-def load_variant(variant: Variant) -> tuple[Variant, LoadedPipeline]:
-    """The variant's pipeline, and the variant with a name that shows no secret; raises PipelineError."""
-    loaded = load(variant.pipeline, variant.overrides)
-    return replace(variant, name=loaded.secrets.redact(variant.name)), loaded
-
-
-def _steps_override(loaded: LoadedPipeline, stage: StepStage, steps: int) -> str:
-    if loaded.root.data().get("stages") is None:
-        return f"stages=[{{{stage.name}: {{steps: {steps}}}}}]"
-    value = loaded.stage_with_steps(stage, steps)
-    return f"stages[{stage.index}]={json.dumps(value, ensure_ascii=False)}"
+    overrides, name = (*variant.overrides, *more), loaded.secrets.redact(variant.name)
+    loaded = load(variant.pipeline, overrides) if more else loaded
+    return replace(variant, name=name, overrides=overrides), loaded
 
 
 @dataclass(slots=True)
@@ -228,58 +219,50 @@ async def _take_turns(
     progress: Callable[[str], None],
     hosts: ComparisonHosts | None,
 ) -> None:
-    """Run the last run of each variant."""
+    """Run the last run of each variant; no process is left afterwards."""
     draw, order, turns = random.Random(0), list(range(len(sides))), 0
-    async with _running_processes(sides, turn_steps, arguments, hosts) as (scheduler, processes):
-        await scheduler.wait_for_all()
-        while scheduler.any_alive():
-            left = frozenset(scheduler.waiting_runs())
-            draw.shuffle(order)  # of all of them: hosts may not see at the same moment that one has ended
-            for run in order:
-                if run in left:
-                    await scheduler.give_turn(run)
-            if not left:  # a run's ranks are starting again, or it is ending
-                await scheduler.wait_for_all()
-                continue
-            turns += 1
-            progress(f"{format_count(turns, 'turn')} of {turn_steps} steps")
-        for side, process in zip(sides, processes, strict=True):
-            side.runs[-1].code = process.wait()
-
-
-@asynccontextmanager
-async def _running_processes(
-    sides: Sequence[VariantRuns], turn_steps: int, arguments: Sequence[str], hosts: ComparisonHosts | None
-) -> AsyncIterator[tuple[TimeSliceScheduler, list[Popen[bytes]]]]:
-    """All processes and their scheduler; both are gone afterwards."""
     processes: list[Popen[bytes]] = []
     try:
         # Runs that wait for their turn fail when the scheduler ends.
         async with TimeSliceScheduler(turn_steps) as scheduler:
             for number, side in enumerate(sides):
-                run, overrides = side.runs[-1], [*side.variant.overrides, "timings.every=1"]
-                if run.seed is not None:
-                    overrides.append(f"seed={run.seed}")
-                command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
-                command += ["--run-dir", str(run.folder), *arguments]
-                if hosts is not None:
-                    command += hosts.run_arguments(run.folder)
-                run.folder.parent.mkdir(parents=True, exist_ok=True)
-                log_file = log_path(run, 0 if hosts is None else hosts.index)
-                with export_overrides(overrides), open_file(log_file.parent, log_file.name, "wb") as log:
-                    process = Popen(
-                        command,
-                        stdin=DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env={**os.environ, TURNS_VARIABLE: scheduler.environment_value(number)},
-                        start_new_session=True,  # Ctrl-C is for the comparison, which ends them
-                    )
-                processes.append(process)
-                scheduler.add_run(number, partial(_is_alive, process))
-            yield scheduler, processes
+                processes.append(_start(side, scheduler.environment_value(number), arguments, hosts))
+                scheduler.add_run(number, partial(_is_alive, processes[-1]))
+            await scheduler.wait_for_all()
+            while scheduler.any_alive():
+                left = frozenset(scheduler.waiting_runs())
+                draw.shuffle(order)  # of all of them: hosts may not see at the same moment that one has ended
+                for run in order:
+                    if run in left:
+                        await scheduler.give_turn(run)
+                if not left:  # a run's ranks are starting again, or it is ending
+                    await scheduler.wait_for_all()
+                    continue
+                turns += 1
+                progress(f"{format_count(turns, 'turn')} of {turn_steps} steps")
+            for side, process in zip(sides, processes, strict=True):
+                side.runs[-1].code = process.wait()
     finally:
         _terminate(processes)
+
+
+def _start(
+    side: VariantRuns, turns: str, arguments: Sequence[str], hosts: ComparisonHosts | None
+) -> Popen[bytes]:
+    """Start the last run of a variant; `turns` tells it how to reach the scheduler."""
+    run, overrides = side.runs[-1], [*side.variant.overrides, "timings.every=1"]
+    if run.seed is not None:
+        overrides.append(f"seed={run.seed}")
+    command = [sys.executable, "-P", "-m", "ddprun", "run", str(side.variant.pipeline)]
+    command += ["--run-dir", str(run.folder), *arguments]
+    if hosts is not None:
+        command += hosts.run_arguments(run.folder)
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    log_file = log_path(run, 0 if hosts is None else hosts.index)
+    with export_overrides(overrides), open_file(log_file.parent, log_file.name, "wb") as log:
+        environment = {**os.environ, TURNS_VARIABLE: turns}
+        # In a session of its own: Ctrl-C is for the comparison, which ends them.
+        return Popen(command, stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def log_path(run: SeedRun, host: int = 0) -> Path:
@@ -368,14 +351,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def noise_factor(sides: Sequence[VariantRuns]) -> float | None:
     """By which factor, at least 1, a run may differ from its twin; None if that is not known."""
-    first = sides[0]
-    for side in sides[1:]:
-        if not (side.variant.twin and side.completed and first.completed):
-            continue
-        ratio = speed_ratio(first, side)
-        if ratio is not None and ratio.turns >= _MIN_TURNS:
-            return ratio.noise_factor
-    return None
+    twin = next((side for side in sides if side.variant.twin), None)
+    if twin is None or not (twin.completed and sides[0].completed):
+        return None
+    ratio = speed_ratio(sides[0], twin)
+    return ratio.noise_factor if ratio is not None and ratio.turns >= _MIN_TURNS else None
 
 
 def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -> str:
@@ -448,10 +428,10 @@ def _sends_nothing(side: VariantRuns) -> bool:
 
 def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
-    speed = [[*(_cell(key, row) for key in _SPEED_HEADS), learning.conclusion(row)] for row in rows]
+    speed = [[*(_cell(key, row) for key in _SPEED_COLUMNS), learning.conclusion(row)] for row in rows]
     turns = format_count(max(row["turns"] for row in rows), "turn")
     caption = f"Speed: over {turns}, with 95% intervals."
-    return [([*_SPEED_HEADS.values(), ""], speed, caption), learning.table(rows)]
+    return [([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption), learning.table(rows)]
 
 
 def render(rows: Sequence[Row], form: str, width: int | None) -> str:
@@ -491,18 +471,11 @@ def render(rows: Sequence[Row], form: str, width: int | None) -> str:
 
 
 def _cell(key: str, row: Row) -> str:
-    value = row[key]
-    if value is None:
+    if row[key] is None:
         return "-"
-    match key:
-        case "steps_per_s":
-            return f"{value:.1f}" + ("" if row["spread"] is None else f" ± {row['spread']:.1f}")
-        case "times_first":
-            return f"{value:.2f} ({row['times_first_low']:.2f} to {row['times_first_high']:.2f})"
-        case "exposed_share":
-            return f"{value:.0%}"
-        case "wire_bytes_per_step":
-            return format_bytes(value)
-        case "cosine":
-            return f"{value:.4f}"
-    return str(value)
+    text = _SPEED_COLUMNS[key][1](row[key])
+    if key == "steps_per_s" and row["spread"] is not None:
+        text += f" ± {row['spread']:.1f}"
+    elif key == "times_first":
+        text += f" ({row['times_first_low']:.2f} to {row['times_first_high']:.2f})"
+    return text

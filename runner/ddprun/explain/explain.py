@@ -33,13 +33,8 @@ VERSION = 1
 _PARAMETER_AVERAGE_ROUTE = Route("parameters", "plain", "sum")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSend:
-    """Buckets that are sent together."""
-
-    moment: Moment
-    route: Route
-    layouts: tuple[BucketLayout, ...] | None  # None: not known
+PlannedSend = tuple[Moment, Route, tuple[BucketLayout, ...] | None]
+"""Buckets that are sent together: when, how, and their layouts; None: these are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +386,13 @@ class _Planner:
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""
         groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
-        for one in sends:
-            groups.setdefault((one.moment, one.route), Counter())[one.layouts] += 1
+        for moment, route, layouts in sends:
+            groups.setdefault((moment, route), Counter())[layouts] += 1
         found = []
         for (moment, route), counted in groups.items():
             times, layouts = next(iter(counted.values())), None
             if None not in counted:
-                layouts = tuple(layout for layouts in counted for layout in layouts or ())
+                layouts = tuple(layout for some in counted for layout in some or ())
             key = moment, route, layouts, times
             if key not in self._stage_exchanges:
                 self._stage_exchanges[key] = self._planned_exchange(*key)
@@ -447,11 +442,10 @@ class _Planner:
         return ()
 
     def _optimizer_state(self) -> dict[str, Tensor] | None:
-        """What of the optimizer's state is averaged, after a step; None: not known."""
+        """What of the optimizer's state is averaged, made as a run makes it; None: not known."""
         optimizer = self._probe.optimizer
         if optimizer is None:
             return None
-        optimizer.state.update(self._probe.optimizer_state or {})
         initialize_optimizer_state(optimizer)
         return floating_state(optimizer)
 
@@ -468,7 +462,7 @@ class _Planner:
         if self._buffer_settings.when == "never":
             return ()
         if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
-            return (PlannedSend(moment, Route("buffers", "plain", "broadcast"), None),)
+            return ((moment, Route("buffers", "plain", "broadcast"), None),)
         if not self._buffers_used:
             return ()
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
@@ -483,18 +477,17 @@ class _Planner:
         """
         if stage.evaluate is None:
             return ()
-        every, times = stage.evaluate.every, Counter[tuple[PlannedSend, ...]]()
-        inside = None if steps is None else len(stage.evaluations_inside(steps))
-        repeat = math.lcm(every, len(after)) // every
-        for number in range(1, repeat + 1 if inside is None else min(repeat, inside) + 1):
-            sends = after[(number * every - 1) % len(after)]
-            times[sends] += 0 if inside is None else (inside - number) // repeat + 1
-        times[self._sends_before_reading("evaluate")] += 1 if inside is not None else 0
+        one_cycle = math.lcm(stage.evaluate.every, len(after)) + 1
+        inside = stage.evaluations_inside(one_cycle if steps is None else steps)
+        times = Counter[tuple[PlannedSend, ...]]()
+        for place, often in Counter((step - 1) % len(after) for step in inside).items():
+            times[after[place]] += often
+        times[self._sends_before_reading("evaluate")] += 1
         found = []
         for sends, often in times.items():
             exchanges = self._group_into_exchanges(sends)
             sent = total([one.sent for one in exchanges], self._simulator.ranks_represented)
-            found.append(StageEvaluations(often or 1, exchanges, sent))
+            found.append(StageEvaluations(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 
     def _gradient_sends(self, moment: Moment) -> tuple[PlannedSend, ...]:
@@ -542,7 +535,7 @@ class _Planner:
 
 def _sends(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None) -> tuple[PlannedSend, ...]:
     """Nothing where there are no buckets."""
-    return () if layouts == () else (PlannedSend(moment, route, layouts),)
+    return () if layouts == () else ((moment, route, layouts),)
 
 
 def _control_message_steps(sequence: StageSequence, steps: int | None) -> Iterator[int]:

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import BroadcastStage, Choice, LoadedPipeline
+from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
-from ddprun.engine.weights import has_train_eval_modes
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
@@ -102,9 +101,6 @@ class ModelProbe:
     gradient_buckets: GradientBuckets | None  # None: not known, or no stage sends gradients
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
-    optimizer_state: Mapping[Tensor, dict[str, Any]] | None
-    """After a step, without values; None: not known, or no stage sends it."""
-
     feeds: Feeds | None
     unknown_reasons: UnknownReasons
     device: torch.device
@@ -114,15 +110,10 @@ class ModelProbe:
         """Whether all is known that explaining another pipeline of the same model and data takes: one that
         differs in its hooks, its policies or the size of its buckets.
         """
-        if _any_gradients(loaded) and not self.unknown_reasons.batch:
-            known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
-            if known is None or known.layouts_for(caps) is None:
-                return False
-        return (
-            self.optimizer is None
-            or self.optimizer_state is not None
-            or not _may_send_optimizer_state(loaded, self.optimizer)
-        )
+        if self.unknown_reasons.batch or not _any_gradients(loaded):
+            return True
+        known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
+        return known is not None and known.layouts_for(caps) is not None
 
 
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
@@ -162,10 +153,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
             compiled = _compile_model(loaded, model, objective, precision, feeds.main)
         if _any_gradients(loaded):
             gradients = _buckets(loaded, model, objective, precision, feeds.main)
-    state = None
-    if optimizer is not None and _may_send_optimizer_state(loaded, optimizer):
-        state = _optimizer_state_after_step(optimizer)
-    return ModelProbe(model, gradients, verdict, optimizer, state, feeds, unknown, device, compiled)
+    return ModelProbe(model, gradients, verdict, optimizer, feeds, unknown, device, compiled)
 
 
 def _compile_model(
@@ -216,15 +204,6 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
         stage.effective_settings(loaded.pipeline).gradient_averaging
         for stage in loaded.pipeline.train_stages()
     )
-
-
-def _may_send_optimizer_state(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
-    """Whether a stage may send it: by its policy, as earlier stages leave it, or with one rank's weights."""
-    settings = [stage.effective_settings(loaded.pipeline) for stage in loaded.pipeline.stages_with_steps()]
-    chosen = any(t.what == "optimizer" for one in settings for t in one.plan.transfers)
-    broadcast = any(isinstance(stage, BroadcastStage) for stage in loaded.pipeline.stages)
-    with_weights = broadcast and has_train_eval_modes(optimizer)
-    return chosen or with_weights or (len(settings) > 1 and _any_gradients(loaded))
 
 
 def _buckets(
@@ -321,21 +300,3 @@ def _one_rank() -> Iterator[None]:
         os.environ.pop(_INTERFACE, None)
         if before is not None:
             os.environ[_INTERFACE] = before
-
-
-def _optimizer_state_after_step(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state after one step, on the meta device; the optimizer itself is left without."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    state = {
-        param: {
-            name: torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
-            for name, value in held.items()
-        }
-        for param, held in optimizer.state.items()
-    }
-    optimizer.state.clear()
-    return state

@@ -1,7 +1,7 @@
 """Words a plan for a terminal: labelled paragraphs and tables. Knows no policy, only what its plan says."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import Any
 
@@ -17,12 +17,12 @@ _WIDTH, _INDENT = 110, 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 
-def render_text(explained: Explanation, extra_lines: Callable[[int], Iterable[str]] | None = None) -> str:
-    """The whole explanation, for a reader; `extra_lines` gives further lines of a stage, by its index."""
+def render_text(explained: Explanation, extra_lines: Mapping[int, Iterable[str]] | None = None) -> str:
+    """The whole explanation, for a reader; `extra_lines`: further lines of stages, by their index."""
     printed_before: dict[tuple[str, str], int] = {}
     parts: list[Iterable[str]] = [_head(explained)]
     for stage in explained.stages:
-        extra = extra_lines(stage.index) if extra_lines is not None else ()
+        extra = (extra_lines or {}).get(stage.index, ())
         parts.append(chain(_stage_lines(stage, explained, printed_before), extra))
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -223,8 +223,7 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     if not lines:
         lines.append("Nothing is sent.")
     elif idle:
-        every = "every " if _cycle_repeats(stage) else ""
-        lines.append(f"the other {idle} of {every}{stage.cycle} steps: nothing.")
+        lines.append(f"{_others_phrase(idle, stage)}: nothing.")
     for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
         yield from paragraph(label, _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
@@ -338,15 +337,16 @@ def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
-def _cycle_repeats(stage: StageExplanation) -> bool:
-    return stage.steps is None or stage.steps > stage.cycle
+def _others_phrase(count: int, stage: StageExplanation) -> str:
+    """So many steps of a cycle, beside those that have been named."""
+    every = "every " if stage.steps is None or stage.steps > stage.cycle else ""
+    return f"the other {count} of {every}{format_count(stage.cycle, 'step')}"
 
 
 def _steps_phrase(steps: Sequence[int], stage: StageExplanation, *, rest: bool = False) -> str:
     """Which steps they are; `rest`: all others have been named before."""
     if rest and len(steps) < stage.cycle:
-        every = "every " if _cycle_repeats(stage) else ""
-        return f"the other {len(steps)} of {every}{format_count(stage.cycle, 'step')}"
+        return _others_phrase(len(steps), stage)
     return steps_text(steps, stage.cycle, stage.steps)
 
 

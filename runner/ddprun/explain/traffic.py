@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -49,12 +49,6 @@ class SentBytes:
     between_hosts: tuple[int, ...]  # the part that leaves each rank's host
     ranks_represented: tuple[int, ...]  # how many ranks each stands for
 
-    @classmethod
-    def zero(cls, ranks_represented: Sequence[int]) -> SentBytes:
-        """Nothing."""
-        nothing = (0,) * len(ranks_represented)
-        return cls(nothing, nothing, tuple(ranks_represented))
-
     def __add__(self, other: SentBytes) -> SentBytes:
         by_rank = tuple(map(add, self.by_rank, other.by_rank))
         between_hosts = tuple(map(add, self.between_hosts, other.between_hosts))
@@ -84,8 +78,9 @@ class SentBytes:
 
 def total(amounts: Iterable[SentBytes | None], ranks_represented: Sequence[int]) -> SentBytes | None:
     """The sum; None if one of them is not known."""
-    known = list(amounts)
-    return None if None in known else sum(filter(None, known), SentBytes.zero(ranks_represented))
+    known, zeros = list(amounts), (0,) * len(ranks_represented)
+    nothing = SentBytes(zeros, zeros, tuple(ranks_represented))
+    return None if None in known else sum(filter(None, known), nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +152,8 @@ class TrafficSimulator:
             stacks = self._hook_stack(stage), self._hook_stack(stage, inside_host=True)
             needed.append(queue_requirements(settings.plan, *stacks, world.ranks))
             self._check_placement(stage, stacks[0], merge_requirements(needed[-1]))
-        names: tuple[QueueName, ...] = ("world", "deltas", "plain")
         needs_by_queue: dict[QueueName, GroupRequirements] = dict(
-            zip(names, QueueRequirements.of_stages(needed), strict=True)
+            zip(get_args(QueueName), QueueRequirements.of_stages(needed), strict=True)
         )
         needs = merge_requirements(needs_by_queue.values())
         simulated = _representative_ranks(world, needs, _broadcast_sources(loaded))

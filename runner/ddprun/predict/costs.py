@@ -1,8 +1,9 @@
 """What the records of a run say about the costs of its steps: computation, hooks, and how late ranks are."""
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
@@ -53,12 +54,36 @@ class LinearCost:
         return cls(0.0, float((x * y).sum()) / squares) if squares else cls(float(y.mean()))
 
 
-@dataclass(frozen=True, slots=True)
-class BucketHookTimes:
-    """Costs of one bucket: means over steps and ranks, in microseconds."""
+class Lateness:
+    """How much later the last of n ranks is than the mean of them, from the spread of each rank's steps.
 
-    nbytes: int
-    hook_times_us: tuple[float, ...]  # hooks before the first collective, between two, and after the last
+    With n draws from a distribution, the expected largest is an order statistic, not a mean: of m sorted
+    values, the i-th has a share of (i/m)^n - ((i-1)/m)^n in it. Over several steps without an exchange, what
+    a rank is always late by adds up, and chance grows with the square root of the steps. `own_us`: of each
+    rank, how long it took for each of some steps, in microseconds.
+    """
+
+    def __init__(self, own_us: Iterable[Sequence[float]]) -> None:
+        ranks = [values for values in own_us if values]
+        means = [sum(values) / len(values) for values in ranks]
+        middle = sum(means) / len(means) if means else 0.0
+        self._spread = [
+            (mean - middle, value - mean)
+            for values, mean in zip(ranks, means, strict=True)
+            for value in values
+        ]
+        self._known: dict[tuple[int, int], float] = {}
+
+    def expected_us(self, steps: int, ranks: int) -> float:
+        """The expected lateness after so many steps without an exchange, in microseconds."""
+        if (steps, ranks) not in self._known:
+            values = sorted(steps * always + math.sqrt(steps) * chance for always, chance in self._spread)
+            count = len(values)
+            self._known[steps, ranks] = sum(
+                value * ((index / count) ** ranks - ((index - 1) / count) ** ranks)
+                for index, value in enumerate(values, 1)
+            )
+        return self._known[steps, ranks]
 
 
 @dataclass(slots=True)
@@ -68,8 +93,11 @@ class StageCosts:
     steps: int = 0
     step_us: float = 0.0
     cpu_us: float = 0.0  # processor time of a rank's process
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the training thread
-    buckets: Sequence[BucketHookTimes] = ()  # of gradients
+    parts: Mapping[str, float] = field(default_factory=dict)  # each of `PARTS_WITHOUT_EXCHANGE`
+    buckets: Sequence[tuple[int, tuple[float, ...]]] = ()
+    """Of gradients: the bytes of each, and hooks before its first collective, between two, and after the
+    last."""
+
     gradient_ready_shares: Mapping[str, float] = field(default_factory=dict)
     """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
 
@@ -170,7 +198,7 @@ class _StageRecords:
             most = max(len(hook_times) for _, hook_times in rows)
             sizes, hook_times = zip(*(row for row in rows if len(row[1]) == most), strict=True)
             means_us = tuple(map(statistics.fmean, zip(*hook_times, strict=True)))
-            buckets.append(BucketHookTimes(round(statistics.fmean(sizes)), means_us))
+            buckets.append((round(statistics.fmean(sizes)), means_us))
         return StageCosts(
             steps=self.steps,
             step_us=means.pop("step_us"),

@@ -12,9 +12,8 @@ from dataclasses import replace
 from ddprun.explain.explain import Explanation, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, collective_of
-from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LinearCost, StageCosts
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, Lateness, LinearCost, StageCosts
 from ddprun.predict.instructions import MICRO_STEP_PARTS, StepCosts, settings_of
-from ddprun.predict.lateness import Lateness
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel, hooks_key, sends
 from ddprun.predict.timeline import Machine
@@ -41,7 +40,7 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         True: _own_work(with_ddp or without_ddp, share, on_cpu=on_cpu),
         False: _own_work(without_ddp or with_ddp, share, on_cpu=on_cpu),
     }
-    times = [(found.cpu_us, _own_us(found)) for _, found in with_ddp or without_ddp]
+    times = [(found.cpu_us, sum(found.parts.values())) for _, found in with_ddp or without_ddp]
     # That a rank keeps busy in a step without exchange.
     threads = max([1.0, *(cpu_us / own_us for cpu_us, own_us in times if own_us > 0)])
     ready_shares = dict[str, float]()
@@ -69,15 +68,11 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     return replace(model, costs=replace(step_costs, default_stack=default), stacks=stacks)
 
 
-def _own_us(found: StageCosts) -> float:
-    return sum(found.parts[part] for part in PARTS_WITHOUT_EXCHANGE)
-
-
 def _own_work(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
     """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
     work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
     for stage, found in pairs:
-        share, own_us, times = core_share, _own_us(found), _times(stage)
+        share, own_us, times = core_share, sum(found.parts.values()), _times(stage)
         if on_cpu and found.cpu_us and own_us > 0 and not sends(stage):
             share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
         for part in PARTS_WITHOUT_EXCHANGE:
@@ -104,10 +99,10 @@ def _fit_stack(
     share = model.machine(world, links).core_share()
     stack = StackCosts()
     points: list[list[tuple[float, float]]] = []
-    for bucket in (bucket for one in found for bucket in one.buckets):
-        points += [[] for _ in range(len(bucket.hook_times_us) - len(points))]
-        for points_of_hook, us in zip(points, bucket.hook_times_us, strict=False):
-            points_of_hook.append((bucket.nbytes, us * share))
+    for nbytes, hook_times_us in (bucket for one in found for bucket in one.buckets):
+        points += [[] for _ in range(len(hook_times_us) - len(points))]
+        for points_of_hook, us in zip(points, hook_times_us, strict=False):
+            points_of_hook.append((nbytes, us * share))
     stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if costs.on_cpu and all(one.cpu_us for one in found):

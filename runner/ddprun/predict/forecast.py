@@ -1,8 +1,8 @@
 """What `ddprun explain --link` adds: what steps of each stage would take, which hooks pay, how it grows."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ddprun.config import LoadedPipeline, StepStage, load
+from ddprun.config import StepStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
-from ddprun.predict.hook_verdicts import HookSpecs, HookVerdict, break_even_rate, leave_one_out
 from ddprun.predict.links import Links, rate_text
-from ddprun.predict.measure import hook_stacks_to_measure
-from ddprun.predict.model import Bottleneck, CostModel, StepPrediction
+from ddprun.predict.measure import HookSpecs, hook_stacks_to_measure
+from ddprun.predict.model import LIMITS, CostModel, StepPrediction
 from ddprun.units import format_bytes, format_duration
+from ddprun_hooks.config.options import parse_spec
 
+_SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
+_HALVINGS = 30
+_NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of
+_MEMORY_PHRASES = {
+    "weights": "weights and buffers",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's state",
+    "hooks": "what hooks have not sent yet",
+    "ema": "the average of the weights",
+}  # what a rank holds from one step to the next; activations are not in it
 _WAIT_PHRASES = {
     "wire": "for the wire",
     "latency": "for messages under way",
@@ -29,33 +39,38 @@ _WAIT_PHRASES = {
     "hooks": "for hooks",
     "late": "for the last rank",
 }
-_BOTTLENECK_PHRASES: dict[Bottleneck, str] = {
-    "computation": "computation",
-    "data": "loading data",
-    "cores": "the cores of a host, which its ranks share",
-    "hooks": "the hooks' own work",
-    "collectives": "the work of collectives",
-    "late ranks": "waiting for the last rank",
-    "latency": "the latency of the link",
-    "link within": "the link inside a host",
-    "link across": "the link between hosts",
-}
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What a rank holds from one step to the next, in bytes. Activations are not in it."""
+class HookVerdict:
+    """What a hook of a stack costs and saves in a step of a stage."""
 
-    weights: int  # and buffers
-    gradients: int
-    optimizer: int | None  # its state; None: not known
-    hooks: int | None  # what they have not sent yet
-    ema: int  # the moving average of the weights
+    hook: str
+    remaining_hooks: HookSpecs  # the stack that is left
+    with_us: float
+    without_us: float
+    break_even_bytes_per_s: float | None
+    """The rate of the link between hosts, in payload bytes a second, below which the hook pays. 0: never;
+    infinite: always; None: there is one host."""
 
     @property
-    def total(self) -> int:
-        """All that is known."""
-        return self.weights + self.gradients + (self.optimizer or 0) + (self.hooks or 0) + self.ema
+    def pays(self) -> bool | None:
+        """Whether the step is faster with the hook; None: it makes no difference to speak of."""
+        if abs(self.with_us - self.without_us) <= _NEGLIGIBLE_SHARE * self.without_us:
+            return None
+        return self.with_us < self.without_us
+
+    def to_json_data(self) -> dict[str, Any]:
+        """For `--format json`."""
+        limit = self.break_even_bytes_per_s
+        return {
+            "hook": self.hook,
+            "without": list(self.remaining_hooks),
+            "step_us": round(self.with_us),
+            "without_us": round(self.without_us),
+            "pays": self.pays,
+            "break_even_bits_per_s": round(8 * limit) if limit is not None and math.isfinite(limit) else None,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +78,30 @@ class StageForecast:
     """Predictions for a stage that takes steps."""
 
     predicted: StepPrediction
+    links: Links
     hook_verdicts: Sequence[HookVerdict]
-    memory: Memory
+    memory: Mapping[str, int | None]  # bytes of each of `_MEMORY_PHRASES`; None: not known
     sweep: list[tuple[WorldShape, StepPrediction]] = field(default_factory=list)  # on other numbers of hosts
 
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Predictions for the stages that take steps, by index of the stage."""
-
-    links: Links
-    stages: Mapping[int, StageForecast]
-
-    def to_json_data(self, stage: int) -> dict[str, Any] | None:
-        """What `--format json` has of a stage; None if it takes no steps."""
-        if (found := self.stages.get(stage)) is None:
-            return None
-        data = found.predicted.to_json_data() | {"memory_bytes": asdict(found.memory)}
-        data["hooks"] = [one.to_json_data() for one in found.hook_verdicts]
-        sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in found.sweep]
+    def to_json_data(self) -> dict[str, Any]:
+        """For `--format json`."""
+        data = self.predicted.to_json_data() | {"memory_bytes": dict(self.memory)}
+        data["hooks"] = [one.to_json_data() for one in self.hook_verdicts]
+        sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in self.sweep]
         return data | ({"sweep": sweep} if sweep else {})
 
-    def lines(self, stage: int) -> Iterator[str]:
-        """What a reader sees of a stage."""
-        if (found := self.stages.get(stage)) is None:
-            return
-        yield from paragraph("Predicted", _summary(found.predicted, self.links))
-        if not found.predicted.hooks_measured:
+    def lines(self) -> Iterator[str]:
+        """For a reader."""
+        yield from paragraph("Predicted", _summary(self.predicted, self.links))
+        if not self.predicted.hooks_measured:
             nothing = "The measured run has no steps with these hooks, so their own work is not counted"
             yield from paragraph("", f"{nothing}, and it is not known whether they help.")
-        for verdict in found.hook_verdicts:
+        for verdict in self.hook_verdicts:
             yield from paragraph(verdict.hook, _verdict_text(verdict))
-        yield from paragraph("Memory", _memory_text(found.memory))
-        if found.sweep:
+        yield from paragraph("Memory", _memory_text(self.memory))
+        if self.sweep:
             rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
-            for at, one in found.sweep:
+            for at, one in self.sweep:
                 step, waiting = (format_duration(1e-6 * us) for us in (one.step_us, one.exposed_us))
                 efficiency = percent(one.efficiency)
                 rows.append((f"{at.hosts:,}", f"{at.ranks:,}", step, waiting, efficiency, one.limit))
@@ -114,20 +118,25 @@ def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
     return hook_stacks_to_measure(wanted)
 
 
-def forecast(explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()) -> Forecast:
-    """Predict each stage that takes steps: for the ranks it was explained for, and for other `hosts`."""
+def forecast(
+    explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()
+) -> dict[int, StageForecast]:
+    """Predict each stage that takes steps, for the ranks it was explained for, and for other `hosts`; gives
+    the predictions by the stage's index.
+    """
     world, stages = explained.world, dict[int, StageForecast]()
     state_bytes = optimizer_bytes(explained.probe.optimizer)
     for stage in filter(is_predictable, explained.stages):
         verdicts = list(_verdicts(explained, stage, model, links))
         memory = _memory(explained, stage, state_bytes)
-        stages[stage.index] = StageForecast(model.predict(stage, world, links), verdicts, memory)
+        stages[stage.index] = StageForecast(model.predict(stage, world, links), links, verdicts, memory)
+    again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
     for number in hosts:
-        other = _again(explained, explained.loaded, hosts=number)
+        other = again(explained.loaded, hosts=number)
         for index, found in stages.items():
             if is_predictable(stage := other.stages[index]):
                 found.sweep.append((other.world, model.predict(stage, other.world, links)))
-    return Forecast(links, stages)
+    return stages
 
 
 def is_predictable(stage: StageExplanation) -> bool:
@@ -139,13 +148,6 @@ def is_predictable(stage: StageExplanation) -> bool:
     )
 
 
-def _again(explained: Explanation, loaded: LoadedPipeline, hosts: int | None = None) -> Explanation:
-    """The same pipeline for other ranks, or with other hooks."""
-    world = explained.world
-    hosts = world.hosts if hosts is None else hosts
-    return explain(loaded, hosts=hosts, ranks_per_host=world.ranks_per_host, probe=explained.probe)
-
-
 def _verdicts(
     explained: Explanation, stage: StageExplanation, model: CostModel, links: Links
 ) -> Iterator[HookVerdict]:
@@ -153,15 +155,50 @@ def _verdicts(
     assert isinstance(stage.stage, StepStage)
     if stage.settings.uses_noop or not stage.settings.plan.uses_hooks:
         return
-    key, before = stage.stage.key_path("hooks"), explained.loaded
+    key, before, world = stage.stage.key_path("hooks"), explained.loaded, explained.world
+    again = partial(explain, hosts=world.hosts, ranks_per_host=world.ranks_per_host, probe=explained.probe)
     for hook, left in leave_one_out(stage.settings.hook_specs):
         loaded = load(before.path, (*before.overrides, f"{key}={flow_yaml(left)}"), before.folder)
-        other = _again(explained, loaded).stages[stage.index]
+        other = again(loaded).stages[stage.index]
         if not (model.has_measured_hooks(stage) and model.has_measured_hooks(other)):
             continue
-        with_hook, without = (partial(model.predict, one, explained.world) for one in (stage, other))
-        limit = break_even_rate(with_hook, without, links) if explained.world.hosts > 1 else None
+        with_hook, without = (partial(model.predict, one, world) for one in (stage, other))
+        limit = break_even_rate(with_hook, without, links) if world.hosts > 1 else None
         yield HookVerdict(hook, left, with_hook(links).step_us, without(links).step_us, limit)
+
+
+def leave_one_out(stack: HookSpecs) -> Iterator[tuple[str, list[Any]]]:
+    """Each hook of a stack, those on the legs of `hierarchical` included, and the stack without it."""
+    for index, hook in enumerate(stack):
+        name, options = parse_spec(hook)
+        yield name, [*stack[:index], *stack[index + 1 :]]
+        options = {key: value for key, value in options.items() if value is not None}
+        for leg in ("within", "across") if name == "hierarchical" else ():
+            inner = list(options.get(leg) or ())
+            for place, one in enumerate(inner):
+                left = {name: {**options, leg: [*inner[:place], *inner[place + 1 :]]}}
+                where = "between hosts" if leg == "across" else "inside a host"
+                yield f"{parse_spec(one)[0]} {where}", [*stack[:index], left, *stack[index + 1 :]]
+
+
+def break_even_rate(
+    with_hook: Callable[[Links], StepPrediction], without: Callable[[Links], StepPrediction], links: Links
+) -> float:
+    """The `break_even_bytes_per_s` of a hook, from predictions with it and without it over such links."""
+
+    def gains(rate: float) -> bool:
+        at = replace(links, across=links.across.at_rate(rate))
+        return with_hook(at).step_us < (1 - _NEGLIGIBLE_SHARE) * without(at).step_us
+
+    if not gains(_SLOWEST):
+        return 0.0
+    if gains(_FASTEST):
+        return math.inf
+    low, high = _SLOWEST, _FASTEST
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return low
 
 
 def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
@@ -182,31 +219,25 @@ def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
     return sum(one.nbytes for one in tree_leaves(list(on_meta.state.values())) if isinstance(one, Tensor))
 
 
-def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> Memory:
+def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> dict[str, int | None]:
     parameters, buffers = explained.parameters or {}, explained.buffers or {}
     trained = sum(one.nbytes for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
     states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets or ()]
-    return Memory(
-        weights=sum(one.nbytes for one in [*parameters.values(), *buffers.values()]),
-        gradients=trained if stage.stage.name == "train" else 0,
-        optimizer=optimizer,
-        hooks=None if None in states else sum(filter(None, states)),
-        ema=explained.ema_bytes or 0,
-    )
-
-
-def _memory_text(one: Memory) -> str:
-    parts = {
-        "weights and buffers": one.weights,
-        "gradients": one.gradients,
-        "the optimizer's state": one.optimizer,
-        "what hooks have not sent yet": one.hooks,
-        "the average of the weights": one.ema,
+    return {
+        "weights": sum(one.nbytes for one in [*parameters.values(), *buffers.values()]),
+        "gradients": trained if stage.stage.name == "train" else 0,
+        "optimizer": optimizer,
+        "hooks": None if None in states else sum(filter(None, states)),
+        "ema": explained.ema_bytes or 0,
     }
-    sizes = [f"{format_bytes(held)} {name}" for name, held in parts.items() if held]
-    text = f"A rank holds {format_bytes(one.total)} from one step to the next: {', '.join(sizes)}."
-    unknown = [name for name, held in parts.items() if held is None]
+
+
+def _memory_text(memory: Mapping[str, int | None]) -> str:
+    sizes = [f"{format_bytes(held)} {_MEMORY_PHRASES[name]}" for name, held in memory.items() if held]
+    total = format_bytes(sum(filter(None, memory.values())))
+    text = f"A rank holds {total} from one step to the next: {', '.join(sizes)}."
+    unknown = [_MEMORY_PHRASES[name] for name, held in memory.items() if held is None]
     return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
@@ -219,7 +250,7 @@ def _summary(one: StepPrediction, links: Links) -> str:
     text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{waiting}. "
     text += f"Without exchange it would take {format_duration(1e-6 * one.without_exchange_us)}: "
     text += f"the efficiency is {percent(one.efficiency)}. "
-    text += f"The limit is {_BOTTLENECK_PHRASES[one.limit]}."
+    text += f"The limit is {LIMITS[one.limit]}."
     if one.host_sends_bytes:
         busy = one.links_busy_us["across"] / one.step_us
         text += f" A host sends {format_bytes(one.host_sends_bytes)} to others in a step"
@@ -236,13 +267,8 @@ def _verdict_text(verdict: HookVerdict) -> str:
     left = flow_yaml(list(verdict.remaining_hooks))
     both = f"{format_duration(1e-6 * verdict.with_us)} a step with it, "
     both += f"{format_duration(1e-6 * verdict.without_us)} with {left}"
-    match verdict.pays:
-        case True:
-            text = f"It helps: {both}."
-        case False:
-            text = f"Leave it off: {both}."
-        case None:
-            text = f"It makes no difference: {both}."
+    pays = {True: "It helps", False: "Leave it off", None: "It makes no difference"}[verdict.pays]
+    text = f"{pays}: {both}."
     limit = verdict.break_even_bytes_per_s
     if limit is None:
         return text

@@ -9,7 +9,7 @@ from ddprun.explain.explain import PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket
 from ddprun.predict.collectives import StackCosts, collective_of, control_message
-from ddprun.predict.lateness import Lateness
+from ddprun.predict.costs import Lateness
 from ddprun.predict.timeline import (
     Await,
     BucketTransfer,

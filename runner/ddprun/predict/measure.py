@@ -14,12 +14,12 @@ from ddprun.explain.explain import explain
 from ddprun.predict import ShortRunError
 from ddprun.predict.costs import CostsUnknownError, costs_of_run
 from ddprun.predict.fit import fit_cost_model
-from ddprun.predict.hook_verdicts import HookSpecs
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
 from ddprun.run_files import pipeline_folder
 from ddprun.telemetry.reader import Run
 
+HookSpecs = Sequence[Any]  # hooks as a pipeline file has them
 STEPS_PER_STAGE = 24
 STAGE_REPETITIONS = 2  # since a machine is not always equally fast
 QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "track=[]")

@@ -1,29 +1,30 @@
 """The cost model: a stage's steps simulated, from its plan, the costs that a run has measured, and links."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from ddprun.explain.explain import StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, leg_bytes
 from ddprun.predict.instructions import InstructionGenerator, StepCosts, overlap_steps, settings_of
-from ddprun.predict.links import LINK_LEVELS, LinkLevel, Links
+from ddprun.predict.links import LinkLevel, Links
 from ddprun.predict.timeline import Machine, SimulatedStep, StepSimulator, WaitCause
 
-Bottleneck = Literal[
-    "computation",
-    "data",
-    "cores",
-    "hooks",
-    "collectives",
-    "late ranks",
-    "latency",
-    "link within",
-    "link across",
-]  # what a step would gain most from having more, or less, of
+LIMITS = {
+    "computation": "computation",
+    "data": "loading data",
+    "cores": "the cores of a host, which its ranks share",
+    "hooks": "the hooks' own work",
+    "collectives": "the work of collectives",
+    "late ranks": "waiting for the last rank",
+    "latency": "the latency of the link",
+    "link within": "the link inside a host",
+    "link across": "the link between hosts",
+}
+"""What a step would gain most from having more, or less, of: in a prediction, and in words."""
 
-
+_KeyT = TypeVar("_KeyT")
 _NEGLIGIBLE_EXPOSED_SHARE = 0.1  # of a step: what is exposed does not limit it
 
 
@@ -37,7 +38,7 @@ class StepPrediction:
     links_busy_us: Mapping[LinkLevel, float]  # how long links carry anything
     host_sends_bytes: float  # what a host sends to others
     without_exchange_us: float  # a step without any exchange, on the same cores
-    limit: Bottleneck
+    cores_contended: bool  # a host has fewer cores than ranks that compute
     last_exchange_step: SimulatedStep  # the last step in which anything is sent
     hooks_measured: bool  # whether the run had steps with these hooks; if not, their work counts as nothing
 
@@ -50,6 +51,24 @@ class StepPrediction:
     def efficiency(self) -> float:
         """The share of a step's time that it would take without exchange."""
         return self.without_exchange_us / self.step_us if self.step_us else 1.0
+
+    @property
+    def limit(self) -> str:
+        """What limits the step: one of `LIMITS`."""
+        if self.exposed_us < _NEGLIGIBLE_EXPOSED_SHARE * self.step_us:
+            if self.cores_contended:
+                return "cores"
+            return "data" if self.parts_us.get("data_us", 0.0) > self.step_us / 2 else "computation"
+        match max(self.waits_us, key=self.waits_us.__getitem__):
+            case "wire":
+                busy_us = self.links_busy_us
+                return "link across" if busy_us["across"] >= busy_us["within"] else "link within"
+            case "latency":
+                return "latency"
+            case "late":
+                return "late ranks"
+            case "hooks" | "collectives" as work:
+                return "cores" if self.cores_contended else work
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -94,9 +113,7 @@ class CostModel:
         instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), overlap_steps(stage)
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
-        silent: dict[
-            int, SimulatedStep
-        ] = {}  # by pattern: a step that begins and ends with nothing under way
+        silent: dict[int, SimulatedStep] = {}  # by pattern: before and after it nothing is under way
         cycle: list[SimulatedStep] = []
         last_exchange_step: SimulatedStep | None = None
         steps_since_exchange = 0
@@ -119,24 +136,14 @@ class CostModel:
             if first <= number <= last:
                 cycle.append(step)
         alone = StepSimulator(machine).simulate_step(instructions.of_step((), 1, 0))
-        parts, waits = dict[str, float](), dict[WaitCause, float]()
-        for step in cycle:
-            for name, us in step.parts_us.items():
-                parts[name] = parts.get(name, 0.0) + us / len(cycle)
-            for cause, us in step.waits_us.items():
-                waits[cause] = waits.get(cause, 0.0) + us / len(cycle)
-        busy_us: dict[LinkLevel, float] = {
-            level: sum(step.links_busy_us[level] for step in cycle) / len(cycle) for level in LINK_LEVELS
-        }
-        step_us = sum(step.step_us for step in cycle) / len(cycle)
         return StepPrediction(
-            step_us=step_us,
-            parts_us=parts,
-            waits_us=waits,
-            links_busy_us=busy_us,
+            step_us=sum(step.step_us for step in cycle) / len(cycle),
+            parts_us=_means([step.parts_us for step in cycle]),
+            waits_us=_means([step.waits_us for step in cycle]),
+            links_busy_us=_means([step.links_busy_us for step in cycle]),
             host_sends_bytes=_host_bytes_per_step(stage, world.hosts),
             without_exchange_us=alone.step_us,
-            limit=_bottleneck(step_us, parts, waits, busy_us, contended=machine.core_share() < 1),
+            cores_contended=machine.core_share() < 1,
             last_exchange_step=last_exchange_step or cycle[-1],
             hooks_measured=self.has_measured_hooks(stage),
         )
@@ -149,6 +156,12 @@ class CostModel:
         """What the ranks of a world share."""
         workers = 2 if self.costs.on_cpu else 1
         return Machine(self.cores, world.ranks_per_host, links, workers, self.overlap_slowdown)
+
+
+def _means(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
+    """Of steps' times by key; what a step lacks counts as 0."""
+    keys = dict.fromkeys(key for one in times_us for key in one)
+    return {key: sum(one.get(key, 0.0) for one in times_us) / len(times_us) for key in keys}
 
 
 def hooks_key(stage: StageExplanation) -> str:
@@ -168,26 +181,3 @@ def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
         for pattern, exchange, bucket in stage.step_buckets()
         for leg in bucket.legs or ()
     )
-
-
-def _bottleneck(
-    step_us: float,
-    parts: Mapping[str, float],
-    waits: Mapping[WaitCause, float],
-    busy_us: Mapping[LinkLevel, float],
-    *,
-    contended: bool,
-) -> Bottleneck:
-    if sum(waits.values()) < _NEGLIGIBLE_EXPOSED_SHARE * step_us:
-        if contended:
-            return "cores"
-        return "data" if parts.get("data_us", 0.0) > step_us / 2 else "computation"
-    match max(waits, key=waits.__getitem__):
-        case "wire":
-            return "link across" if busy_us["across"] >= busy_us["within"] else "link within"
-        case "latency":
-            return "latency"
-        case "late":
-            return "late ranks"
-        case "hooks" | "collectives" as work:
-            return "cores" if contended else work

@@ -90,12 +90,12 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float
     """Lines over steps, each with a band from its lowest to its highest value; no line crosses a break."""
     data: list[dict[str, Any]] = []
     banded = not breaks and sum(line.kind in ("", "mean") for line in lines.values()) <= _MAX_BANDS
-    values: list[float | None] = []
+    values: list[float] = []
     for name, (curve, style, kind) in lines.items():
         colour = _COLOURS[style % len(_COLOURS)]
         dash = "solid" if kind == "held-out" else _DASHES[style % len(_DASHES)]
         width = {"mean": 3.0, "rank": 1.0}.get(kind, 2.0)
-        gaps = [(at, None) for at in breaks]
+        gaps: list[tuple[float, float | None]] = [(at, None) for at in breaks]
         points = sorted([*zip(curve.steps, curve.means, strict=True), *gaps], key=lambda point: point[0])
         xs, means = [at for at, _ in points], [mean for _, mean in points]
         values += curve.means
@@ -113,7 +113,7 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float
         one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
-    known = [value for value in values if value is not None] or [0.0]
+    known = values or [0.0]
     if len(set(_rounded(known))) > 1:  # around one value plotly would show a whole on either side
         layout["yaxis"]["rangemode"] = "normal"
     return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
@@ -146,7 +146,7 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         fill = {"fillcolor": part.colour, "fillpattern": part.marker["pattern"]}
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
     columns = zip(*(line.curve.means for line in lines.values()), strict=False)
-    highest = max((sum(value or 0.0 for value in column) for column in columns), default=0.0)
+    highest = max(map(sum, columns), default=0.0)
     if slow:
         text = "step {}: {:.1f} ms, longer by most: {}"
         hover = [text.format(one.step, one.ms, STEP_PARTS[one.part].name) for one in slow]

@@ -16,7 +16,7 @@ from functools import cached_property
 from heapq import nlargest
 from itertools import groupby, zip_longest
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, between
@@ -38,7 +38,6 @@ _STEP_AND_PARTS = (*PARTS, "step_us")
 
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # of how long a stage's steps take
 
-_T = TypeVar("_T")
 _TrafficKey = tuple[int, str, tuple[str, ...]]  # stage, kind, hooks
 
 
@@ -47,9 +46,9 @@ class Curve:
     """Means over intervals of steps; no interval has steps of two stages."""
 
     steps: list[float]  # the middle of each interval
-    means: list[float | None]
-    lowest: list[float | None]
-    highest: list[float | None]
+    means: list[float]
+    lowest: list[float]
+    highest: list[float]
 
     @classmethod
     def of(cls, values_by_step: Iterable[tuple[float, Sequence[float]]]) -> "Curve":
@@ -71,7 +70,7 @@ class Traffic:
     hooks: tuple[str, ...]
     bucket: int = 0
     params: tuple[str, ...] = ()
-    steps: int = 0  # how many of the steps that were read had such a payload
+    steps: set[int] = field(default_factory=set)  # those that were read and had such a payload
     bytes: int = 0
     wire_bytes: int = 0
     between_hosts_bytes: int = 0
@@ -92,6 +91,7 @@ class Traffic:
         self.encode_us += record.encode_us
         self.decode_us += record.decode_us
         self.payloads += 1
+        self.steps.add(record.step)
         self.numel += record.numel
         self.among_all_ranks &= all(_AMONG_ALL_RANKS.fullmatch(leg.group) for leg in record.legs)
 
@@ -139,20 +139,21 @@ class BucketCompletion:
 class StepTimes:
     """Where the time of some steps went, on each rank."""
 
-    total_us_by_rank: list[Counter[str]]  # sums over steps: of each part, of `step_us`, and of `samples`
-    steps_by_rank: list[int]  # how many steps these are
+    total_us_by_rank: list[Counter[str]]
+    """Sums over steps: of each part, of `step_us`, and of `samples`; and how many `steps` these are."""
 
     def __add__(self, other: "StepTimes") -> "StepTimes":
         """The times of the steps of both, of which one may have records of more ranks."""
         totals = zip_longest(self.total_us_by_rank, other.total_us_by_rank, fillvalue=Counter[str]())
-        counts = zip_longest(self.steps_by_rank, other.steps_by_rank, fillvalue=0)
-        return StepTimes([one + more for one, more in totals], [one + more for one, more in counts])
+        return StepTimes([one + more for one, more in totals])
 
     @cached_property
     def mean_us_by_rank(self) -> list[dict[str, float]]:
         """For each rank the mean of each part of a step, and of `step_us`; empty for a rank without steps."""
-        ranks = zip(self.total_us_by_rank, self.steps_by_rank, strict=True)
-        return [{part: us[part] / steps for part in _STEP_AND_PARTS} if steps else {} for us, steps in ranks]
+        return [
+            {part: us[part] / us["steps"] for part in _STEP_AND_PARTS} if us["steps"] else {}
+            for us in self.total_us_by_rank
+        ]
 
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
@@ -202,11 +203,17 @@ class StageDigest:
         return self.times.mean_parts_us["step_us"] / 1000
 
     @property
+    def policy(self) -> tuple[str, Mapping[str, Any]]:
+        """The sync policy's name, and its options; one with options synchronises in some steps only."""
+        chosen = self.sync if isinstance(self.sync, Mapping) else {self.sync or "": None}
+        name, options = next(iter(chosen.items()), ("", None))
+        return str(name), options if isinstance(options, Mapping) else {}
+
+    @property
     def description(self) -> str:
         """What it does: how it synchronises, and through which hooks."""
-        policy = next(iter(self.sync), None) if isinstance(self.sync, Mapping) else self.sync
-        about = [str(policy)] if policy not in (None, "every_step") else []
-        about += self.hooks
+        policy, _ = self.policy
+        about = [policy] * (policy not in ("", "every_step")) + list(self.hooks)
         return self.kind + (f" ({', '.join(about)})" if about else "")
 
 
@@ -239,7 +246,7 @@ class RunDigest:
     @cached_property
     def times(self) -> StepTimes:
         """The times of all steps of the run."""
-        return sum((stage.times for stage in self.stages), StepTimes([], []))
+        return sum((stage.times for stage in self.stages), StepTimes([]))
 
     @property
     def steps_per_s(self) -> float | None:
@@ -256,8 +263,7 @@ class RunDigest:
     @property
     def cosine(self) -> float | None:
         """The mean fidelity of all sizes of buckets."""
-        curves = self.fidelity.get("cosine", {}).values()
-        known = [value for curve in curves for value in curve.means if value is not None]
+        known = [value for curve in self.fidelity.get("cosine", {}).values() for value in curve.means]
         return sum(known) / len(known) if known else None
 
 
@@ -275,10 +281,10 @@ class _StepMeans:
             self.sums[index] += value
             self.counts[index] += 1
 
-    def at_step(self, step: int, otherwise: _T) -> float | _T:
-        """The mean of a step."""
+    def at_step(self, step: int) -> float | None:
+        """The mean of a step; None: no rank has a number."""
         at = _step_index(self._steps, step)
-        return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else otherwise
+        return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else None
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
@@ -307,7 +313,9 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     steps = run.recorded_steps
     rank_losses = [_StepMeans(steps) for _ in run.ranks]
     columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
-    groups: dict[str, list[_StepMeans]] = {"lr": [], "group_grad_norms": []}
+    groups: dict[str, dict[int, _StepMeans]] = {
+        name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
+    }
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
@@ -323,21 +331,17 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                         machine[name][rank].append((step, value))
             for name, known in groups.items():
                 for group, value in enumerate((getattr(line, name) or ())[:_MAX_PARAM_GROUPS]):
-                    if group == len(known):
-                        known.append(_StepMeans(steps))
                     known[group].add(index, value)
             if (stage := stages_by_index.get(line.stage)) is None:
                 started = start_events.get(line.stage, StageStarted(stage=line.stage))
                 about = line.stage, started.kind, started.sync, started.hooks
-                times = StepTimes([Counter() for _ in run.ranks], [0] * len(run.ranks))
+                times = StepTimes([Counter() for _ in run.ranks])
                 stage = stages_by_index[line.stage] = StageDigest(*about, step, step, times, synced_steps=0)
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             stage.synced_steps += position == 0 and line.mean_loss is not None
             if is_timed(step):
-                stage.times.steps_by_rank[position] += 1
-                stage.times.total_us_by_rank[position]["samples"] += line.samples
-                for part in _STEP_AND_PARTS:
-                    stage.times.total_us_by_rank[position][part] += getattr(line, part)
+                us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
+                stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
     counts = columns["step_us"].counts
     found = RunDigest(
@@ -348,7 +352,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
         param_group_curves={
-            name: [column.curve(stages) for column in known if any(column.counts)]
+            name: [column.curve(stages) for column in known.values() if any(column.counts)]
             for name, known in groups.items()
         },
         grad_norm=columns["grad_norm"].curve(stages),
@@ -388,19 +392,17 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     values_by_step: dict[float, list[float]] = {step: [] for step in curves[0].steps}
     for curve in curves:
         for step, value in zip(curve.steps, curve.means, strict=True):
-            if value is not None and step in values_by_step:
+            if step in values_by_step:
                 values_by_step[step].append(value)
     return Curve.of((step, values) for step, values in values_by_step.items() if len(values) == len(curves))
 
 
 def _held_out(run: Run) -> dict[str, Curve]:
     names = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics)
-    found = {}
-    for name in names:
-        points = {step: metrics[name] for step, metrics in run.evaluations.items() if name in metrics}
-        values: list[float | None] = list(points.values())
-        found[name] = Curve(list(points), values, values, values)
-    return found
+    return {
+        name: Curve.of((step, [found[name]]) for step, found in run.evaluations.items() if name in found)
+        for name in names
+    }
 
 
 def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
@@ -416,8 +418,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Curve:
     """The highest of as many equal groups of points as a curve of a machine has."""
     length = math.ceil(len(points) / _MAX_MACHINE_POINTS)
     groups = [points[first : first + length] for first in range(0, len(points), length)]
-    values: list[float | None] = [max(value for _, value in group) for group in groups]
-    return Curve([group[-1][0] for group in groups], values, values, values)
+    return Curve.of((group[-1][0], [max(value for _, value in group)]) for group in groups)
 
 
 def _read_spread(
@@ -429,8 +430,8 @@ def _read_spread(
         of_stage = between(digest.run.recorded_steps, stage.first_step, stage.last_step + 1)
         ms_by_sort: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for step in filter(is_timed, of_stage):
-            synced = columns["mean_loss"].at_step(step, None) is not None
-            if (us := columns["step_us"].at_step(step, None)) is not None:
+            synced = columns["mean_loss"].at_step(step) is not None
+            if (us := columns["step_us"].at_step(step)) is not None:
                 ms_by_sort[synced][step] = us / 1000
         lengths = sorted(ms for by_step in ms_by_sort.values() for ms in by_step.values())
         if lengths:
@@ -441,7 +442,7 @@ def _read_spread(
             for step, ms in by_step.items():
                 if ms > _SLOW_STEP * median_ms:
                     means = stage.times.mean_parts_us
-                    more = {part: columns[part].at_step(step, 0.0) - means[part] for part in PARTS}
+                    more = {part: (columns[part].at_step(step) or 0.0) - means[part] for part in PARTS}
                     slow.append(SlowStep(step, ms, median_ms, max(more, key=more.__getitem__)))
     digest.slow_step_count = len(slow)
     digest.slow_steps = sorted(sorted(slow, key=lambda one: one.ms)[-_MAX_SLOW_STEPS:])
@@ -457,7 +458,6 @@ def _read_buckets(digest: RunDigest) -> None:
     digest.sampled_steps = sampled
     traffic: dict[_TrafficKey, Traffic] = {}
     buckets: dict[tuple[_TrafficKey, int], Traffic] = {}
-    steps: dict[_TrafficKey, set[int]] = defaultdict(set)
     completions: dict[int, BucketCompletion] = {}
     sizes: set[int] = set()
     for rank in run.ranks:
@@ -471,7 +471,6 @@ def _read_buckets(digest: RunDigest) -> None:
             wire = [(max(leg.start_us, all_ready), leg.done_us) for leg in line.legs]
             one.wire_us += _covered_us(wire)
             on_wire[key] += wire
-            steps[key].add(line.step)
             sizes.add(line.bytes)
             ready = [at for at in line.params_ready_us or () if at is not None]
             if ready and (last_gradient := line.completed_by) is not None:
@@ -482,10 +481,7 @@ def _read_buckets(digest: RunDigest) -> None:
             traffic[sent].wire_us += _covered_us(intervals)
     for stage in digest.stages:
         stage.sampled_step_count = sum(stage.first_step <= step <= stage.last_step for step in sampled)
-        for key, one in traffic.items():
-            if key[0] == stage.index:
-                one.steps = len(steps[key])
-                stage.traffic.append(one)
+        stage.traffic = [one for key, one in traffic.items() if key[0] == stage.index]
         stage.buckets = [buckets[place] for place in sorted(buckets) if place[0][0] == stage.index]
     digest.bucket_completions = dict(sorted(completions.items()))
     _read_fidelity(digest, sorted(sizes))
@@ -518,10 +514,10 @@ def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepM
     positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
     chosen = {recorded[index]: "" for index in positions}
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
-    by_length = sorted(later, key=lambda step: step_us.at_step(step, 0.0))
+    by_length = sorted(later, key=lambda step: step_us.at_step(step) or 0.0)
     special = {
         "the median step": by_length[len(later) // 2],
-        "the longest wait": max(later, key=lambda step: wait_us.at_step(step, 0.0)),
+        "the longest wait": max(later, key=lambda step: wait_us.at_step(step) or 0.0),
         "the longest": by_length[-1],
     }
     for why, step in special.items():

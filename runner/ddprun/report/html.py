@@ -8,7 +8,6 @@ import re
 import zlib
 from base64 import b85encode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -23,13 +22,8 @@ from ddprun.report.sections import headline, make_sections
 from ddprun.report.sentences import sentences, step_time_difference, time_breakdown
 from ddprun.telemetry.writer import nonfinite_to_none
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What `ddprun compare` says about the runs of a page."""
-
-    sentences: Sequence[str]
-    blocks: Sequence[Block]
+Comparison = tuple[Sequence[str], Sequence[Block]]
+"""What `ddprun compare` says about the runs of a page: sentences, and blocks."""
 
 
 def page(
@@ -40,7 +34,7 @@ def page(
     """The page about at least one run. What compares them comes first: `comparison` is what `ddprun compare`
     says of them. `predicted`: for each run, what its stages were predicted to take.
     """
-    blocks_by_title: dict[str, list[Block]] = {"Comparison": list(comparison.blocks) if comparison else []}
+    blocks_by_title: dict[str, list[Block]] = {"Comparison": list(comparison[1]) if comparison else []}
     blocks_by_title |= make_sections(runs, predicted)
     for blocks in blocks_by_title.values():
         _share_scales([block for block in blocks if isinstance(block, Figure)])
@@ -85,7 +79,7 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
     """The sentences on top, by heading: of one run by stage, of several how each differs from the first."""
     if len(runs) == 1 and comparison is None:
         return dict(sentences(runs[0][1]))
-    found: dict[str, Sequence[str]] = {"": comparison.sentences} if comparison else {}
+    found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
     timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
     for name, times in timed:
         about = [step_time_difference(*timed[0], times)] if times is not timed[0][1] else []

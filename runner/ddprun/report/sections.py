@@ -17,9 +17,8 @@ from ddprun.report import charts
 from ddprun.report.blocks import Block, Chart, Figure, NamedDigests, Table, Text, format_alike, format_value
 from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
-from ddprun.report.measured import StepPart
 from ddprun.report.parts import STEP_PARTS
-from ddprun.report.predicted import StageComparison
+from ddprun.report.predicted import StageComparison, StepPart
 from ddprun.telemetry.reader import event_name
 from ddprun.telemetry.records import Buffers, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -236,7 +235,7 @@ def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
             yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
     rows: list[list[Any]] = []
     for name, digest in runs:
-        found: dict[float, dict[str, float | None]] = defaultdict(dict)
+        found: dict[float, dict[str, float]] = defaultdict(dict)
         for metric, curve in digest.held_out.items():
             for step, value in zip(curve.steps, curve.means, strict=True):
                 found[step][metric] = value
@@ -429,14 +428,14 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
     rows = []
     for stage in digest.stages:
         for one in stage.traffic:
-            steps, payloads = max(1, one.steps) * max(1, digest.rank_count), max(1, one.payloads)
+            steps, payloads = len(one.steps) * digest.rank_count, one.payloads
             amounts = one.bytes, one.wire_bytes, one.between_hosts_bytes
             sizes = [format_bytes(amount / steps) for amount in amounts]
             totals_us = one.ready_to_done_us, one.encode_us, one.decode_us
             times = [us / payloads / 1000 for us in totals_us]
             none = "none" if one.kind in _KINDS_WITHOUT_HOOKS else "none: all-reduce"
             hooks = ", ".join(one.hooks) or none
-            share = f"{one.steps / max(1, stage.sampled_step_count):.0%}"
+            share = f"{len(one.steps) / max(1, stage.sampled_step_count):.0%}"
             about = [stage.index, one.kind, hooks, share, one.payloads / steps]
             rows.append([*about, *sizes, _format_rate(one), *times])
     caption = (
@@ -471,7 +470,7 @@ def _machine_section(digest: RunDigest) -> Iterator[Block]:
         lines: dict[str, StyledCurve] = {}
         for rank, curve in digest.machine.get(key, {}).items():
             host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
-            values = [value and value / scale for value in curve.means]
+            values = [value / scale for value in curve.means]
             lines.setdefault(host, StyledCurve(Curve(curve.steps, values, values, values), len(lines)))
         if lines:
             yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])

@@ -1,12 +1,11 @@
 """What stands out in a stage: where its time went, who was late, whether hooks paid, what to try."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddprun.report.blocks import format_value
-from ddprun.report.digest import RunDigest, StageDigest, StepTimes, Traffic, straggler_episodes
+from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
 from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.records import ClockOffsets, Started
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -132,10 +131,6 @@ class HookBalance:
         """The link over which the hooks cost as much as they save; over a faster one they cost more."""
         return 1e6 * self.saved_bits / self.hook_us
 
-    def saved(self, bits_per_s: float) -> str:
-        """The time that the hooks save over such a link."""
-        return format_duration(self.saved_bits / bits_per_s)
-
     @property
     def paid(self) -> bool | None:
         """Whether the hooks saved more time than they took; None: the records do not tell."""
@@ -163,26 +158,17 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     clocks = digest.run.events_of(ClockOffsets)
     latency_us = _LATENCIES * max((us for one in clocks for us in one.error_us), default=math.inf)
     several_hosts = len(set(started[0].hosts)) > 1
-    bounds = [
-        _link_bounds(sent, latency_us if several_hosts else math.inf)
-        for each in digest.stages
-        for sent in each.traffic
-        if sent.among_all_ranks and sent.wire_us
-    ]
+    sent = [one for each in digest.stages for one in each.traffic if one.among_all_ranks and one.wire_us]
+    # A payload's latency is not the link's time; inside a host it is not known.
+    times_us = [one.wire_us - (latency_us * one.payloads if several_hosts else math.inf) for one in sent]
+    most = [8e6 * one.wire_bytes / us if us > 0 else math.inf for one, us in zip(sent, times_us, strict=True)]
     return HookBalance(
         hooks=one.hooks,
         saved_bits=8 * (plain_bytes - one.wire_bytes) / per_step,
         sent_share=one.wire_bytes / plain_bytes,
         hook_us=hook_us / per_step,
-        link_bits_per_s=(max(least for least, _ in bounds), max(most for _, most in bounds)),
+        link_bits_per_s=(max(one.bits_per_s or 0.0 for one in sent), max(most)),
     )
-
-
-def _link_bounds(sent: Traffic, latency_us: float) -> tuple[float, float]:
-    """What the link carries at least and at most, in bits a second; `latency_us`: of a payload, at most."""
-    transfer_us = sent.wire_us - latency_us * sent.payloads
-    bits = 8e6 * sent.wire_bytes
-    return bits / sent.wire_us, bits / transfer_us if transfer_us > 0 else math.inf
 
 
 def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
@@ -204,10 +190,10 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     elif stage.times.shares["hook"] + stage.times.shares["wire"] < _NEGLIGIBLE_SHARE:
         text += " Here computation hid both the hooks and the transfer: the hooks made no difference."
     elif balance.paid:
-        saved = balance.saved(balance.link_bits_per_s[1])
+        saved = format_duration(balance.saved_bits / balance.link_bits_per_s[1])
         text += f" {_SAVED}: the link carries at most {most}, so they saved at least {saved}."
     else:
-        saved = balance.saved(balance.link_bits_per_s[0])
+        saved = format_duration(balance.saved_bits / balance.link_bits_per_s[0])
         unknown = "The records cannot tell whether they saved time here"
         text += f" {unknown if balance.paid is None else _COST_MORE}: {least} went through, "
         text += f"latency included, so they saved at most {saved}."
@@ -221,8 +207,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["wait"] > _ADVICE_THRESHOLD:
         worst = late_ranks[0] if late_ranks else None
         if worst and _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
-            advice = _STRAGGLER_ADVICE.get(worst.cause, _STRAGGLER_ADVICE["optimizer"])
-            exact.append((shares["wait"], advice))
+            exact.append((shares["wait"], _STRAGGLER_ADVICE[worst.cause]))
         else:
             changing.append(_sync_less_often_phrase(digest, stage))  # another rank is the last one each time
     if shares["data"] > _ADVICE_THRESHOLD:
@@ -288,11 +273,11 @@ def _fastest(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> Stag
 
 
 def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
-    if (policy := _periodic_policy(stage)) is not None:
-        name, options = policy
+    name, options = stage.policy
+    if options:
         now = ", ".join(f"{key}: {value}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
-    if other := next((one for one in digest.stages if _periodic_policy(one) is not None), None):
+    if other := next((one for one in digest.stages if one.policy[1]), None):
         return f"synchronising less often, as in stage {other.index}"
     return "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
 
@@ -301,12 +286,3 @@ def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: Straggler
     """The share of the stage's time that ranks waited for a late one, mean over ranks."""
     steps = max(late.steps, stage.last_step - stage.first_step + 1)
     return late.lost_steps / steps * (digest.rank_count - 1) / digest.rank_count
-
-
-def _periodic_policy(stage: StageDigest) -> tuple[str, Mapping[str, Any]] | None:
-    """The sync policy's name and options, if it has options: it then synchronises in some steps only."""
-    if isinstance(stage.sync, Mapping) and stage.sync:
-        name, options = next(iter(stage.sync.items()))
-        if isinstance(options, Mapping) and options:
-            return name, options
-    return None

@@ -97,27 +97,23 @@ def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Even
 
 def _process_and_track_names(run: Run) -> Iterator[Event]:
     hosts = run.started.hosts
-    yield _meta(_RUN_PROCESS, None, "process_name", name="run")
-    yield _meta(_RUN_PROCESS, None, "process_sort_index", sort_index=0)
-    yield _meta(_RUN_PROCESS, _EVENT_TRACK, "thread_name", name="events")
-    yield _meta(_RUN_PROCESS, _CHECKPOINT_TRACK, "thread_name", name="checkpoints")
+    yield from _named(_RUN_PROCESS, None, "run")
+    yield from _named(_RUN_PROCESS, _EVENT_TRACK, "events")
+    yield from _named(_RUN_PROCESS, _CHECKPOINT_TRACK, "checkpoints")
     for rank in run.ranks:
         host = f" on {hosts[rank]}" if rank < len(hosts) else ""
-        yield _meta(rank + 1, None, "process_name", name=f"rank {rank}{host}")
-        yield _meta(rank + 1, None, "process_sort_index", sort_index=rank + 1)
-        yield from _named_track(rank, _STEPS_TRACK, "steps")
-        yield from _named_track(rank, _TRAINING_THREAD_TRACK, "training thread")
-        yield from _named_track(rank, _WAITING_TRACK, "waiting")
+        yield from _named(rank + 1, None, f"rank {rank}{host}")
+        yield from _named(rank + 1, _STEPS_TRACK, "steps")
+        yield from _named(rank + 1, _TRAINING_THREAD_TRACK, "training thread")
+        yield from _named(rank + 1, _WAITING_TRACK, "waiting")
 
 
-def _named_track(rank: int, track: int, name: str) -> Iterator[Event]:
-    yield _meta(rank + 1, track, "thread_name", name=name)
-    yield _meta(rank + 1, track, "thread_sort_index", sort_index=track)
-
-
-def _meta(process: int, track: int | None, what: str, **args: Any) -> Event:
-    at = {"pid": process + 1} if track is None else _track_ids(process, track)
-    return {"ph": "M", "name": what, **at, "args": args}
+def _named(process: int, track: int | None, name: str) -> Iterator[Event]:
+    """The name of a track, or of a process (None); they are shown in the order of their numbers."""
+    what, at = ("process", {"pid": process + 1}) if track is None else ("thread", _track_ids(process, track))
+    index = process if track is None else track
+    yield {"ph": "M", "name": f"{what}_name", **at, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **at, "args": {"sort_index": index}}
 
 
 def _track_ids(process: int, track: int) -> dict[str, int]:
@@ -150,7 +146,7 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         name = f"{bucket.kind} {bucket.bucket}"
         if track not in named:
             named.add(track)
-            yield from _named_track(rank, track, name)
+            yield from _named(rank + 1, track, name)
         params = bucket.params
         more = f" and {len(params) - 8} more" if len(params) > 8 else ""
         facts = {"params": ", ".join(params[:8]) + more}
@@ -179,7 +175,7 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
         name = line.track
         if name not in tracks:
             tracks[name] = _FIRST_PROFILER_TRACK + len(tracks)
-            yield from _named_track(rank, tracks[name], f"torch: {name}")
+            yield from _named(rank + 1, tracks[name], f"torch: {name}")
         event: Event = {key: getattr(line, key) for key in ("ph", "name", "cat", "args")}
         start = run.clocks.on_rank0_clock(rank, line.start_us)
         event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}

@@ -40,10 +40,14 @@ class Profiler:
 
     def toggle(self, step: int) -> None:
         """Start or stop the profiler before step `step`."""
-        if self._running is None:
-            self._start(step)
-        else:
+        if self._running is not None:
             self.stop(step - 1)
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
+        self._running = torch.profiler.profile(record_shapes=True)
+        self._running.start()
+        self._first_profiled_step = step
+        self._clock_offset_us = (time.time_ns() - time.monotonic_ns()) / 1000
 
     def stop(self, step: int) -> None:
         """Stop; `step` was the last step."""
@@ -56,13 +60,6 @@ class Profiler:
         # Encoded here: on the writer's thread that would slow down the steps that follow.
         lines = b"".join(map(dumps, self._records(profile, step)))
         self._writer.put(record_file(PROFILE_FOLDER, self._rank), lines)
-
-    def _start(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_LOG_LEVEL)
-        self._running = torch.profiler.profile(record_shapes=True)
-        self._running.start()
-        self._first_profiled_step = step
-        self._clock_offset_us = (time.time_ns() - time.monotonic_ns()) / 1000
 
     def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[ProfilerRecord]:
         """A record for each of the profiler's events."""

@@ -25,48 +25,36 @@ _REDRAW_EVERY_S = 0.1
 
 
 class Screen:
-    """Where rank 0 says how the run goes. This one says nothing: every other rank has it."""
-
-    def note(self, text: str) -> None:
-        """Say something once."""
-
-    def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
-        """A stage begins after `steps_before` steps of the run; `steps` is None where nobody can know."""
-
-    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
-        """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
-        `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
-        """
-
-    def end(self) -> None:
-        """The stage is over."""
-
-    def show_summary(self, summary: Summary) -> None:
-        """Show the closing table."""
-
-
-class PlainScreen(Screen):
-    """Lines for a log file: about ten in each stage, and one every half minute."""
+    """Where rank 0 says how the run goes, in lines for a log file: about ten in each stage, and one every
+    half minute. A `quiet` one, which every other rank has, says nothing. `redact` replaces secrets.
+    """
 
     _box = ASCII
 
-    def __init__(self, redact: Callable[[str], str]) -> None:
+    def __init__(self, redact: Callable[[str], str], *, quiet: bool = False) -> None:
         self._redact = redact
-        self._console = Console(stderr=True, highlight=False, color_system=None, width=100, soft_wrap=True)
+        self._console = Console(
+            stderr=True, quiet=quiet, highlight=False, color_system=None, width=100, soft_wrap=True
+        )
         self._stage = ""
         self._steps: int | None = None
         self._steps_before_stage = self._next_step = 0
         self._next_time = 0.0
 
     def note(self, text: str) -> None:
+        """Say something once."""
         self._console.print(self._redact(text), markup=False)
 
     def begin(self, stage: str, steps: int | None, steps_before: int) -> None:
+        """A stage begins after `steps_before` steps of the run; `steps` is None where nobody can know."""
         self._stage, self._steps, self._steps_before_stage = stage, steps, steps_before
         self._next_step = 0 if steps is None else max(1, steps // _LINES_PER_STAGE)
         self._next_time = time.monotonic() + _LINE_EVERY_S
 
     def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+        """`done` steps of the stage are finished; `agreed`: the newest of which all ranks know, if any.
+        `own_loss` is rank 0's newest; `steps_per_s` counts since the stage began.
+        """
         if self._steps is not None and done >= self._next_step:
             self._next_step += max(1, self._steps // _LINES_PER_STAGE)
         elif time.monotonic() < self._next_time:
@@ -80,7 +68,11 @@ class PlainScreen(Screen):
         of_run = f" ({self._steps_before_stage + done} of the run)" if self._steps_before_stage else ""
         return f"{of_run}, {progress_text(agreed, self._steps_before_stage + done, own_loss, steps_per_s)}"
 
+    def end(self) -> None:
+        """The stage is over."""
+
     def show_summary(self, summary: Summary) -> None:
+        """Show the closing table."""
         table = Table(show_header=False, box=self._box)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -89,7 +81,7 @@ class PlainScreen(Screen):
         self._console.print(table)
 
 
-class ProgressBarScreen(PlainScreen):
+class ProgressBarScreen(Screen):
     """A progress bar on a terminal."""
 
     _box = ROUNDED
@@ -131,10 +123,9 @@ class ProgressBarScreen(PlainScreen):
 
 
 def screen_for(rank: int, redact: Callable[[str], str]) -> Screen:
-    """The screen of a rank; `redact` replaces secrets in what it says."""
-    if rank != 0:
-        return Screen()
-    return ProgressBarScreen(redact) if is_terminal(sys.stderr) else PlainScreen(redact)
+    """The screen of a rank."""
+    on_terminal = rank == 0 and is_terminal(sys.stderr)
+    return ProgressBarScreen(redact) if on_terminal else Screen(redact, quiet=rank != 0)
 
 
 def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_per_s: float) -> str:

@@ -12,17 +12,6 @@ from msgspec import Meta, Struct
 
 VERSION = 1  # of all records
 
-PARTS = (
-    "data_us",
-    "forward_us",
-    "backward_us",
-    "exposed_hook_us",
-    "exposed_wait_us",
-    "exposed_wire_us",
-    "optimizer_us",
-    "sync_us",
-    "other_us",
-)  # the parts of a step: they add up to `step_us`
 OWN_PARTS = ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us", "sync_us", "other_us")
 """What the training thread did itself: without waiting, and all parts but `hook_us` without hooks."""
 
@@ -71,6 +60,11 @@ class StepRecord(Struct, kw_only=True, omit_defaults=True):
     laps: list[tuple[str, Integer]]
     waits: list[tuple[Integer, Integer]]
     machine: MachineRecord | None = None
+
+
+_FIELDS = StepRecord.__struct_fields__
+PARTS = _FIELDS[_FIELDS.index("start_us") + 1 : _FIELDS.index("step_us")]
+"""The parts of a step, as fields of its record: they add up to `step_us`."""
 
 
 class CollectiveRecord(Struct):

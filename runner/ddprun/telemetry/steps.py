@@ -471,12 +471,10 @@ def bucket_record(
     rank: int,
 ) -> BucketRecord:
     """The record of a bucket that is complete; arguments are as in `RecordedStep`."""
-    encode = decode = 0
-    for span in trace.spans:
-        if span.phase == "encode":
-            encode += span.done - span.start
-        else:
-            decode += span.done - span.start
+    encode, decode = (
+        sum(span.done - span.start for span in trace.spans if span.phase == phase)
+        for phase in ("encode", "decode")
+    )
     params_ready_us = completed_by = None
     if trace.kind == "gradient" and gradients_us:
         of_params = {param.name: gradients_us.get(param.name) for param in trace.params}

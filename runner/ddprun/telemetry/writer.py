@@ -33,7 +33,7 @@ _ENCODER, _ASCII_ENCODER = msgspec.json.Encoder(), json.JSONEncoder(allow_nan=Fa
 _MAX_WAITING_RECORDS = 50_000
 _FLUSH_EVERY_S = 0.5
 _POLL_S = 0.05
-_FILE_PATTERN = re.compile(r"rank-(\d{5,9})\.jsonl")
+_FILE_PATTERN = re.compile(r"rank-(\d{5}|[1-9]\d{5,8})\.jsonl")  # as `record_file` names them
 _TOKEN = ".rank-0"
 
 
@@ -185,8 +185,7 @@ def ranks_with_records(run_dir: Path, kind: str) -> list[int]:
         names = names_in(run_dir, kind)
     except FileNotFoundError:
         return []
-    found = {int(match[1]): name for name in names if (match := _FILE_PATTERN.fullmatch(name))}
-    return sorted(rank for rank, name in found.items() if record_file(kind, rank) == f"{kind}/{name}")
+    return sorted(int(match[1]) for name in names if (match := _FILE_PATTERN.fullmatch(name)))
 
 
 class RecordFiles:

@@ -1,7 +1,7 @@
 """What may be changed in a pipeline, and to what: the candidates of a search."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -19,11 +19,7 @@ CandidateKind = Literal["exact", "lossy hooks", "rare exchange"]
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
 _CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
-_CODECS: tuple[Sequence[Any], ...] = (
-    *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"]),
-    ["topk"],
-    ["powersgd"],
-)
+_CODECS: tuple[list[str], ...] = ([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"], ["topk"], ["powersgd"])
 _PERIODS = (2, 4, 8, 16, 32)
 _LONG_PERIODS = (8, 16, 32)
 _PERIODS_PER_OVERLAP = 4  # a period is so many times as long as an exchange that overlaps with training
@@ -35,11 +31,48 @@ _MIN_SYNCS_PER_STAGE = 4  # with fewer, what a policy does to training is chance
 
 @dataclass(frozen=True, slots=True)
 class TunedStage:
-    """The stage that is tuned: the one that trains for most steps."""
+    """The stage of a pipeline that is tuned: the one that trains for most steps."""
 
+    loaded: LoadedPipeline
     stage: TrainStage
     steps: int | None  # None: not known
     paths_by_key: Mapping[str, str]  # of each of `TUNABLE_KEYS` the place in the file, present or not
+
+    def with_changes(self, changes: Mapping[str, Any]) -> "Candidate | None":
+        """The changed pipeline; None: `ddprun check` refuses it, or ranks would hardly ever synchronise."""
+        overrides = [f"{key}={flow_yaml(value)}" for key, value in changes.items()]
+        try:
+            changed = load(self.loaded.path, (*self.loaded.overrides, *overrides), self.loaded.folder)
+        except PipelineError:
+            return None
+        candidate = self._candidate(changed, changes)
+        steps = candidate.period * _MIN_SYNCS_PER_STAGE
+        return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
+
+    def candidate_from_changes(self, changes: Mapping[str, Any]) -> "Candidate":
+        """The candidate with changes from a file or another host; raises ValueError if they make none."""
+        if not changes or not set(changes) <= set(self.paths_by_key.values()):
+            raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
+        candidate = self.with_changes(changes)
+        if candidate is None or dict(candidate.changes) != dict(changes):
+            raise ValueError("changes that are no candidate of this file")
+        return candidate
+
+    @property
+    def unchanged(self) -> "Candidate":
+        """The file as it is."""
+        return self._candidate(self.loaded, {})
+
+    def _candidate(self, changed: LoadedPipeline, changes: Mapping[str, Any]) -> "Candidate":
+        """A changed pipeline as a candidate; changes to what the file says anyway are left out."""
+        stage = changed.pipeline.stages[self.stage.index]
+        assert isinstance(stage, TrainStage)
+        candidate = Candidate(changes, changed, stage.effective_settings(changed.pipeline))
+        if not changes:
+            return candidate
+        before = self.unchanged.values
+        same = {self.paths_by_key[key] for key, value in candidate.values.items() if value == before[key]}
+        return replace(candidate, changes={key: value for key, value in changes.items() if key not in same})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +92,16 @@ class Candidate:
     def overrides(self) -> tuple[str, ...]:
         """Its changes, each as `--set` takes it."""
         return tuple(f"{key}={flow_yaml(value)}" for key, value in self.changes.items())
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each of `TUNABLE_KEYS`, as a file would hold it."""
+        return {
+            "sync": self.settings.sync.to_plain_data(),
+            "hooks": self.settings.hook_specs,
+            BUCKET_CAP_KEY: self.loaded.pipeline.ddp.bucket_cap_mb,
+            "accumulate": self.settings.accumulate,
+        }
 
     @property
     def period(self) -> int:
@@ -102,14 +145,12 @@ def find_tuned_stage(loaded: LoadedPipeline, steps: Mapping[int, int | None]) ->
         raise loaded.error("stages", "no stage trains: there is nothing to tune", "add a train stage")
     stage = max(stages, key=lambda one: steps.get(one.index) or 0)
     keys = {key: key if key == BUCKET_CAP_KEY else stage.key_path(key) for key in TUNABLE_KEYS}
-    return TunedStage(stage, steps.get(stage.index), keys)
+    return TunedStage(loaded, stage, steps.get(stage.index), keys)
 
 
-def values_to_try(
-    loaded: LoadedPipeline, tuned: TunedStage, world: WorldShape, *, on_cpu: bool
-) -> dict[str, list[Any]]:
+def values_to_try(tuned: TunedStage, world: WorldShape, *, on_cpu: bool) -> dict[str, list[Any]]:
     """The values to try for each of `TUNABLE_KEYS`; the file's own values are tried anyway."""
-    settings = tuned.stage.effective_settings(loaded.pipeline)
+    settings = tuned.unchanged.settings
     found = [hook.options.get("hosts") for hook in settings.hooks if hook.name == "hierarchical"]
     split = next((one for one in (*found, settings.sync.options.get("hosts")) if one), None)  # of the file
     within: list[Any] = ["shared_memory"] if on_cpu else []
@@ -135,64 +176,14 @@ def values_to_try(
 
 
 def all_combinations(
-    loaded: LoadedPipeline, tuned: TunedStage, tried: Mapping[str, Sequence[Any]], keys: Sequence[str]
+    tuned: TunedStage, tried: Mapping[str, Sequence[Any]], keys: Sequence[str]
 ) -> Iterator[Candidate]:
     """All combinations of these keys' values that `ddprun check` accepts, the unchanged file first."""
-    known = set[tuple[Any, ...]]()
+    known = set[str]()
     for chosen in product(*([None, *tried[key]] for key in keys)):
         values = zip(keys, chosen, strict=True)
         changes = {tuned.paths_by_key[key]: value for key, value in values if value is not None}
-        candidate = with_changes(loaded, tuned, changes)
-        if candidate is not None and (settings_key := _settings_key(candidate)) not in known:
-            known.add(settings_key)
+        candidate = tuned.with_changes(changes)
+        if candidate is not None and (settings := repr(candidate.values)) not in known:
+            known.add(settings)
             yield candidate
-
-
-def with_changes(loaded: LoadedPipeline, tuned: TunedStage, changes: Mapping[str, Any]) -> Candidate | None:
-    """The changed pipeline; None: `ddprun check` refuses it, or ranks would hardly ever synchronise."""
-    overrides = [f"{key}={flow_yaml(value)}" for key, value in changes.items()]
-    try:
-        changed = load(loaded.path, (*loaded.overrides, *overrides), loaded.folder)
-    except PipelineError:
-        return None
-    candidate = make_candidate(loaded, tuned, changed, changes)
-    steps = candidate.period * _MIN_SYNCS_PER_STAGE
-    if candidate.changes and tuned.steps is not None and steps > tuned.steps:
-        return None
-    return candidate
-
-
-def candidate_from_changes(
-    loaded: LoadedPipeline, tuned: TunedStage, changes: Mapping[str, Any]
-) -> Candidate:
-    """The candidate with changes from a file or another host; raises ValueError if they make none."""
-    if not changes or not set(changes) <= set(tuned.paths_by_key.values()):
-        raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
-    candidate = with_changes(loaded, tuned, changes)
-    if candidate is None or dict(candidate.changes) != dict(changes):
-        raise ValueError("changes that are no candidate of this file")
-    return candidate
-
-
-def make_candidate(
-    loaded: LoadedPipeline, tuned: TunedStage, changed: LoadedPipeline, changes: Mapping[str, Any]
-) -> Candidate:
-    """A changed pipeline as a candidate; changes to what the file says anyway are left out."""
-    stage = changed.pipeline.stages[tuned.stage.index]
-    assert isinstance(stage, TrainStage)
-    before = tuned.stage.effective_settings(loaded.pipeline)
-    after = stage.effective_settings(changed.pipeline)
-    values = {
-        "sync": (before.sync.to_plain_data(), after.sync.to_plain_data()),
-        "hooks": (before.hook_specs, after.hook_specs),
-        BUCKET_CAP_KEY: (loaded.pipeline.ddp.bucket_cap_mb, changed.pipeline.ddp.bucket_cap_mb),
-        "accumulate": (before.accumulate, after.accumulate),
-    }
-    same = {tuned.paths_by_key[key] for key, (value, other) in values.items() if value == other}
-    return Candidate({key: value for key, value in changes.items() if key not in same}, changed, after)
-
-
-def _settings_key(candidate: Candidate) -> tuple[Any, ...]:
-    settings = candidate.settings
-    cap_mb = candidate.loaded.pipeline.ddp.bucket_cap_mb
-    return repr(settings.sync.to_plain_data()), repr(settings.hook_specs), cap_mb, settings.accumulate

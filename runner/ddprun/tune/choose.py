@@ -16,7 +16,7 @@ _MIN_PREDICTED_GAIN = 0.02  # of a step's time: candidates that are not predicte
 _PREDICTION_ERROR = 0.1
 _MIN_PERIOD_RATIO = 4  # of the longer to the shorter of two periods that are tried at once
 TARGET_LOSS_SHARE = 0.75  # of the steps: the loss that the file then has is the one to reach
-_LOSS_FLOOR = re.compile(r"\+?(\d+(?:\.\d+)?)\s*%")
+_FLOORS = {"cosine": re.compile(r"(\d*\.?\d+)"), "loss": re.compile(r"\+?(\d+(?:\.\d+)?)\s*%")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,15 @@ class Floors:
 
 def parse_quality_floors(texts: Sequence[str]) -> Floors:
     """Floors as a command line says them, `cosine=0.99` and `loss=+1%`; raises ValueError for others."""
-    cosine = loss = None
+    found: dict[str, float] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        if name == "cosine" and cosine is None:
-            cosine = _share(value)
-        elif name == "loss" and loss is None and (found := _LOSS_FLOOR.fullmatch(value)) is not None:
-            loss = float(found[1]) / 100
-        else:
-            raise ValueError(f'"{text}" is not a floor; write cosine=0.99 or loss=+1%, each at most once')
-    return Floors(cosine, loss)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise ValueError(f'"cosine={text}": a cosine floor is above 0 and at most 1, as in cosine=0.99')
-    return value
+        number = _FLOORS[name].fullmatch(value) if name in _FLOORS and name not in found else None
+        if number is None or (name == "cosine" and not 0 < float(number[1]) <= 1):
+            allowed = "write cosine=0.99 or loss=+1%, each at most once"
+            raise ValueError(f'"{text}" is not a floor; {allowed}; a cosine floor is above 0 and at most 1')
+        found[name] = float(number[1]) / (100 if name == "loss" else 1)
+    return Floors(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +46,7 @@ class PredictedCandidate:
 
     candidate: Candidate
     predicted: StepPrediction
-    layouts: tuple[Any, ...] = ()  # of all that is sent: parameters by bucket
+    layouts: Sequence[Any] = ()  # of all that is sent: parameters by bucket
 
     @property
     def us_per_sample(self) -> float:
@@ -142,9 +131,8 @@ def pick_winner(trials: Sequence[Trial], floors: Floors) -> Trial | None:
     if not left:
         return None
     best = max(left, key=lambda one: one.training_speedup(floors))
-    least = best.training_speedup(floors) * (
-        best.speed_ratio.low / best.speedup if best.speed_ratio is not None else 1.0
-    )
+    assert best.speed_ratio is not None, "what is faster has been measured"
+    least = best.training_speedup(floors) * (best.speed_ratio.low / best.speedup)  # at most its own
     alike = [one for one in left if one.training_speedup(floors) >= least]
     return min(alike, key=lambda one: (*_training_impact(one.entry.candidate), -one.training_speedup(floors)))
 

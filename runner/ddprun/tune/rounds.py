@@ -6,11 +6,10 @@ from pathlib import Path
 from ddprun.compare import learning
 from ddprun.compare import runs as compare
 from ddprun.compare.runs import SeedRun, Variant, VariantRuns
-from ddprun.config import LoadedPipeline
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.measure import QUIET
 from ddprun.tune import TuneError
-from ddprun.tune.candidates import Candidate, TunedStage, make_candidate
+from ddprun.tune.candidates import Candidate, TunedStage
 from ddprun.tune.choose import TARGET_LOSS_SHARE, PredictedCandidate, Trial
 
 _DEFAULT_TURN_STEPS = 20  # if no candidate has a longer period
@@ -19,7 +18,6 @@ _MIN_TURN_STEPS = 2
 
 
 def make_round_variants(
-    loaded: LoadedPipeline,
     tuned: TunedStage,
     chosen: Sequence[Candidate],
     folder: Path,
@@ -28,15 +26,12 @@ def make_round_variants(
     overrides: Sequence[str],
 ) -> list[VariantRuns]:
     """The runs of a round: the file, its twin, and the candidates; `overrides` are for all."""
-    file = make_candidate(loaded, tuned, loaded, {})
-    wanted = [(file, False), (file, True), *((candidate, False) for candidate in chosen)]
+    file = tuned.unchanged
     quiet = (*QUIET, f"timings.fidelity_every={turn}", *overrides)
     sides = []
-    for index, (candidate, twin) in enumerate(wanted):
-        short = short_run_overrides(candidate, tuned, steps)
-        variant = Variant(
-            candidate.name, candidate.loaded.path, (*candidate.loaded.overrides, *short, *quiet), twin=twin
-        )
+    for index, candidate in enumerate((file, file, *chosen)):
+        own = (*candidate.loaded.overrides, *short_run_overrides(candidate, tuned, steps))
+        variant = Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1)
         sides.append(VariantRuns(variant, [SeedRun(folder / f"{index}")]))
     return sides
 

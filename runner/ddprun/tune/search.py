@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,13 @@ from ddprun import __version__
 from ddprun.compare import runs as compare
 from ddprun.compare.hosts import ComparisonHosts, HostMessage
 from ddprun.compare.runs import VariantRuns
-from ddprun.config import LoadedPipeline
+from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.resolved import flow_yaml
-from ddprun.explain.explain import explain
-from ddprun.explain.model_probe import WorldShape
+from ddprun.explain.explain import Explanation, explain
+from ddprun.explain.model_probe import ModelProbe, WorldShape
 from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
+from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
 from ddprun.predict.measure import cost_model_of_run, hook_stacks_to_measure, run_measurement
 from ddprun.predict.model import CostModel
@@ -38,11 +39,9 @@ from ddprun.tune.candidates import (
     Candidate,
     TunedStage,
     all_combinations,
-    candidate_from_changes,
     find_tuned_stage,
     values_to_try,
 )
-from ddprun.tune.predictor import CandidatePredictor
 from ddprun.tune.rounds import judge_round, make_round_variants, turn_and_run_steps
 from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
 from ddprun.units import format_count
@@ -52,6 +51,7 @@ _CANDIDATES_PER_ROUND = 5  # beside the file and its twin
 _MEASURING_TIME_SHARE = 0.35  # of the time: the short run that measures costs is ended then
 _ROUND_TIME_SHARE = 0.5  # of the time that is left: what a round may take
 _CANDIDATES_WITH_OTHER_CAPS = 8  # the best ones: for these, sizes of buckets are tried
+_PROGRESS_EVERY = 25  # candidates that are predicted
 
 Say = Callable[[str], None]
 
@@ -137,12 +137,13 @@ class Search:
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
-        self._sides = partial(make_round_variants, loaded, self._tuned, overrides=self._local_overrides)
+        self._sides = partial(make_round_variants, self._tuned, overrides=self._local_overrides)
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
         self.folder = request.runs_folder  # and below it, once the search has begun
-        self._predictor: CandidatePredictor
+        self._probes: list[ModelProbe] = [self._explained.probe]  # of the file, and of candidates
+        self._cost_model: CostModel
         self._state: State
 
     def follow(self) -> int:
@@ -152,10 +153,7 @@ class Search:
 
     def _take_part(self, message: HostMessage) -> None:
         try:
-            chosen = [
-                candidate_from_changes(self._request.loaded, self._tuned, changes)
-                for changes in message.candidates
-            ]
+            chosen = list(map(self._tuned.candidate_from_changes, message.candidates))
         except ValueError as error:
             raise HostsError(f"the first host sent an invalid message: {error}") from None
         folder = self._request.runs_folder / message.folder
@@ -182,13 +180,10 @@ class Search:
                 self._run_rounds(outcome)
             return outcome
         finally:
-            self._save_state()
+            self.save_state()
 
-    def mark_finished(self) -> None:
-        """Mark the search as finished, so that the same command starts a new one."""
-        self._save_state(finished=True)
-
-    def _save_state(self, **changes: Any) -> None:
+    def save_state(self, **changes: Any) -> None:
+        """Save what is known; `finished=True`: the same command starts a new search."""
         spent_s = self._spent_s + time.monotonic() - self._start_time_s
         self._state = self._state.model_copy(update={"spent_s": spent_s, **changes})
         self._state.write(self.folder)
@@ -200,15 +195,12 @@ class Search:
     # By prediction.
 
     def _predict_candidates(self) -> SearchOutcome:
-        loaded, tuned = self._request.loaded, self._tuned
-        device = self._explained.probe.device
-        tried = values_to_try(loaded, tuned, self._world, on_cpu=device.type == "cpu")
+        tuned, on_cpu = self._tuned, self._explained.probe.device.type == "cpu"
+        tried = values_to_try(tuned, self._world, on_cpu=on_cpu)
         tried |= {key: list(values) for key, values in self._request.vary.items()}
-        found = list(all_combinations(loaded, tuned, tried, ("sync", "hooks", "accumulate")))
-        self._predictor = CandidatePredictor(
-            loaded, tuned, self._explained, self._load_or_measure_costs(found), self._links, self._progress
-        )
-        file, *entries = self._predictor.predict(found)
+        found = list(all_combinations(tuned, tried, ("sync", "hooks", "accumulate")))
+        self._cost_model = self._load_or_measure_costs(found)
+        file, *entries = self._predict(found)
         if not file.predicted.hooks_measured:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
             raise TuneError(f"the --from run has no steps with the file's hooks {hooks}: leave --from out")
@@ -219,7 +211,7 @@ class Search:
             if not one.predicted.hooks_measured
         }
         best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
-        known += self._predictor.with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
+        known += self._with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
         return SearchOutcome(
             tuned=tuned,
             world=self._world,
@@ -251,9 +243,51 @@ class Search:
                 text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
                 raise TuneError(f"{text}, which is too short: {error}; give more --minutes") from None
             started_us = Run(run_dir).started.monotonic_us or began_us
-            self._save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
+            self.save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
             return model
         return cost_model_of_run(self.folder / self._state.costs, Links())
+
+    def _predict(self, found: Sequence[Candidate]) -> Iterator[choose.PredictedCandidate]:
+        """Predict each candidate; those that only the attempt shows to be impossible are left out."""
+        for number, candidate in enumerate(found, 1):
+            if len(found) > _PROGRESS_EVERY and number % _PROGRESS_EVERY == 1:
+                self._progress(f"predicting {number} of {len(found)} candidates")
+            try:
+                stage = self._explain(candidate).stages[self._tuned.stage.index]
+            except PipelineError:
+                if not candidate.changes:
+                    raise
+                continue
+            if is_predictable(stage):
+                predicted = self._cost_model.predict(stage, self._world, self._links)
+                exchanges = [one for pattern in stage.patterns for one in pattern.exchanges]
+                layouts = [(one.moment, [bucket.params for bucket in one.buckets or ()]) for one in exchanges]
+                yield choose.PredictedCandidate(candidate, predicted, layouts)
+            elif not candidate.changes:
+                raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
+
+    def _with_other_caps(
+        self, best: Sequence[choose.PredictedCandidate], caps_mb: Sequence[Any]
+    ) -> Iterator[choose.PredictedCandidate]:
+        """The best candidates, and the file, with other sizes of buckets, where these make other buckets."""
+        key = self._tuned.paths_by_key[BUCKET_CAP_KEY]
+        for one in best:
+            known = [one.layouts]
+            found = [self._tuned.with_changes({**one.candidate.changes, key: cap}) for cap in caps_mb]
+            resized = [each for each in found if each is not None and key in each.changes]
+            for other in self._predict(resized):
+                if other.predicted.hooks_measured and other.layouts not in known:
+                    known.append(other.layouts)
+                    yield other
+
+    def _explain(self, candidate: Candidate) -> Explanation:
+        """A candidate, explained for the ranks in question, with what is known of the model."""
+        probe = next((one for one in self._probes if one.suffices_for(candidate.loaded)), None)
+        hosts, ranks_per_host = self._world.hosts, self._world.ranks_per_host
+        explained = explain(candidate.loaded, hosts=hosts, ranks_per_host=ranks_per_host, probe=probe)
+        if probe is None:
+            self._probes.append(explained.probe)
+        return explained
 
     # By real runs.
 
@@ -277,12 +311,9 @@ class Search:
         try:
             if len(done.codes) != len(done.candidates) + 2:
                 raise ValueError("other runs than candidates")
-            found = [
-                candidate_from_changes(self._request.loaded, self._tuned, changes)
-                for changes in done.candidates
-            ]
+            found = list(map(self._tuned.candidate_from_changes, done.candidates))
             missing = [candidate for candidate in found if candidate.name not in names]
-            names |= {one.candidate.name: one for one in self._predictor.predict(missing)}
+            names |= {one.candidate.name: one for one in self._predict(missing)}
             return [names[candidate.name] for candidate in found]
         except (ValueError, KeyError) as error:
             raise TuneError(
@@ -328,7 +359,7 @@ class Search:
         outcome.add_round(chosen, sides)
         codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
         done = Round(folder=folder.name, candidates=changes, codes=codes, turn_steps=turn, steps=steps)
-        self._save_state(rounds=(*self._state.rounds, done))
+        self.save_state(rounds=(*self._state.rounds, done))
         return True
 
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:

@@ -7,11 +7,12 @@ counts only if it changes nothing but what a search changes, and `ddprun check` 
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddprun.run_files import names_in, read_json_object, replace_atomically
 
@@ -32,7 +33,7 @@ class Round(_Strict):
     candidates: Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1, max_length=64)]
 
     codes: Annotated[tuple[int, ...], Field(strict=False)]  # exit codes: of the file, its twin, candidates
-    turn_steps: Annotated[int, Field(ge=1, validation_alias=AliasChoices("turn_steps", "turn"))]
+    turn_steps: Annotated[int, Field(ge=1)]
     steps: Annotated[int, Field(ge=1)]  # of each run
 
 
@@ -86,21 +87,14 @@ def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) 
     return folder, state
 
 
-def _folders(runs: Path, name: str) -> Iterator[Path]:
+def _folders(runs: Path, name: str) -> list[Path]:
     """Folders of searches for a pipeline of this name, the newest first."""
-    try:
-        found = [one for one in names_in(runs) if one.startswith(f"{name}-")]
-    except FileNotFoundError:
-        return
-    for one in sorted(found, reverse=True)[:_MAX_FOLDERS]:
-        folder = runs / one
-        if folder.is_dir() and not folder.is_symlink():
-            yield folder
+    names = [one for one in names_in(runs) if one.startswith(f"{name}-")] if runs.exists() else []
+    found = [runs / one for one in reversed(names[-_MAX_FOLDERS:])]
+    return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
 
 
 def next_numbered_folder(parent: Path, name: str) -> Path:
     """The first of `costs-0`, `costs-1` … that does not exist: what an interrupted run left is kept."""
-    number = 0
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
+    folders = (parent / f"{name}-{number}" for number in count())
+    return next(folder for folder in folders if not folder.exists())

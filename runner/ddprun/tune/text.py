@@ -9,9 +9,8 @@ from typing import Any
 from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.tree import find_nearest, parse_path
 from ddprun.explain.text import table
-from ddprun.predict.links import LINK_LEVELS, link_text
 from ddprun.tune import choose
-from ddprun.tune.candidates import BUCKET_CAP_KEY, CANDIDATE_KINDS, Candidate
+from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
 from ddprun.tune.write import Change
 from ddprun.units import format_count, format_duration
@@ -36,12 +35,8 @@ def render_text(outcome: SearchOutcome, written: str | None) -> str:
 def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
     world, tuned = outcome.world, outcome.tuned
     where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
-    links = []
-    for level in LINK_LEVELS:
-        link, place = outcome.links.at_level(level), "inside a host" if level == "within" else "between hosts"
-        if link.takes_time or (level == "across" and world.hosts > 1):
-            links.append(f"{link_text(link)} {place}")
-    yield f"{outcome.baseline.candidate.loaded.pipeline.name}: {', '.join([where, *reversed(links)])}"
+    links = f", {outcome.links}" if world.hosts > 1 or outcome.links.within.takes_time else ""
+    yield f"{outcome.baseline.candidate.loaded.pipeline.name}: {where}{links}"
     steps = "" if tuned.steps is None else f", {format_count(tuned.steps, 'step')}"
     tried = f"{format_count(len(outcome.entries), 'candidate')} for {tuned.stage.path}{steps}"
     if outcome.not_run_reason:
@@ -117,7 +112,13 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         return
     yield from _alternatives(outcome, entry)
     before, after = outcome.baseline.us_per_sample, entry.us_per_sample
-    winner = f"{_winner_headline(entry.candidate)} {entry.candidate.name}."
+    headline = {
+        "exact": "Winner, which keeps training the same",
+        "lossy hooks": "Winner, with lossy hooks",
+        "rare exchange": "Winner, which changes the algorithm (ranks synchronise every "
+        f"{entry.candidate.period} steps)",
+    }[entry.candidate.kind]
+    winner = f"{headline}: {entry.candidate.name}."
     if trial is None:
         step, baseline_step = _predicted_text(entry), _predicted_text(outcome.baseline)
         yield (
@@ -139,16 +140,6 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
         yield impact
     if written is not None:
         yield f"It is written to {written}."
-
-
-def _winner_headline(candidate: Candidate) -> str:
-    match candidate.kind:
-        case "exact":
-            return "Winner, which keeps training the same:"
-        case "lossy hooks":
-            return "Winner, with lossy hooks:"
-        case "rare exchange":
-            return f"Winner, which changes the algorithm (ranks synchronise every {candidate.period} steps):"
 
 
 def _no_winner_text(outcome: SearchOutcome) -> str:
@@ -234,9 +225,7 @@ def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     if not found.missing_path:
         return f"was {flow_yaml(found.node.data())}"
     (name,) = [name for name, place in outcome.tuned.paths_by_key.items() if place == key]
-    if name == BUCKET_CAP_KEY:
-        return f"was {file.loaded.pipeline.ddp.bucket_cap_mb:g} by default"
-    return f"was {flow_yaml(to_plain_data(getattr(file.settings, name)))} by default"
+    return f"was {flow_yaml(to_plain_data(file.values[name]))} by default"
 
 
 def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
