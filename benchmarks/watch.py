@@ -43,8 +43,6 @@ if sys.argv.pop(1) == "without":
         return SimpleNamespace(
             set_device=NO_OP_LISTENER.set_device,
             new_sequence=NO_OP_LISTENER.new_sequence,
-            set_stage=NO_OP_LISTENER.set_stage,
-            set_step=NO_OP_LISTENER.set_step,
             set_phase=NO_OP_LISTENER.set_phase,
             status_page=SimpleNamespace(path="", remove=lambda: None),
             start=lambda: None,
@@ -62,8 +60,8 @@ def alone(listener: EngineListener, steps: int) -> float:
     sequences = [listener.new_sequence("world.0", [0, 1]), listener.new_sequence("control", [0, 1])]
     began = time.perf_counter()
     for step in range(1, steps + 1):
-        listener.set_step(step)
-        for phase in (b"data", b"forward", b"backward", b"optimizer", b"sync"):
+        listener.set_phase(b"data", step)
+        for phase in (b"forward", b"backward", b"optimizer", b"sync"):
             listener.set_phase(phase)
         for sequence in sequences:
             sequence.issue("all_reduce", what="word").mark_done()

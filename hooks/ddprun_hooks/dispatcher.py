@@ -1,7 +1,6 @@
 """The one communication hook that DDP ever sees; stages switch the stack behind it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,8 @@ class BucketDispatcher:
         self._queue = queue
         self._names: Mapping[int, str] = {id(param): name for name, param in model.module.named_parameters()}
         self._layout: dict[int, BucketLayout] = {}
-        self._layout_frozen = False
+        # Until then backward passes exchange nothing, and the last one's buckets become the layout.
+        self.layout_frozen = False
         self._loss_scale: Tensor | None = None
         # In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
         # fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,).
@@ -61,15 +61,6 @@ class BucketDispatcher:
     def error(self) -> BaseException | None:
         """What broke the exchange, as it was raised; DDP itself passes on no more than its text."""
         return self._queue.error
-
-    @contextmanager
-    def learning_layout(self) -> Iterator[None]:
-        """Inside, backward passes exchange nothing and the last one's buckets become the layout."""
-        self._layout_frozen = False
-        try:
-            yield
-        finally:
-            self._layout_frozen = True
 
     def begin_step(self, scale: Tensor | None = None, *, fidelity: bool = False) -> None:
         """Prepare for a step's backward pass. Gradients are divided by the loss `scale`, shape (), before the
@@ -106,7 +97,7 @@ class BucketDispatcher:
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.
     def _on_bucket(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
-        if not self._layout_frozen:
+        if not self.layout_frozen:
             self._record_layout(bucket)
             return self._on_bucket_before_layout_frozen(bucket)
         layout = self._layout.get(index)

@@ -16,12 +16,7 @@ from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import Gpu
-from ddprun_hooks.comm.observer import (
-    NULL_OBSERVER,
-    CollectiveObserver,
-    marking_failed_on_error,
-    observed_wait,
-)
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
@@ -144,7 +139,7 @@ class Exchange:
     def _run_exact(self, collective: groups.Collective, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
-        with marking_failed_on_error(pending):
+        with pending:
             work = self.exact_group.launch(collective, 0)
             if isinstance(work, dist.Work):
                 pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone

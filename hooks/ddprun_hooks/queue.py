@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
 from ddprun_hooks.comm.groups import Collective, RankGroup
-from ddprun_hooks.comm.observer import PendingCollective, marking_failed_on_error
+from ddprun_hooks.comm.observer import PendingCollective
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
@@ -202,15 +202,13 @@ class HostCommQueue:
     ) -> tuple[Future[Any], "_CompletionCallback"]:
         """Start a collective; gives its future, and what notes its end and says what has come of it."""
         group, round_index = collective.group, bucket.issued[collective.group.name]
-        check_rounds(collective, round_index, group.rounds(collective), bucket.stack)
+        available = group.shm_groups if collective.via_shared_memory else group.process_groups
+        check_rounds(collective, round_index, len(available), bucket.stack)
         collective_trace = new_collective_trace(collective, round_index, now_us())
         bucket.trace.collectives.append(collective_trace)
         pending = group.sequence(collective, round_index).issue(collective.op, bucket.payload)
-        try:
+        with pending:
             work = group.launch(collective, round_index)
-        except BaseException:
-            pending.mark_failed()
-            raise
         bucket.issued[group.name] += 1
 
         def complete(future: Future[Any]) -> Tensor | BaseException:
@@ -356,7 +354,7 @@ class StreamQueue:
                 trace.spans.append(HookSpan(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
             pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
-            with marking_failed_on_error(pending):
+            with pending:
                 collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
             if with_spans:
                 trace.collectives[-1].done = start = gpu.record_timestamp(stream)

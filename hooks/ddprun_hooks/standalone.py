@@ -76,7 +76,7 @@ class Handle(BucketDispatcher):
         self._control.check_agreement(f"bucket {layout.index}", repr(layout))
         if bucket.is_last():
             self._passes_until_layout -= 1
-            self._layout_frozen = self._passes_until_layout == 0
+            self.layout_frozen = self._passes_until_layout == 0
         return self._send(bucket.buffer(), layout, self._all_reduce_stack)
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:

@@ -12,11 +12,9 @@ Tensors are in host memory.
 """
 
 import copy
-import gc
 import itertools
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -266,8 +264,7 @@ def _states_equal(one: Any, other: Any) -> bool:
 
 # A process group must not be freed by a thread of its own, which would then wait for itself and abort: groups
 # stay here until nothing else, such as a callback that is just being forgotten, refers to them.
-_groups_to_free: list[dist.ProcessGroup] = []
-_groups_still_referenced: list[dist.ProcessGroup] = []
+_groups_to_free: list[dist.ProcessGroup | None] = []
 _UNREFERENCED_COUNT = 2  # references: the list, and the argument of `getrefcount`
 
 
@@ -334,24 +331,13 @@ def run_ranks(
 
 
 def _free_groups() -> None:
-    """Free the last call's groups; those still held are waited for once, as collecting garbage takes long."""
-    deadline = time.monotonic() + 0.5
-    while _groups_still_held(_groups_to_free):
-        gc.collect()
-        if time.monotonic() > deadline:
-            break
-        time.sleep(1e-3)
-    _groups_still_referenced.extend(_groups_still_held(_groups_to_free))
+    """Free earlier calls' groups to which nothing else refers by now."""
+    held = _groups_to_free
+    free = [at for at in range(len(held)) if sys.getrefcount(held[at]) <= _UNREFERENCED_COUNT]
     # Gloo's threads end within 10 ms each, so all at the same time.
-    freed = [[_groups_to_free.pop()] for _ in range(len(_groups_to_free))]
-    threads = [threading.Thread(target=group.clear) for group in freed]
+    threads = [threading.Thread(target=held.__setitem__, args=(at, None)) for at in free]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    _groups_still_referenced[:] = _groups_still_held(_groups_still_referenced)
-
-
-def _groups_still_held(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Those that more than this list refers to."""
-    return [groups[i] for i in range(len(groups)) if sys.getrefcount(groups[i]) > _UNREFERENCED_COUNT]
+    held[:] = [group for group in held if group is not None]

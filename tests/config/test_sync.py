@@ -85,7 +85,7 @@ def test_the_defaults_synchronise_every_step(loaded: Load) -> None:
     pipeline = loaded("").pipeline
     assert (pipeline.sync.name, pipeline.buffers, pipeline.audit.every) == ("every_step", BufferSettings(), 0)
     (settings,) = (stage.effective_settings(pipeline) for stage in pipeline.stages_with_steps())
-    assert (settings.gradient_averaging, settings.mutate, settings.update) == ("all", None, None)
+    assert (settings.plan.gradients, settings.mutate, settings.update) == ("all", None, None)
     assert settings.optimizer == pipeline.optimizer
 
 
@@ -134,8 +134,8 @@ def test_who_sums_gradients(loaded: Load, sync: str, train: str | None) -> None:
         f"sync: {sync}\nstages: [{{train: {{steps: 9}}}}, {{forward: {{steps: 9, update: a.b}}}}]\n"
     ).pipeline
     first, second = pipeline.stages_with_steps()
-    assert first.effective_settings(pipeline).gradient_averaging == train
-    assert second.effective_settings(pipeline).gradient_averaging is None
+    assert first.effective_settings(pipeline).plan.gradients == train
+    assert second.effective_settings(pipeline).plan.gradients is None
 
 
 def test_a_forward_stage_overrides_what_it_names(loaded: Load) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, objective
 from ddprun.engine.compiling import compile_model
-from ddprun.engine.objective import Objective
+from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
@@ -279,7 +279,7 @@ def resumed(file: Path, run_dir: Path, told: Path) -> int:
 
 
 def as_before(file: Path, run_dir: Path) -> int:
-    """A run of a version that did not train losses."""
+    """A run of code that does not train the loss."""
     with (
         mock.patch.object(build, "belongs_to_model", return_value=False),
         mock.patch.object(objective, "belongs_to_model", return_value=False),
@@ -287,17 +287,14 @@ def as_before(file: Path, run_dir: Path) -> int:
         return run_worker(load(file), run_dir)
 
 
-def test_a_checkpoint_from_before_losses_were_trained_is_refused(folder: Path) -> None:
-    """At the loss, which the checkpoint lacks, and with the reason."""
+def test_a_checkpoint_of_other_parameters_is_refused(folder: Path) -> None:
+    """At the model, with one that the checkpoint lacks, and the reason."""
     (folder / "p.yaml").write_text(text("own.Centres"))
     assert as_processes(1, as_before, folder / "p.yaml", folder / "run", cwd=folder) == [0]
     (code,) = as_processes(1, resumed, folder / "p.yaml", folder / "run", folder / "told", cwd=folder)
     told = (folder / "told").read_text()
     assert code == 2, told
-    assert (
-        'p.yaml:5:7: loss: parameter "loss.centres" is not in the checkpoint: when it was taken, ddprun kept '
-        "no state of a loss, so start a new run (" in told
-    )
+    assert 'model: parameter "loss.centres" is only in the model: the code has changed since (' in told
 
 
 def test_it_can_be_frozen_and_have_options_of_its_own(folder: Path) -> None:
@@ -316,7 +313,8 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     make_folder_importable(folder)
     torch.manual_seed(0)
     model, loss = build.build_model(loaded), build.build_loss(loaded)
-    return build.join_model_and_loss(loaded, model, loss, torch.device("cpu"), None), Objective(loaded, loss)
+    computes = Objective(loaded, loss, Precision("fp32", torch.device("cpu")))
+    return build.join_model_and_loss(loaded, model, loss, torch.device("cpu"), None), computes
 
 
 @pytest.mark.parametrize(

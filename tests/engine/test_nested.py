@@ -9,7 +9,7 @@ from torch import nn
 
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
-from ddprun.engine.objective import Objective
+from ddprun.engine.objective import Objective, Precision
 from ddprun.host.pipeline_folder import make_folder_importable
 from tests.ranks import ddprun_here
 
@@ -247,7 +247,7 @@ def test_a_model_or_loss_that_fails_has_a_note_of_how_it_was_called(
     """With types and shapes."""
     (folder / "q.yaml").write_text(f"{PIPELINE.replace('OPTIONS', '{}')}loss: {loss}\n")
     loaded = load(folder / "q.yaml")
-    objective = Objective(loaded, build.build_loss(loaded))
+    objective = Objective(loaded, build.build_loss(loaded), Precision("fp32", torch.device("cpu")))
     with pytest.raises((IndexError, TypeError)) as raised:
         objective(nn.Linear(2, 3), (torch.zeros(4, 2), torch.full((4,), 5)))
     assert raised.value.__notes__ == notes

@@ -331,11 +331,11 @@ def test_both_ways_of_a_model_are_compiled_before_step_1(tmp_path: Path) -> None
     )
     loaded = load(tmp_path / "p.yaml")
     model, device = Cached(), torch.device("cpu")
-    precision, objective = Precision("fp32", device), Objective(loaded, nn.CrossEntropyLoss())
+    objective = Objective(loaded, nn.CrossEntropyLoss(), Precision("fp32", device))
     feed = open_feeds(loaded, build_data(loaded).train, rank=0, world_size=1, workers=0).main
     with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8, accumulated_recompile_limit=256):
         compiler, _ = compile_model(loaded, model, backend="aot_eager")
-        warmup_pass(model, objective, precision, feed, backward=True)
+        warmup_pass(model, objective, feed, backward=True)
         assert vars(model)["cache"] is None
         before = len(compiler.graphs)
         assert before

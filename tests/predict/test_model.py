@@ -121,7 +121,7 @@ def test_what_was_measured_is_predicted(measured: tuple[Explanation, Costs], mod
             for stage, found in zip(explained.stages, costs.stages, strict=True)
             if stage.settings is not None
             and [hook.name for hook in stage.settings.hooks] == stack
-            and stage.settings.gradient_averaging == "all"
+            and stage.settings.plan.gradients == "all"
         ]
         assert len(alike) == 2
         step_us = sum(found.step_us * found.steps for _, found in alike) / sum(

@@ -50,8 +50,7 @@ def watchdog(
 def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool) -> None:
     """To anyone of this host who knows its path, and after JSON to other hosts."""
     it, _, _ = watchdog(tmp_path if in_folder else None)
-    it.set_stage("stages[1].train")
-    it.set_step(12)
+    it.set_phase(b"data", 12, "stages[1].train")
     it.set_phase(b"backward")
     line = it.new_sequence("world.0", [0, 1])
     line.issue("all_reduce", what="one").mark_done()

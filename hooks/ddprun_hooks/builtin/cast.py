@@ -65,11 +65,8 @@ class CastFormat(WireFormat):
         if not x.is_cpu or not bool(torch.isfinite(x.sum())):
             x.nan_to_num_(0.0, 0.0, 0.0)
 
-    def make_reduction(
-        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
-    ) -> TwoPhaseReduction:
-        fused = kernels.can_handle_tensors(payload, residual)
-        return (FusedCastReduction if fused else CastReduction)(self, payload, residual, rank, group_size)
+    def reduction(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
+        return FusedCastReduction if kernels.can_handle_tensors(payload, residual) else CastReduction
 
 
 class CastReduction(TwoPhaseReduction):

@@ -30,11 +30,9 @@ class WireFormat:
         """Take from x, in place, what `message` carries of it; what travels as not finite leaves zeros."""
         raise NotImplementedError
 
-    def make_reduction(
-        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
-    ) -> "TwoPhaseReduction":
+    def reduction(self, payload: Tensor, residual: Tensor) -> "type[TwoPhaseReduction]":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
-        return TwoPhaseReduction(self, payload, residual, rank, group_size)
+        return TwoPhaseReduction
 
 
 class TwoPhaseReduction:
@@ -103,7 +101,8 @@ class TwoPhase(ErrorFeedback):
         if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        reduction = self.wire_format.make_reduction(payload.tensor, residual, comm.rank, comm.size)
+        make = self.wire_format.reduction(payload.tensor, residual)
+        reduction = make(self.wire_format, payload.tensor, residual, comm.rank, comm.size)
         arrived = await comm.all_to_all(reduction.encode())
         total = reduction.decode(await comm.all_gather(reduction.sum_shares(arrived)))
         if reduction.overflow is not None:
@@ -136,13 +135,9 @@ class BlockScaled(WireFormat):
         """The values of codes."""
         raise NotImplementedError
 
-    def make_reduction(
-        self, payload: Tensor, residual: Tensor, rank: int, group_size: int
-    ) -> TwoPhaseReduction:
+    def reduction(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
         fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_handle_tensors(payload, residual)
-        return (FusedBlockReduction if fused else TwoPhaseReduction)(
-            self, payload, residual, rank, group_size
-        )
+        return FusedBlockReduction if fused else TwoPhaseReduction
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)

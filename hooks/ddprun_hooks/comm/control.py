@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import (
-    NULL_OBSERVER,
-    CollectiveObserver,
-    PendingCollective,
-    marking_failed_on_error,
-    observed_wait,
-)
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, PendingCollective, observed_wait
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
@@ -31,7 +25,7 @@ class PendingMessage:
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""
-        with marking_failed_on_error(self._pending):
+        with self._pending:
             self._work.wait()
         self._pending.mark_done()
         return torch.stack(self._gathered)
@@ -53,7 +47,7 @@ class ControlChannel:
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         pending = self._gather_sequence.issue("all_gather", what=what)
-        with marking_failed_on_error(pending):
+        with pending:
             work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
         return PendingMessage(work, gathered, pending)

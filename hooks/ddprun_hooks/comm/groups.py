@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -83,14 +84,10 @@ class RankGroup:
         """Number of ranks."""
         return len(self.hosts)
 
-    def rounds(self, collective: Collective) -> int:
-        """For how many collectives of one payload groups were made, of the kind that this one needs."""
-        return len(self.shm_groups if collective.via_shared_memory else self.process_groups)
-
     def sequence(self, collective: Collective, round_index: int) -> CollectiveSequence:
         """What observes a collective of this round."""
         sequences = self.sequences.get("shared_memory" if collective.via_shared_memory else "network", ())
-        return sequences[round_index] if round_index < len(sequences) else NULL_OBSERVER
+        return sequences[round_index] if round_index < len(sequences) else CollectiveSequence()
 
     def launch(self, collective: Collective, round_index: int) -> dist.Work | Future[None]:
         """Start a collective on the group of its round, which must exist."""
@@ -225,20 +222,28 @@ def check_placement(placement: Placement, requirements: GroupRequirements) -> No
     Every rank finds the same, before any group is made: while one is, a rank whose peer has raised and ended
     would wait for it until the timeout.
     """
-    everybody = list(range(placement.size))
     for one in requirements:
-        groups = [everybody]
-        if one.parts:
-            if sorted(itertools.chain(*one.parts)) != everybody:
-                raise HookSetupError(
-                    f"a partition of {placement.size} ranks has each of them once: {one.parts}"
-                )
-        elif one.leg != "world":
-            blocks = placement.split_by_host(one.hosts)
-            groups = blocks if one.leg == "within" else [list(ranks) for ranks in zip(*blocks, strict=True)]
+        groups = _ranks_by_group(placement, one)
         if one.shared:
             for ranks in groups:
                 check_one_host([placement.hosts[rank] for rank in ranks])
+
+
+def _ranks_by_group(placement: Placement, wanted: GroupRequirement) -> list[list[int]]:
+    """The ranks of each group of a leg, in rank order, which torch's process groups have whatever order they
+    are given.
+    """
+    everybody = list(range(placement.size))
+    if wanted.leg == "world":
+        return [everybody]
+    if wanted.leg == "part":
+        if sorted(itertools.chain(*wanted.parts)) != everybody:
+            raise HookSetupError(
+                f"a partition of {placement.size} ranks has each of them once: {wanted.parts}"
+            )
+        return [sorted(ranks) for ranks in wanted.parts]
+    blocks = placement.split_by_host(wanted.hosts)
+    return blocks if wanted.leg == "within" else [sorted(ranks) for ranks in zip(*blocks, strict=True)]
 
 
 def merge_requirements(requirements: Iterable[GroupRequirements]) -> dict[GroupRequirement, int]:
@@ -281,42 +286,35 @@ class GroupFactory:
         HookSetupError, on all ranks alike, if the ranks do not lie as a hook needs them.
         """
         check_placement(placement, requirements)
+        make = partial(self._make_own_group, placement, requirements)
         splits, partition_groups = {}, {}
-        everybody = list(range(placement.size))
         prefix = "" if name == "world" else f"{name} "
         host_counts = {one.hosts for one in requirements if one.leg in ("within", "across")}
         for host_count in sorted(host_counts, key=lambda count: count or 0):
-            blocks = placement.split_by_host(host_count)
-            # In rank order, which torch's process groups have whatever order they are given.
-            columns = [sorted(ranks) for ranks in zip(*blocks, strict=True)]
             tag = "" if host_count is None else f"/{host_count}"
-            made = []
-            for leg, groups in (("within", blocks), ("across", columns)):
-                by_transport = _rounds_by_transport(requirements, leg, host_count)
-                made.append(self._make_own_group(f"{prefix}{leg}{tag}", placement, groups, by_transport))
-            splits[host_count] = made[0], made[1]
-        for number, partition in enumerate(sorted({one.parts for one in requirements if one.parts})):
-            rounds: dict[Transport, int] = {
-                "network": requirements[GroupRequirement("part", parts=partition)]
-            }
-            partition_groups[partition] = self._make_own_group(
-                f"{prefix}part/{number}", placement, [sorted(ranks) for ranks in partition], rounds
-            )
-        world = self._make_own_group(
-            name, placement, [everybody], _rounds_by_transport(requirements, "world"), existing
-        )
+            within = make(f"{prefix}within{tag}", GroupRequirement("within", host_count))
+            splits[host_count] = within, make(f"{prefix}across{tag}", GroupRequirement("across", host_count))
+        for number, parts in enumerate(sorted({one.parts for one in requirements if one.parts})):
+            partition_groups[parts] = make(f"{prefix}part/{number}", GroupRequirement("part", parts=parts))
+        world = make(name, GroupRequirement("world"), existing)
         return replace(world, splits=splits, partition_groups=partition_groups)
 
     def _make_own_group(
         self,
-        name: str,
         placement: Placement,
-        groups: list[list[int]],
-        rounds: dict[Transport, int],
+        requirements: GroupRequirements,
+        name: str,
+        wanted: GroupRequirement,
         existing: Sequence[Any] = (),
     ) -> RankGroup:
-        """This rank's group; `groups` lists the ranks of each group of this name."""
+        """This rank's group of a leg, through all ways that are required."""
+        groups = _ranks_by_group(placement, wanted)
         mine = next(ranks for ranks in groups if placement.rank in ranks)
+        rounds: dict[Transport, int] = {
+            "shared_memory" if one.shared else "network": count
+            for one, count in requirements.items()
+            if one._replace(shared=False) == wanted
+        }
         needed, shm_groups = rounds.get("network", 0), []
         process_groups = [*existing]
         for index in range(len(process_groups), min(needed, 1) if self.shares_process_groups else needed):
@@ -356,17 +354,6 @@ class GroupFactory:
             self.progress_thread if shm_groups else None,
             sequences=sequences,
         )
-
-
-def _rounds_by_transport(
-    requirements: GroupRequirements, leg: str, host_count: int | None = None
-) -> dict[Transport, int]:
-    """How many rounds a leg needs by each way."""
-    return {
-        "shared_memory" if one.shared else "network": rounds
-        for one, rounds in requirements.items()
-        if (one.leg, one.hosts) == (leg, host_count)
-    }
 
 
 def check_one_host(hosts: Sequence[str]) -> None:

@@ -6,13 +6,21 @@ and who has not, without a message between them. By default there is no observer
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from ddprun_hooks.payload import Payload
 
 
-class PendingCollective(Protocol):
-    """A handle to one issued collective, by which who issued it tells the observer that it has ended."""
+class PendingCollective:
+    """A handle to one issued collective, by which who issued it tells the observer that it has ended. It has
+    failed if a `with` block of it, which starts it or waits for it, raises. The classes here observe nothing;
+    those of an observer are derived from them.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.mark_failed()
 
     def mark_done(self) -> None:
         """It is over."""
@@ -24,7 +32,7 @@ class PendingCollective(Protocol):
         """`has_ended` says whether it is over; it is called on any thread, and no more once it was true."""
 
 
-class CollectiveSequence(Protocol):
+class CollectiveSequence:
     """Collectives that the same ranks issue in one order."""
 
     def issue(
@@ -33,34 +41,20 @@ class CollectiveSequence(Protocol):
         """This rank issues the sequence's next collective now: an `op`, and `payload`, or in words `what` it
         carries. `peers`: the ranks it waits for; None: those of the sequence that have not issued theirs.
         """
+        return PendingCollective()
 
 
-class CollectiveObserver(Protocol):
+class CollectiveObserver:
     """Sees the collectives of this rank."""
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
         """A new sequence of the collectives that `ranks` (of the whole run) issue on what is called `name`.
         All ranks of a run make theirs in one order, groups that exist side by side at once.
         """
+        return CollectiveSequence()
 
 
-class _NullObserver:
-    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        return self
-
-    def issue(
-        self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
-    ) -> PendingCollective:
-        return self
-
-    def mark_done(self) -> None: ...
-
-    def mark_failed(self) -> None: ...
-
-    def done_when(self, has_ended: Callable[[], bool]) -> None: ...
-
-
-NULL_OBSERVER = _NullObserver()  # observer, sequence and pending collective where there is no observer
+NULL_OBSERVER = CollectiveObserver()
 
 
 @contextmanager
@@ -69,16 +63,6 @@ def observed_wait(
 ) -> Iterator[None]:
     """Inside, this rank waits for `peers`, or for all that have not come this far."""
     pending = sequence.issue(op, what=what, peers=peers)
-    with marking_failed_on_error(pending):
+    with pending:
         yield
     pending.mark_done()
-
-
-@contextmanager
-def marking_failed_on_error(pending: PendingCollective) -> Iterator[None]:
-    """A collective has failed if the block, which starts it or waits for it, raises."""
-    try:
-        yield
-    except BaseException:
-        pending.mark_failed()
-        raise

@@ -74,40 +74,14 @@ class BucketTrace(Generic[TimeT]):
     fidelity: Fidelity | None = None  # how the mean compares with the exact one, if measured
 
     def in_microseconds(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
-        """The same trace with every moment in microseconds, as `to_us` converts it."""
-        collectives = [
-            CollectiveTrace(
-                one.op,
-                one.group,
-                one.dtype,
-                one.bytes,
-                one.wire_bytes,
-                one.between_hosts_bytes,
-                to_us(one.start),
-                to_us(one.done),
-            )
-            for one in self.collectives
-        ]
-        spans = [
-            HookSpan(to_us(one.start), to_us(one.done), one.phase, one.on_training_thread)
-            for one in self.spans
-        ]
-        return BucketTrace(
-            self.kind,
-            self.bucket,
-            self.hooks,
-            self.dtype,
-            self.numel,
-            self.bytes,
-            to_us(self.ready),
-            to_us(self.done),
-            to_us(self.handed_over),
-            collectives,
-            spans,
-            self.findings,
-            self.params,
-            self.fidelity,
-        )
+        """Turn every moment into microseconds by `to_us`, in place; gives this trace."""
+        trace: BucketTrace[Any] = self
+        parts: list[CollectiveTrace[Any] | HookSpan[Any]] = [*trace.collectives, *trace.spans]
+        for one in parts:
+            one.start, one.done = to_us(one.start), to_us(one.done)
+        trace.ready, trace.done = to_us(trace.ready), to_us(trace.done)
+        trace.handed_over = to_us(trace.handed_over)
+        return trace
 
     @property
     def wire_bytes(self) -> int:

@@ -34,7 +34,7 @@ from ddprun.options import (
     problem,
     unknown_name,
 )
-from ddprun.sync.plan import BufferSettings, GradientScope, StageFacts, SyncPlan, SyncPolicy
+from ddprun.sync.plan import BufferSettings, StageFacts, SyncPlan, SyncPolicy
 
 if TYPE_CHECKING:
     from ddprun.config.schema import Pipeline
@@ -82,11 +82,6 @@ class StepStageSettings:
     def uses_noop(self) -> bool:
         """The `noop` hook gives each rank its own back, so ranks diverge."""
         return any(hook.name == "noop" for hook in self.hooks)
-
-    @property
-    def gradient_averaging(self) -> GradientScope:
-        """Among which ranks backward averages gradients."""
-        return self.plan.gradients
 
 
 class Stage(Options):

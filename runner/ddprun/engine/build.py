@@ -497,7 +497,7 @@ def check_sync(loaded: LoadedPipeline, model: nn.Module, world_size: int) -> Non
             if fragments > max(1, count):
                 text = f"{fragments} fragments of {count} trained parameters: each needs at least one"
                 faults.append(loaded.fault(f"{path}.fragments", text, f"at most {count}"))
-            if is_complex and settings.gradient_averaging and settings.hooks:
+            if is_complex and settings.plan.gradients and settings.hooks:
                 text = "the model has complex parameters, and hooks carry gradients of real numbers only"
                 faults.append(loaded.fault(stage.key_path("hooks"), text, "remove the hooks"))
         for source in sources:

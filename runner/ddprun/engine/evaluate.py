@@ -170,8 +170,7 @@ def measure(
     counted = 0
     with torch.no_grad():
         for content, samples in _batches(session, held_out):
-            with runtime.precision.autocast():
-                result = runtime.objective(runtime.model, runtime.precision.to_device(content))
+            result = runtime.objective(runtime.model, runtime.precision.to_device(content))
             if not samples:
                 continue
             counted += samples

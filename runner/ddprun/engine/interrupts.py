@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored
@@ -109,16 +109,16 @@ class TimeSliceClient:
     only one works at a time. Nothing of a run changes by that but when it happens.
     """
 
-    steps_per_slice: int
-    _connection: socket.socket
+    steps_per_slice: int = 0  # 0: there is one slice, for this run is none of several
+    _connection: socket.socket | None = None
     _slice_ended_at: int = -1
 
     @classmethod
-    def from_environment(cls, rank: int, local_world_size: int) -> "TimeSliceClient | None":
-        """The client that the environment names; None: no comparison. Raises OSError if that has ended."""
+    def from_environment(cls, rank: int, local_world_size: int) -> Self:
+        """The client that the environment names, if any. Raises OSError if the comparison has ended."""
         text = os.environ.get(TURNS_VARIABLE)
         if text is None:
-            return None
+            return cls()
         settings = json.loads(text)
         connection = socket.create_connection(("127.0.0.1", settings["port"]), timeout=60)
         connection.settimeout(None)
@@ -129,10 +129,12 @@ class TimeSliceClient:
 
     def ends_after(self, step: int) -> bool:
         """Whether a time slice ends after so many steps of the run."""
-        return step % self.steps_per_slice == 0 and step != self._slice_ended_at
+        in_turns = self.steps_per_slice > 0
+        return in_turns and step % self.steps_per_slice == 0 and step != self._slice_ended_at
 
     def wait(self, step: int) -> None:
         """End this time slice, and wait for the next one. A ConnectionError: the comparison has ended."""
+        assert self._connection is not None, "another run works meanwhile"
         self._slice_ended_at = step
         self._connection.sendall(b"p")
         if self._connection.recv(1) != b"g":

@@ -43,6 +43,7 @@ from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.parallel.ddp import DdpReplica
+from ddprun.sync.plan import is_due
 from ddprun.telemetry.recorder import AgreedSteps
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
@@ -80,9 +81,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     try:
         end = run_steps(run, step_function)
     finally:
-        reporter.end_stage()
-    if runtime.profiler is not None:
-        runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
+        reporter.screen.end()
+    runtime.profiler.stop(state.step)  # what lies between stages belongs to no step
     if end == "complete":
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
@@ -116,8 +116,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         handle_time_slice_and_profiler(run)
         step, stage_step = state.current_step, run.steps_done + 1
         reporter.location = f"{run.stage.path}, step {step}"
-        watchdog.set_step(step)
-        watchdog.set_phase(b"data")
+        watchdog.set_phase(b"data", step)
         recorder.begin_step(step, run.stage.index)
         run.session.runtime.set_timing_detail(detailed=recorder.records_step)
         batches = next(steps_left, None)
@@ -144,10 +143,12 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged."""
     runtime = run.session.runtime
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
-    replica = runtime.replica if run.settings.gradient_averaging else None
+    gradients, timings = run.settings.plan.gradients, runtime.loaded.pipeline.timings
+    replica = runtime.replica if gradients else None
     model = runtime.model if replica is None else replica.ddp
     scale = precision.loss_scale()
-    measure_fidelity = replica is not None and run.measures_fidelity(run.session.state.current_step)
+    fidelity_is_due = is_due(timings.fidelity_every, run.session.state.current_step)
+    measure_fidelity = fidelity_is_due and gradients == "all"
     if replica is not None:
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
     for index, micro in enumerate(batches.micro_batches, start=1):
@@ -158,8 +159,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         with nullcontext() if replica is None or last else replica.ddp.no_sync():
-            with precision.autocast():
-                loss = runtime.objective(model, content).loss
+            loss = runtime.objective(model, content).loss
             weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
             if scale is not None:
@@ -218,7 +218,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
 
     def closure() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all calls draw the same numbers."""
-        with torch.no_grad(), fixed_rng(), precision.autocast():
+        with torch.no_grad(), fixed_rng():
             losses.append(runtime.objective(model, content).loss)
         # The mean over no targets is NaN; it counts as 0.
         return losses[-1] * weight if micro.effective_weight else torch.zeros_like(losses[-1])
@@ -248,10 +248,7 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
     if from_backward:
         precision.note_nonfinite_gradients(optimizer)
     norm, group_norms = clip_gradients(run)
-    warming: AbstractContextManager[None] = nullcontext()
-    if settings.warmup_steps:
-        warming = warmup_lr(optimizer, run.warmup_steps_done(stage_step), settings.warmup_steps)
-    with warming:
+    with warmup_lr(optimizer, run.warmup_steps_done(stage_step), settings.warmup_steps):
         runtime.recorder.note_update(optimizer, norm, group_norms)
         if from_backward:
             applied = precision.step(optimizer)
@@ -308,7 +305,8 @@ def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:
     norm = group_norms = None
     by_norm_alone = settings.clip_norm is not None and settings.clip_value is None
     clipping_measures_all = by_norm_alone and len(groups) == 1
-    if run.measures_norm(run.session.state.current_step) and not clipping_measures_all:
+    every = runtime.loaded.pipeline.timings.grad_norm_every
+    if is_due(every, run.session.state.current_step) and not clipping_measures_all:
         group_norms = _norms([_gradients(group["params"]) for group in groups])
         if group_norms is not None:
             norm = torch.linalg.vector_norm(torch.stack(group_norms))
@@ -372,8 +370,9 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
         compare_clocks=session.clock_offsets_are_stale,
         exchanged=exchanged,
     )
-    needs_this_step = _profiler_toggles(run) or _time_slice_is_over(run)
-    needs_this_step = needs_this_step or session.checkpoint_is_due or run.evaluation_is_due
+    step = session.state.step
+    pauses = runtime.profiler.toggles_before(step + 1) or runtime.time_slices.ends_after(step)
+    needs_this_step = pauses or session.checkpoint_is_due or run.evaluation_is_due
     if needs_this_step or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
         agreed_steps += runtime.recorder.wait_for_messages()
     return agreed_steps
@@ -397,7 +396,7 @@ def between_steps(
             session.record_agreed(runtime.recorder.wait_for_messages())
             return "stopped"
     elif not exchanged:  # otherwise progress comes with the message
-        session.reporter.progress_without_exchange(run.steps_done, step)
+        session.reporter.show_step(run.steps_done, step)
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
             evaluate_in_stage(run)  # first: a checkpoint holds its outcome
@@ -444,28 +443,18 @@ def excluded_from_timing(run: StageRun, phase: bytes) -> Iterator[None]:
     runtime.clock.synchronize()
     runtime.ranks.watchdog.set_phase(phase)
     yield
-    run.exclude_time(time.monotonic() - started)
+    seconds = time.monotonic() - started
+    session.state.cursor.seconds -= seconds
+    session.reporter.exclude_time(seconds)
 
 
 def handle_time_slice_and_profiler(run: StageRun) -> None:
     """Let the other runs of a comparison have their time slices, and turn torch's profiler on or off."""
     runtime, state = run.session.runtime, run.session.state
-    if _time_slice_is_over(run):
-        assert runtime.time_slices is not None
+    if runtime.time_slices.ends_after(state.step):
         with excluded_from_timing(run, b"waiting for its time slice"):
             runtime.time_slices.wait(state.step)
     stage_is_over = run.steps_done == run.steps
-    if _profiler_toggles(run) and not stage_is_over:
-        assert runtime.profiler is not None
+    if runtime.profiler.toggles_before(state.current_step) and not stage_is_over:
         with excluded_from_timing(run, b"the profiler"):
             runtime.profiler.toggle(state.current_step)
-
-
-def _time_slice_is_over(run: StageRun) -> bool:
-    slices = run.session.runtime.time_slices
-    return slices is not None and slices.ends_after(run.session.state.step)
-
-
-def _profiler_toggles(run: StageRun) -> bool:
-    profiler = run.session.runtime.profiler
-    return profiler is not None and profiler.toggles_before(run.session.state.current_step)

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-LOSS_PREFIX = "loss"
+_LOSS_PREFIX = "loss"
 
 
 class ModelWithLoss(nn.Module):
@@ -28,12 +28,12 @@ class ModelWithLoss(nn.Module):
         """As of any module; torch names parameters and buffers by it, too."""
         memo = set() if memo is None else memo
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
-        at = f"{prefix}.{LOSS_PREFIX}" if prefix else LOSS_PREFIX
+        at = f"{prefix}.{_LOSS_PREFIX}" if prefix else _LOSS_PREFIX
         yield from self.loss.named_modules(memo, at, remove_duplicate)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         prefix = options.pop("prefix", "")
-        of_loss = self.loss.state_dict(*args, prefix=f"{prefix}{LOSS_PREFIX}.", **options)
+        of_loss = self.loss.state_dict(*args, prefix=f"{prefix}{_LOSS_PREFIX}.", **options)
         return {**self.model.state_dict(*args, prefix=prefix, **options), **of_loss}
 
 

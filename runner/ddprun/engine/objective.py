@@ -162,7 +162,7 @@ class ForwardResult(NamedTuple):
 
 
 class Objective:
-    """Calls the model on a batch and makes the loss.
+    """Calls the model on a batch and makes the loss, in a precision.
 
     A batch of (input, target) calls `model(input)` and `loss(output, target)`, where an input that is a
     mapping becomes keyword arguments. With `loss: model` it calls `model(input, target)`, and a batch that is
@@ -175,9 +175,10 @@ class Objective:
         self,
         loaded: LoadedPipeline,
         loss: Callable[[Any, Any], Tensor] | None,
+        precision: Precision,
         weight: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._loaded, self.loss, self._weight_function = loaded, loss, weight
+        self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
         self._joined = belongs_to_model(loss)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
@@ -190,7 +191,8 @@ class Objective:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
         positional, named, target = self._split_batch(content)
         call = partial(self._output_and_loss, positional, named, target)
-        output, loss = model(call) if self._joined else call(model, self.loss)
+        with self.precision.autocast():
+            output, loss = model(call) if self._joined else call(model, self.loss)
         return ForwardResult(loss, output, content if self.loss is None else target, content)
 
     def _output_and_loss(
@@ -349,18 +351,17 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor |
     return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))
 
 
-def find_buffer_use(
-    model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, automatic: bool
-) -> BufferUse:
+def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, automatic: bool) -> BufferUse:
     """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
     if not automatic or next(model.buffers(), None) is None:
         return BufferUse.assume_changing(model)
+    precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
         content = precision.to_device(feed.first_batch())
         fixed_rng = seeding.RepeatableRng(precision.device)
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with no_trace(precision.device, model, objective.loss), fixed_rng(), precision.autocast():
+        with no_trace(precision.device, model, objective.loss), fixed_rng():
             model.train()
             load_buffers(model, buffers)
             loss = objective(model, content).loss
@@ -369,16 +370,13 @@ def find_buffer_use(
     return probe_buffer_use(model, forward)
 
 
-def warmup_pass(
-    model: nn.Module, objective: Objective, precision: Precision, feed: Feed, *, backward: bool
-) -> None:
+def warmup_pass(model: nn.Module, objective: Objective, feed: Feed, *, backward: bool) -> None:
     """Two passes without a trace on the first batch: a model may go another way once it has been called."""
-    with no_trace(precision.device, model, objective.loss), torch.set_grad_enabled(backward):
+    with no_trace(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
-        content = precision.to_device(feed.first_batch())
+        content = objective.precision.to_device(feed.first_batch())
         for _ in range(2):
-            with precision.autocast():
-                loss = objective(model, content).loss
+            loss = objective(model, content).loss
             if backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
@@ -401,17 +399,15 @@ def _type_and_shape(value: Any) -> str:
 
 
 def settle_bucket_layout(
-    replica: DdpReplica, objective: Objective, precision: Precision, feed: Feed, barrier: Callable[[], None]
+    replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]
 ) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
-    with no_trace(precision.device, replica.model, objective.loss):
-        content = precision.to_device(feed.first_batch())
-
-        def loss() -> Tensor:
-            with precision.autocast():
-                return objective(replica.ddp, content).loss
+    with no_trace(objective.precision.device, replica.model, objective.loss):
+        content = objective.precision.to_device(feed.first_batch())
 
         def make_unused_error(names: Sequence[str]) -> PipelineError:
             return objective.unused_parameters_error(names, "the loss of a rank's first batch")
 
-        replica.settle_bucket_layout(loss, make_unused_error=make_unused_error, barrier=barrier)
+        replica.settle_bucket_layout(
+            lambda: objective(replica.ddp, content).loss, make_unused_error=make_unused_error, barrier=barrier
+        )

@@ -57,11 +57,8 @@ class Reporter:
         self._straggler = None
         self.screen.begin(name, steps, steps_before)
 
-    def end_stage(self) -> None:
-        self.screen.end()
-
     def exclude_time(self, seconds: float) -> None:
-        """Time that does not count as the stage's."""
+        """Time that does not count as the stage's, nor in the progress line's rate."""
         self._started += seconds
 
     def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
@@ -76,13 +73,10 @@ class Reporter:
                     self._report_straggler(at, found)
         if agreed_steps:
             self._newest = agreed_steps[-1]
-            self._show(self._newest.steps[-1] - self._steps_before_stage, step)
+            self.show_step(self._newest.steps[-1] - self._steps_before_stage, step)
 
-    def progress_without_exchange(self, done: int, step: int) -> None:
-        """Show a step, after `done` of the stage and `step` of the run, in which ranks exchanged nothing."""
-        self._show(done, step)
-
-    def _show(self, done: int, step: int) -> None:
+    def show_step(self, done: int, step: int) -> None:
+        """Show a step, after `done` of the stage and `step` of the run."""
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)

@@ -109,7 +109,7 @@ def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> It
     try:
         yield
     except StateError as error:
-        kind, problem = error.key, str(error)
+        kind, problem = "model", str(error)
     except DamagedError as error:
         kind, problem = "damaged", str(error)
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])

@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,19 +30,12 @@ class FolderInUseError(RunFolderError):
     """Another run uses it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunFolder:
-    """A run's folder, as rank 0 sees it."""
-
-    path: Path
-    token: str  # of this attempt at the run; different in each
-    resumed: bool  # begun before: resume from a checkpoint, or start again in the same folder
-
-
 def agree_on_folder(
     loaded: LoadedPipeline, wanted: Path | None, ranks: Ranks, *, resuming: ResumeMode, known: Path | None
-) -> RunFolder:
-    """Create or reuse the run's folder on rank 0, and tell all ranks.
+) -> tuple[Path, str, bool]:
+    """Create or reuse the run's folder on rank 0, and tell all ranks its path; gives also a token of this
+    attempt at the run, different in each, and whether the run was begun before: it resumes from a checkpoint,
+    or starts again in the same folder.
 
     `wanted`: from the command line. `known`: the folder that this host's ranks used before they were
     restarted. Rank 0 raises RunFolderError: it cannot be made, is not empty, not a run's, or in use.
@@ -68,7 +60,7 @@ def agree_on_folder(
         return str(folder), secrets.token_hex(4), known_folder is not None or begun
 
     path, token, resumed = ranks.from_rank_0("run_dir", make)
-    return RunFolder(Path(path), token, resumed)
+    return Path(path), token, resumed
 
 
 def _make(folder: Path, loaded: LoadedPipeline) -> None:

@@ -37,9 +37,8 @@ def make_deterministic(device: torch.device, *, strict: bool = False) -> None:
         torch.backends.cudnn.deterministic = True
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in this block.
+def _torch_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of torch's generators; collects no garbage meanwhile.
 
     Torch makes the tensor of a generator's state while it holds that generator's lock. A collection there may
     run a `__del__` that lets other threads run, and one that waits for that lock waits with Python's own.
@@ -48,18 +47,11 @@ def _no_garbage_collection() -> Iterator[None]:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            yield
+            on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+            return {"torch": torch.get_rng_state(), **on_gpu}
         finally:
             if was_enabled:
                 gc.enable()
-
-
-@_no_garbage_collection()
-def _torch_states(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
 
 
 def generator_state(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddprun.config import Pipeline, StepStage, StepStageSettings
-from ddprun.sync.plan import BufferPlan, Effect, PlanProgress, ReplicaConsistency, Transfers
+from ddprun.sync.plan import BufferPlan, Effect, PlanProgress, ReplicaConsistency, Transfers, is_due
 
 Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
 """`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
@@ -69,15 +69,10 @@ class StageSequence:
 
     # What is asked in any step.
 
-    def audits(self, step: int) -> bool:
-        """Whether the file's `audit` compares all ranks' parameters after this step."""
-        every = self.pipeline.audit.every
-        return every > 0 and step % every == 0
-
     def exchanges(self, step: int) -> bool:
         """Whether all ranks exchange anything in this step, so that it has a control message."""
         by_policy = self.settings.plan.synchronizes(step)
-        return by_policy or self.buffers.synchronizes(step) or self.audits(step)
+        return by_policy or self.buffers.synchronizes(step) or is_due(self.pipeline.audit.every, step)
 
     @property
     def exchanges_nothing(self) -> bool:
@@ -129,7 +124,7 @@ class StageSequence:
         synchronized = plan.synchronizes(step)
         if names := self.buffers.after_step(step, synchronized=synchronized):
             yield SendBuffers(names)
-        audits = self.audits(step)
+        audits = is_due(self.pipeline.audit.every, step)
         if audits or self._compares_first_step:
             yield Audit(recorded=audits)
             self.compared = True
@@ -173,7 +168,7 @@ class StageSequence:
     def _mutate(self, step: int) -> Iterator[Action]:
         if self.settings.mutate is not None:
             yield "mutate"
-            self.replicas.mark_mutated(self.first_step + step)
+            self.replicas.parameters, self.replicas.mutated_at = "apart", self.first_step + step
 
 
 def equalize(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[Equalize]:

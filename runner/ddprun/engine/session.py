@@ -33,7 +33,7 @@ from ddprun.sync.audit import AuditResult
 from ddprun.sync.buffers import BufferSync
 from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.sync.frozen import FrozenParameters
-from ddprun.sync.plan import ReplicaConsistency
+from ddprun.sync.plan import ReplicaConsistency, is_due
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
@@ -76,13 +76,13 @@ class Runtime:
     fingerprints: DatasetFingerprints  # of all data
     held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`
-    checkpoints: CheckpointWriter | None  # None: none are taken (`keep: 0`)
     staging: PinnedStaging | None  # through which a GPU's tensors reach checkpoints; None: on a CPU
     finite_check: FiniteCheck
     gradient_times: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
-    profiler: Profiler | None  # torch's; None: the pipeline does not ask for it (`timings.profile`)
+    profiler: Profiler  # torch's; of no step if the pipeline does not ask for it (`timings.profile`)
     compiler: GraphCompiler | None = None  # None: the model is not compiled
-    time_slices: TimeSliceClient | None = None  # None: not one of several runs of `ddprun compare`
+    checkpoints: CheckpointWriter | None = None  # None: none are taken (`keep: 0`)
+    time_slices: TimeSliceClient = field(default_factory=TimeSliceClient)
 
     def set_timing_detail(self, *, detailed: bool) -> None:
         """A step begins; `detailed`: it gets a record, so GPU marks and gradient times are taken in it."""
@@ -210,7 +210,7 @@ class Session:
     def checkpoint_is_due(self) -> bool:
         """Whether one is taken after this step of the run; the same on all ranks."""
         every = self.runtime.loaded.pipeline.checkpoint.every
-        return self.runtime.checkpoints is not None and every > 0 and self.state.step % every == 0
+        return self.runtime.checkpoints is not None and is_due(every, self.state.step)
 
     @property
     def clock_offsets_are_stale(self) -> bool:

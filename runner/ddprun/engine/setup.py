@@ -91,7 +91,7 @@ def build_session(
     build.check_metrics(loaded, device)
     loss = build.build_loss(loaded)
     model = build.join_model_and_loss(loaded, model, loss, device, precision.parameter_dtype)
-    objective = Objective(loaded, loss, build.build_batch_weight(loaded))
+    objective = Objective(loaded, loss, precision, build.build_batch_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
     stacks = open_stacks(loaded)
@@ -129,23 +129,22 @@ def build_session(
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
     fingerprints = DatasetFingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
-    buffer_use = find_buffer_use(model, objective, precision, feed, automatic=pipeline.has_automatic_buffers)
+    buffer_use = find_buffer_use(model, objective, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")
-        compiler = _compile(loaded, model, objective, precision, feeds, ranks, reporter)
+        compiler = _compile(loaded, model, objective, feeds, ranks, reporter)
         ranks.watchdog.set_phase(b"warm-up passes")
     replica = None
-    if any(stage.effective_settings(pipeline).gradient_averaging for stage in pipeline.train_stages()):
+    if any(stage.effective_settings(pipeline).plan.gradients for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first)
         barrier = partial(control.barrier, "freezing the bucket layout")
-        settle_bucket_layout(replica, objective, precision, feed, barrier)
+        settle_bucket_layout(replica, objective, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
     _check_shared_memory(loaded, feeds, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
-    finite_check = FiniteCheck(model, control, recorder, reporter.report_nonfinite)
     runtime = Runtime(
         loaded=loaded,
         run_dir=run_dir,
@@ -173,13 +172,13 @@ def build_session(
         fingerprints=fingerprints,
         held_out=data.held_out,
         stage_held_out=stage_held_out,
-        checkpoints=open_checkpoints(loaded, run_dir, ranks, records, token, finite_check),
         staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
-        finite_check=finite_check,
+        finite_check=FiniteCheck(model, control, recorder, reporter.report_nonfinite),
         gradient_times=GradientTimes(model, clock.mark) if timings.gradients else None,
-        profiler=Profiler(timings.profile, records.writer, ranks.rank) if timings.profile else None,
+        profiler=Profiler(timings.profile or (0, -1), records.writer, ranks.rank),
         compiler=compiler,
     )
+    runtime.checkpoints = open_checkpoints(runtime, token)
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
@@ -193,7 +192,6 @@ def _compile(
     loaded: LoadedPipeline,
     model: nn.Module,
     objective: Objective,
-    precision: Precision,
     feeds: Feeds,
     ranks: Ranks,
     reporter: Reporter,
@@ -202,7 +200,7 @@ def _compile(
     stages_with_steps = loaded.pipeline.stages_with_steps()
     stages = [(feeds.for_stage(stage.index), stage.name == "train") for stage in stages_with_steps]
     for feed in {feed: None for feed, _ in stages}:  # what fails here has nothing to do with compiling
-        warmup_pass(model, objective, precision, feed, backward=False)
+        warmup_pass(model, objective, feed, backward=False)
     started = time.monotonic()
     compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
     what = compiling.describe(blocks)
@@ -212,7 +210,7 @@ def _compile(
     notice.start()
     try:
         for feed, backward in dict.fromkeys(stages):
-            warmup_pass(model, objective, precision, feed, backward=backward)
+            warmup_pass(model, objective, feed, backward=backward)
     except Exception as error:
         if (compile_error := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise compile_error from error

@@ -1,14 +1,13 @@
 """A stage that takes steps: what begins it and ends it (`loop.py` has its loop). What makes ranks equal."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddprun.config import (
     AverageStage,
@@ -26,13 +25,16 @@ from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.sequence import Action, Audit, Equalize, SendBuffers, StageSequence, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
-from ddprun.sync.exchanger import average_optimizer_state, floating_state, initialize_optimizer_state
+from ddprun.sync.exchanger import (
+    average_optimizer_state,
+    floating_state,
+    initialize_optimizer_state,
+    temporary_values,
+)
 from ddprun.sync.plan import Transfers
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.records import StageStarted
 from ddprun.telemetry.writer import log_event
-from ddprun_hooks.buckets import ParameterBuckets
-from ddprun_hooks.payload import PayloadKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class StageRun:
         """This step's total weight over the ranks that average gradients with this one, scaled to the world
         size. Ranks that train apart use their own, and send nothing.
         """
-        runtime, gradients = self.session.runtime, self.settings.gradient_averaging
+        runtime, gradients = self.session.runtime, self.settings.plan.gradients
         ranks = [runtime.ranks.rank]
         if gradients is None:
             return mine * runtime.ranks.size
@@ -83,16 +85,6 @@ class StageRun:
             by_host = runtime.ranks.placement.split_by_host(self.settings.plan.hosts)
             ranks = next(block for block in by_host if runtime.ranks.rank in block)
         return math.fsum(counts[rank] for rank in ranks) * runtime.ranks.size / len(ranks)
-
-    def measures_norm(self, step: int) -> bool:
-        """Whether the gradients' norm is measured in this step of the run."""
-        every = self.session.runtime.loaded.pipeline.timings.grad_norm_every
-        return every > 0 and step % every == 0
-
-    def measures_fidelity(self, step: int) -> bool:
-        """Whether the gradients of this step of the run are compared with the exact mean."""
-        every = self.session.runtime.loaded.pipeline.timings.fidelity_every
-        return bool(every) and step % every == 0 and self.settings.gradient_averaging == "all"
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -121,11 +113,6 @@ class StageRun:
         if isinstance(self.settings.schedule, WholeRunSchedule) and schedule is not None:
             return int(schedule.last_epoch)
         return stage_step - 1
-
-    def exclude_time(self, seconds: float) -> None:
-        """Leave `seconds` out of the stage's time, and of the progress line's rate."""
-        self.session.state.cursor.seconds -= seconds
-        self.session.reporter.exclude_time(seconds)
 
 
 def begin_stage(session: Session, stage: StepStage) -> StageRun:
@@ -273,36 +260,20 @@ def run_equalizing_stage(session: Session, stage: AverageStage | BroadcastStage)
 
 def _equalize(session: Session, action: Equalize) -> None:
     """Exactly: there is no common base, and no hook is used."""
-    runtime, source = session.runtime, action.source
+    runtime, exchanger, source = session.runtime, session.runtime.exchanger, action.source
     match action.what:
         case "parameters":
-            _average_or_broadcast(session, runtime.frozen.trainable, source)
+            exchanger.equalize(runtime.frozen.trainable, "parameters", source)
             runtime.frozen.post_checksum()
             runtime.frozen.make_equal(source)
         case "optimizer" if source is None:
-            average_optimizer_state(runtime.optimizer, runtime.exchanger)
+            average_optimizer_state(runtime.optimizer, exchanger)
         case "optimizer":
             initialize_optimizer_state(runtime.optimizer)
-            _average_or_broadcast(session, floating_state(runtime.optimizer), source, kind="optimizer")
+            exchanger.equalize(floating_state(runtime.optimizer), "optimizer", source)
         case "averages":
             assert runtime.ema is not None, "only their averages differ"
-            _average_or_broadcast(session, runtime.ema.tensors, source)
-
-
-def _average_or_broadcast(
-    session: Session,
-    named: Mapping[str, Tensor],
-    source: int | None = None,
-    *,
-    kind: PayloadKind = "parameters",
-) -> None:
-    """Overwrite tensors by their mean over ranks, or by those of rank `source`."""
-    exchanger = session.runtime.exchanger
-    buckets = ParameterBuckets(named, exchanger.cap_bytes)
-    if source is None:
-        exchanger.average(buckets, kind)
-    else:
-        exchanger.broadcast(buckets, kind, source)
+            exchanger.equalize(runtime.ema.tensors, "parameters", source)
 
 
 @contextmanager
@@ -319,21 +290,18 @@ def swap_in_averaged_weights(session: Session) -> Iterator[None]:
     if ema is None and not ranks_differ and not switching:
         yield
         return
-    own = {name: param.detach().clone() for name, param in trainable.items()}
-    if switching:
-        optimizer.eval()
-    if ema is not None:
-        ema.copy_to_model()
-    if ranks_differ:
-        _average_or_broadcast(session, trainable)
-    try:
-        yield
-    finally:
+    with temporary_values(trainable.values()):
         if switching:
-            optimizer.train()
-        with torch.no_grad():
-            for name, param in trainable.items():
-                param.copy_(own[name])
+            optimizer.eval()
+        if ema is not None:
+            ema.copy_to_model()
+        if ranks_differ:
+            session.runtime.exchanger.equalize(trainable, "parameters")
+        try:
+            yield
+        finally:
+            if switching:
+                optimizer.train()
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,26 +22,19 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
 from ddprun.checkpoint.writer import CheckpointWriter
-from ddprun.config import LoadedPipeline
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
-from ddprun.engine.model_with_loss import LOSS_PREFIX
-from ddprun.engine.nonfinite import FiniteCheck, Nonfinite
-from ddprun.engine.session import Evaluations, Session
+from ddprun.engine.nonfinite import Nonfinite
+from ddprun.engine.session import Evaluations, Runtime, Session
 from ddprun.host.rank_files import report_checkpoint
-from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.records import CheckpointWritten
-from ddprun.telemetry.writer import RecordFiles, log_event
+from ddprun.telemetry.writer import log_event
 from ddprun_hooks.comm.control import open_control_channel
 
 
 class StateError(ValueError):
-    """State that does not fit what the pipeline has at `key`."""
-
-    def __init__(self, problem: str, key: str = "model") -> None:
-        super().__init__(problem)
-        self.key = key
+    """State that does not fit the pipeline's model."""
 
 
 def collect_state(session: Session) -> dict[str, Any]:
@@ -213,11 +205,6 @@ def replay_schedule(schedule: LRScheduler, steps: int) -> None:
 def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]) -> None:
     if targets.keys() != values.keys():
         name = min(targets.keys() ^ values.keys())
-        if name in targets and name.startswith(f"{LOSS_PREFIX}."):
-            problem = (
-                f'{what} "{name}" is not in the checkpoint: when it was taken, ddprun kept no state of a loss'
-            )
-            raise StateError(f"{problem}, so start a new run", "loss")
         where = "the model" if name in targets else "the checkpoint"
         raise StateError(f'{what} "{name}" is only in {where}: the code has changed since')
     with torch.no_grad():
@@ -234,31 +221,26 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
 # Taking checkpoints.
 
 
-def open_checkpoints(
-    loaded: LoadedPipeline,
-    run_dir: Path,
-    ranks: Ranks,
-    records: RecordFiles,
-    token: str,
-    finite_check: FiniteCheck,
-) -> CheckpointWriter | None:
+def open_checkpoints(runtime: Runtime, token: str) -> CheckpointWriter | None:
     """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
-    wanted, timeout_s = loaded.pipeline.checkpoint, loaded.pipeline.launch.timeout_s
-    if not wanted.keep:
+    pipeline, ranks, records = runtime.loaded.pipeline, runtime.ranks, runtime.records
+    keep, timeout_s = pipeline.checkpoint.keep, pipeline.launch.timeout_s
+    initially_nonfinite = runtime.finite_check.initially_nonfinite
+    if not keep:
         return None
     return CheckpointWriter(
-        run_dir / CHECKPOINTS_FOLDER,
+        runtime.run_dir / CHECKPOINTS_FOLDER,
         ranks.store,
         token=token,
         rank=ranks.rank,
         world_size=ranks.size,
-        keep=wanted.keep,
+        keep=keep,
         remote_ranks=records.remote_ranks,
         control=open_control_channel(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
         parts_timeout_s=timeout_s,
         before_write=records.writer.flush,
         after_write=report_checkpoint,
-        find_nonfinite=partial(_find_nonfinite, initially_nonfinite=finite_check.initially_nonfinite),
+        find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
     )
 
 

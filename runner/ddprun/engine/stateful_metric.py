@@ -76,11 +76,14 @@ class StatefulMetric:
         return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
 
     def _own_bytes(self) -> bytes:
+        """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
         try:
-            return _to_bytes(self._state())
+            encoded = encode(self._state())
         except UnstorableError as error:
             allowed = "a state is made of tensors, numbers, text, lists and mappings"
             raise self._make_error(f"a rank's state cannot be sent: {error}", allowed) from None
+        tree = json.dumps(encoded.tree).encode()
+        return len(tree).to_bytes(_TREE_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
 
     def _merge_states(self, states: Sequence[Mapping[str, Any]]) -> Any:
         """A metric with what ranks have accumulated, of their states in rank order."""
@@ -114,14 +117,8 @@ def _torchmetrics_parts(metric: Any) -> list[Any] | None:
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
 
 
-def _to_bytes(state: Mapping[str, Any]) -> bytes:
-    """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
-    encoded = encode(state)
-    tree = json.dumps(encoded.tree).encode()
-    return len(tree).to_bytes(_TREE_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
-
-
 def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
+    """The state of `_own_bytes`."""
     end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
     return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)

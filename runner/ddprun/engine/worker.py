@@ -20,16 +20,7 @@ from ddprun import (
     __version__,
     standard_streams,
 )
-from ddprun.config import (
-    AverageStage,
-    BroadcastStage,
-    EvaluateStage,
-    ForwardStage,
-    LoadedPipeline,
-    SaveStage,
-    Stage,
-    TrainStage,
-)
+from ddprun.config import LoadedPipeline
 from ddprun.engine.compiling import as_compile_error
 from ddprun.engine.evaluate import discard_stale_best, evaluate
 from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
@@ -69,13 +60,13 @@ from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
 
-_STAGE_RUNNERS: dict[type[Stage], Callable[[Session, Any], dict[str, Any]]] = {
-    TrainStage: run_stage,
-    ForwardStage: run_stage,
-    AverageStage: run_equalizing_stage,
-    BroadcastStage: run_equalizing_stage,
-    EvaluateStage: evaluate,
-    SaveStage: save,
+_STAGE_RUNNERS: dict[str, Callable[[Session, Any], dict[str, Any]]] = {
+    "train": run_stage,
+    "forward": run_stage,
+    "average": run_equalizing_stage,
+    "broadcast": run_equalizing_stage,
+    "evaluate": evaluate,
+    "save": save,
 }
 
 _HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
@@ -146,14 +137,13 @@ def _run(
     ]
     place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
     ranks.join(place)
-    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=rank_files.read_run_dir())
-    failure_context.run_dir = folder.path.absolute()
-    rank_files.report_run_dir(folder.path)
-    session = failure_context.session = build_session(
-        loaded, folder.path, ranks, place, signals, folder.token
-    )
+    known = rank_files.read_run_dir()
+    folder, token, begun = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
+    failure_context.run_dir = folder.absolute()
+    rank_files.report_run_dir(folder)
+    session = failure_context.session = build_session(loaded, folder, ranks, place, signals, token)
     _announce(session)
-    if folder.resumed:
+    if begun:
         resume(session)
         discard_stale_best(session)
     local_ranks = environment.local_world_size
@@ -261,10 +251,8 @@ def _run_stages(session: Session) -> Status:
     while cursor.next < len(stages):
         stage = stages[cursor.next]
         session.reporter.location = stage.path
-        watchdog.set_stage(stage.path)
-        watchdog.set_step(0)
-        watchdog.set_phase(stage.name.encode())
-        entry = {"kind": stage.name, "index": stage.index, **_STAGE_RUNNERS[type(stage)](session, stage)}
+        watchdog.set_phase(stage.name.encode(), 0, stage.path)
+        entry = {"kind": stage.name, "index": stage.index, **_STAGE_RUNNERS[stage.name](session, stage)}
         runtime.recorder.write_between_steps(stage.index, session.state.step)
         if runtime.compiler is not None:
             session.reporter.report_recompiles(runtime.compiler, session.state.step)

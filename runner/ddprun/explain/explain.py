@@ -155,7 +155,7 @@ class StageExplanation:
                 "accumulate": settings.accumulate,
                 "mutate": settings.mutate and settings.mutate.to_plain_data(),
                 "update": settings.update and settings.update.to_plain_data(),
-                "gradients": settings.gradient_averaging,
+                "gradients": settings.plan.gradients,
                 "cycle": self.cycle,
                 "patterns": json_value(self.patterns),
                 "evaluations": json_value(self.evaluations),

@@ -147,23 +147,23 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     verdict = gradients = compiled = None
     compiling.check_dynamo_config(loaded)
     if model is not None and feeds is not None and not unknown.batch:
-        objective = Objective(loaded, loss)
-        verdict = find_buffer_use(model, objective, precision, feeds.main, automatic=True)
+        objective = Objective(loaded, loss, precision)
+        verdict = find_buffer_use(model, objective, feeds.main, automatic=True)
         if pipeline.compile is not None:
-            compiled = _compile_model(loaded, model, objective, precision, feeds.main)
+            compiled = _compile_model(loaded, model, objective, feeds.main)
         if _any_gradients(loaded):
-            gradients = _buckets(loaded, model, objective, precision, feeds.main)
+            gradients = _buckets(loaded, model, objective, feeds.main)
     return ModelProbe(model, gradients, verdict, optimizer, feeds, unknown, device, compiled)
 
 
 def _compile_model(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
 ) -> CompileReport:
     """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
-    warmup_pass(model, objective, precision, feed, backward=False)  # what fails here is the model's own
+    warmup_pass(model, objective, feed, backward=False)  # what fails here is the model's own
     compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
     try:
-        warmup_pass(model, objective, precision, feed, backward=bool(loaded.pipeline.train_stages()))
+        warmup_pass(model, objective, feed, backward=bool(loaded.pipeline.train_stages()))
     except Exception as error:
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
@@ -201,29 +201,27 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
 
 def _any_gradients(loaded: LoadedPipeline) -> bool:
     return any(
-        stage.effective_settings(loaded.pipeline).gradient_averaging
-        for stage in loaded.pipeline.train_stages()
+        stage.effective_settings(loaded.pipeline).plan.gradients for stage in loaded.pipeline.train_stages()
     )
 
 
-def _buckets(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
-) -> GradientBuckets:
+def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed) -> GradientBuckets:
     """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
     ddp = loaded.pipeline.ddp
     if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
         # It has other rules for the first two, and a compiled graph has an order of its own.
-        layouts = _bucket_layouts_from_ddp(loaded, model, objective, precision, feed)
+        layouts = _bucket_layouts_from_ddp(loaded, model, objective, feed)
         return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
+    precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
         content, ready = precision.to_device(feed.first_batch()), None
         model.train()
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             # A model that looks at values cannot run without them: then it runs with them.
             with suppress(Exception), no_trace(precision.device, model, objective.loss):
-                ready = _params_in_ready_order(model, objective, precision, content, _on_meta)
+                ready = _params_in_ready_order(model, objective, content, _on_meta)
         if ready is None:
-            ready = _params_in_ready_order(model, objective, precision, content, lambda value: value)
+            ready = _params_in_ready_order(model, objective, content, lambda value: value)
     if missing := [name for name in trainable_parameters(model) if name not in ready]:
         raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
     caps = ddp.bucket_caps_bytes
@@ -231,7 +229,7 @@ def _buckets(
 
 
 def _params_in_ready_order(
-    model: nn.Module, objective: Objective, precision: Precision, content: Any, view: Callable[[Any], Any]
+    model: nn.Module, objective: Objective, content: Any, view: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
     parameters, buffers and the batch as `view` gives them.
@@ -242,8 +240,7 @@ def _params_in_ready_order(
     for name, param in held.items():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(partial(ready.setdefault, name.removeprefix("model.")))
-    with precision.autocast():
-        loss: Tensor = torch.func.functional_call(step, held, ())
+    loss: Tensor = torch.func.functional_call(step, held, ())
     loss.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
     return ready
@@ -269,13 +266,13 @@ class _LossOfBatch(nn.Module):
 
 
 def _bucket_layouts_from_ddp(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, precision: Precision, feed: Feed
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     with _one_rank():
         queue = HostCommQueue(RankGroup("world", 0, ("here",)))
-        replica = DdpReplica(model, loaded.pipeline.ddp, precision.device, queue, Stack([]))
-        settle_bucket_layout(replica, objective, precision, feed, barrier=lambda: None)
+        replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
+        settle_bucket_layout(replica, objective, feed, barrier=lambda: None)
         layout = replica.dispatcher.layout
         del replica
         gc.collect()  # before the group ends, on which DDP still has a hand

@@ -151,7 +151,7 @@ def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> st
         )
     elif settings.uses_noop:
         why = "noop sends nothing, so ranks diverge."
-    elif settings.gradient_averaging == "all":
+    elif settings.plan.gradients == "all":
         why = (
             "All ranks start with the same values, and take every step by the same mean gradient, so they "
             "stay equal."
@@ -278,9 +278,9 @@ def _control_text(stage: StageExplanation) -> str:
 
 def _loss_text(settings: StepStageSettings) -> str:
     own = "Each rank has the loss of its own samples"
-    if settings.gradient_averaging == "all" and not settings.uses_noop:
+    if settings.plan.gradients == "all" and not settings.uses_noop:
         what = f"DDP does not average it. {own}; gradients are averaged, so the step follows the mean loss."
-    elif settings.gradient_averaging == "host" and not settings.uses_noop:
+    elif settings.plan.gradients == "host" and not settings.uses_noop:
         what = f"It is not averaged. {own}; gradients are averaged inside a host only."
     else:
         what = f"It is not averaged. {own}; no gradients are averaged."

@@ -59,14 +59,14 @@ class DdpReplica:
         """
         settings = self._settings
         self.model.train()
-        with self.dispatcher.learning_layout():
-            for _ in range(3 if settings.static_graph else 2):
-                loss().backward()  # type: ignore[no-untyped-call]
-                missing = parameters_without_gradient(self.model)
-                if missing and not (settings.find_unused_parameters or settings.static_graph):
-                    raise make_unused_error(missing)
-                self.model.zero_grad(set_to_none=True)
-                barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+        for _ in range(3 if settings.static_graph else 2):
+            loss().backward()  # type: ignore[no-untyped-call]
+            missing = parameters_without_gradient(self.model)
+            if missing and not (settings.find_unused_parameters or settings.static_graph):
+                raise make_unused_error(missing)
+            self.model.zero_grad(set_to_none=True)
+            barrier()  # the next pass begins with an exchange of DDP's own, which no watchdog sees
+        self.dispatcher.layout_frozen = True
 
     def begin_stage(self, stack: Stack, group: RankGroup) -> str:
         """Use these hooks and ranks for gradients from now on; gives what must be the same on all ranks."""

@@ -33,8 +33,8 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         if stage.settings is not None and found.steps
     ]
     silent = [pair for pair in pairs if not sends(pair[0])] or pairs
-    with_ddp = [pair for pair in silent if settings_of(pair[0]).gradient_averaging is not None]
-    without_ddp = [pair for pair in silent if settings_of(pair[0]).gradient_averaging is None]
+    with_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is not None]
+    without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]
     share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
     own_work_us = {
         True: _own_work(with_ddp or without_ddp, share, on_cpu=on_cpu),
@@ -51,7 +51,7 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
     by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
     for stage, found in pairs:
-        if sends(stage) and stage.cycle == 1 and settings_of(stage).gradient_averaging == "all":
+        if sends(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
             by_key.setdefault(hooks_key(stage), []).append((stage, found))
     slowdown = 1.0
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):

@@ -57,7 +57,7 @@ class InstructionGenerator:
     ) -> Iterator[Instruction]:
         """One step with these exchanges; what is sent after a step is awaited `delay` steps later."""
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
-        work = self.costs.own_work_us[settings.gradient_averaging is not None]
+        work = self.costs.own_work_us[settings.plan.gradients is not None]
         for micro in range(settings.accumulate):
             yield Work(work["data_us"], "data_us")
             if any(exchange.moment == "before_forward" for exchange in exchanges):
@@ -79,7 +79,7 @@ class InstructionGenerator:
             yield from self._send(exchanges, "after_step", "sync", late_us)
         if after and not delay:
             yield Await("sync")
-        if settings.gradient_averaging != "all":  # where each step has a control message, nobody waits for it
+        if settings.plan.gradients != "all":  # where each step has a control message, nobody waits for it
             yield Await("control", settings.plan.control_delay_steps)
             if after and self.world.ranks > 1:
                 yield Send(control_message(self.world))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ddprun.sync.audit import checksums
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
 from ddprun.sync.plan import BufferPlan, BufferSettings
-from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.control import ControlChannel
 
 
@@ -199,9 +198,8 @@ class BufferSync:
         held = self._named
         named = {name: held[name] for name in names}
         averaged, broadcast = split_averaged_and_broadcast(named, self.plan.setting)
-        cap_bytes = self._exchanger.cap_bytes
-        self._exchanger.average(ParameterBuckets(averaged, cap_bytes), "buffers")
-        self._exchanger.broadcast(ParameterBuckets(broadcast, cap_bytes), "buffers", 0)
+        self._exchanger.equalize(averaged, "buffers")
+        self._exchanger.equalize(broadcast, "buffers", source=0)
         return True
 
 

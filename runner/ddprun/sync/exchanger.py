@@ -7,7 +7,8 @@ one's own may keep, are not averaged: each rank keeps its own, and where ranks b
 rank 0's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,32 +60,27 @@ class ParameterExchanger:
         marks.completed.append(pending.trace)
         return mean
 
-    def average(self, buckets: ParameterBuckets, kind: PayloadKind, group: RankGroup | None = None) -> None:
-        """Overwrite the floating-point numbers in the buckets with their mean over ranks, exactly: no hook
-        touches them. The group is of the plain queue; None: all ranks.
-        """
-        group = group or self.exchange.plain_queue.world
-        self._exchange(buckets, kind, self._all_reduce_stack, group, 1.0 / group.size)
-
-    def broadcast(self, buckets: ParameterBuckets, kind: PayloadKind, source: int) -> None:
-        """Overwrite what is in the buckets with what rank `source` has in them."""
-        self._exchange(buckets, kind, broadcast_stack(source), self.exchange.plain_queue.world, None)
-
-    def _exchange(
+    def equalize(
         self,
-        buckets: ParameterBuckets,
+        named: Mapping[str, Tensor] | ParameterBuckets,
         kind: PayloadKind,
-        stack: Stack,
-        group: RankGroup,
-        scale: float | None,
+        source: int | None = None,
+        group: RankGroup | None = None,
     ) -> None:
+        """Overwrite floating-point numbers with their mean over ranks, or any with those of rank `source`,
+        exactly: no hook touches them. The group is of the plain queue; None: all ranks.
+        """
+        queue = self.exchange.plain_queue
+        group = group or queue.world
+        stack = self._all_reduce_stack if source is None else broadcast_stack(source)
+        buckets = named if isinstance(named, ParameterBuckets) else ParameterBuckets(named, self.cap_bytes)
         pending = []
         for index, layout in enumerate(buckets.layouts):
             flat = buckets.flatten(index)
-            if scale is not None:
-                flat.mul_(scale)
+            if source is None:
+                flat.mul_(1.0 / group.size)
             payload = Payload(flat, layout.params, kind, layout.index)
-            pending.append(self.send(self.exchange.plain_queue, payload, stack, group))
+            pending.append(self.send(queue, payload, stack, group))
         for index, one in enumerate(pending):
             buckets.copy_to_tensors(index, self.wait(one))
 
@@ -126,7 +122,7 @@ def average_optimizer_state(
             gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
             for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
                 _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
-    exchanger.average(ParameterBuckets(named, exchanger.cap_bytes), "optimizer", group)
+    exchanger.equalize(named, "optimizer", group=group)
 
 
 def mean_optimizer_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -163,6 +159,18 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(tensors[0].dtype)
 
 
+@contextmanager
+def temporary_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, tensors may change; then they have their values again, bit for bit."""
+    own = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in own:
+                tensor.copy_(value)
+
+
 def initialize_optimizer_state(optimizer: Optimizer) -> None:
     """Create the optimizer state of parameters that have none yet, as it is before the first step. Ranks then
     keep the same entries, whatever steps they have skipped. A step on zero gradients creates it; the weights
@@ -173,7 +181,6 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
     if not lacking:
         return
     gradients = [param.grad for param in everything]
-    weights = [param.detach().clone() for param in lacking]
     settings = [dict(group) for group in optimizer.param_groups]
     for param in everything:
         param.grad = None
@@ -182,15 +189,14 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0  # or the weights would enter the state
-    optimizer.step()
+    with temporary_values(lacking):
+        optimizer.step()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)  # some optimizers count their steps there
-    with torch.no_grad():
-        for param, value in zip(lacking, weights, strict=True):
-            param.copy_(value)
-            for name, start in _COUNTERS.items():
-                if _is_counter(name, optimizer.state[param].get(name)):
-                    _set(optimizer.state[param], name, start)
+    for param in lacking:
+        for name, start in _COUNTERS.items():
+            if _is_counter(name, optimizer.state[param].get(name)):
+                _set(optimizer.state[param], name, start)
     for param, gradient in zip(everything, gradients, strict=True):
         param.grad = gradient
 

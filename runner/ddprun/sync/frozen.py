@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from ddprun.sync.audit import combined_checksum, gather_checksums, odd_ranks
-from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
-from ddprun_hooks.buckets import ParameterBuckets
+from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, temporary_values
 from ddprun_hooks.comm.control import PendingMessage
 
 
@@ -62,30 +60,20 @@ class FrozenParameters:
         if not self.ranks_differ():
             return
         self._ranks_differ = False
-        differing = self.differing_parameters()
-        if source is None:
-            self._average(differing)
-        else:
-            buckets = ParameterBuckets(differing, self._exchanger.cap_bytes)
-            self._exchanger.broadcast(buckets, "parameters", source)
+        self._equalize(self.differing_parameters(), source)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
         """Inside, values that differ are their mean; then each rank has its own again, bit for bit."""
         differing = self.differing_parameters()
-        own = [param.detach().clone() for param in differing.values()]
-        self._average(differing)
-        try:
+        with temporary_values(differing.values()):
+            self._equalize(differing)
             yield
-        finally:
-            with torch.no_grad():
-                for param, value in zip(differing.values(), own, strict=True):
-                    param.copy_(value)
 
-    def _average(self, named: Mapping[str, Tensor]) -> None:
-        """Overwrite by the mean over ranks those that have one."""
-        floating = {name: param for name, param in named.items() if can_be_averaged(param)}
-        self._exchanger.average(ParameterBuckets(floating, self._exchanger.cap_bytes), "parameters")
+    def _equalize(self, named: Mapping[str, Tensor], source: int | None = None) -> None:
+        if source is None:
+            named = {name: param for name, param in named.items() if can_be_averaged(param)}
+        self._exchanger.equalize(named, "parameters", source)
 
     def differing_parameters(self) -> dict[str, Tensor]:
         """Those of which not all ranks hold the same bits, by name; called by all ranks together."""

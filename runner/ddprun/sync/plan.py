@@ -20,6 +20,11 @@ _MAX_CONTROL_DELAY_STEPS = 8  # that a control message may take, at most, if not
 _LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are followed for so many steps
 
 
+def is_due(every: int | None, step: int) -> bool:
+    """Whether what comes after every so many steps comes after this one; 0 or None: it never does."""
+    return every is not None and every > 0 and step % every == 0
+
+
 @dataclass(frozen=True)
 class Partition:
     """Splits the ranks of a run into groups, each of which exchanges for itself; known by its name."""
@@ -117,11 +122,6 @@ class SyncPlan:
         return self.gradients is not None or any(one.what == "change" for one in self.transfers)
 
     @property
-    def averages_state(self) -> bool:
-        """Where it makes all ranks' parameters equal it does the same with the optimizer's state."""
-        return any(one.what == "optimizer" and one.among == "all" for one in self.transfers)
-
-    @property
     def control_delay_steps(self) -> int:
         """Steps until control messages are read: more where transfers overlap, or ranks meet rarely."""
         between_exchanges = min(self.period - 1, _MAX_CONTROL_DELAY_STEPS)
@@ -194,7 +194,7 @@ class BufferPlan:
     def synchronizes(self, step: int) -> bool:
         """Whether ranks exchange buffers in this step, whatever the sync policy does."""
         every = 1 if self.setting.when == "every_forward" else self.setting.every
-        return self.has_own_schedule and every is not None and step % every == 0
+        return self.has_own_schedule and is_due(every, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class ReplicaConsistency:
     parameters: Consistency = "common"
     optimizer: Consistency = "common"
     optimizer_hosts: int | None = None  # the ranks were split into, where those of each hold the same
-    mutated_at: int = -1  # after how many steps of the run weights were mutated last
+    mutated_at: int = -1  # after how many steps of the run each rank changed its weights in a way of its own
     hosts: int | None = None  # into which the running stage splits the ranks; None: as launched
     averages_differ: bool = False  # the ranks' averages of the weights (`ema`)
     optimizer_is_read: bool = False  # its state is part of the weights that are read (`train()`, `eval()`)
@@ -290,12 +290,13 @@ class ReplicaConsistency:
     def apply_effect(self, effect: Effect, plan: SyncPlan, *, noop: bool) -> None:
         """A step or stage had this effect on the parameters; `noop`: hooks return each rank's own."""
         noop = noop and plan.uses_hooks
+        state_is_averaged = any(one.what == "optimizer" and one.among == "all" for one in plan.transfers)
         self.parameters = _consistency_after(self.parameters, effect)
         if noop and effect != "nothing":
             self.parameters = "apart"
         if noop and plan.gradients:
             self.parameters = self.optimizer = "apart"
-        elif effect == "common" and plan.averages_state and not noop:
+        elif effect == "common" and state_is_averaged and not noop:
             self.optimizer = "common"
         elif plan.gradients and self.parameters == "apart":
             self.optimizer = "apart"  # weight decay makes momentum of weights
@@ -304,10 +305,6 @@ class ReplicaConsistency:
             self.optimizer_hosts = plan.hosts
         elif plan.gradients is None:
             self.optimizer = "apart"
-
-    def mark_mutated(self, step: int) -> None:
-        """Each rank's weights were changed, in a way of its own, after `step` steps of the run."""
-        self.parameters, self.mutated_at = "apart", step
 
     def needs_state_averaging(self, plan: SyncPlan) -> bool:
         """Whether the optimizer's state must be averaged before ranks exchange gradients by this plan: equal

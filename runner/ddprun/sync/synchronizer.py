@@ -147,12 +147,8 @@ class Synchronizer:
             group = world.partition_groups[transfer.among.parts(world.size)]
         if transfer.what == "optimizer":
             average_optimizer_state(self.optimizer, exchanger, group)
-            return
-        buckets = self._buckets[transfer.fragment]
-        if transfer.source is not None:
-            exchanger.broadcast(buckets, "parameters", transfer.source)
         else:
-            exchanger.average(buckets, "parameters", group)
+            exchanger.equalize(self._buckets[transfer.fragment], "parameters", transfer.source, group)
 
 
 @dataclass

@@ -116,7 +116,7 @@ class Candidate:
     @property
     def kind(self) -> CandidateKind:
         """What it does to training."""
-        if self.settings.gradient_averaging != "all":
+        if self.settings.plan.gradients != "all":
             return "rare exchange"
         return "lossy hooks" if self.lossiness else "exact"
 

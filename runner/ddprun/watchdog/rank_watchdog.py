@@ -16,7 +16,7 @@ import torch
 
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, Wait
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveSequence
+from ddprun_hooks.comm.observer import CollectiveObserver, CollectiveSequence, PendingCollective
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
@@ -67,32 +67,24 @@ class WatchdogErrorReporter:
             self.reported = True
 
 
-class EngineListener:
+class EngineListener(CollectiveObserver):
     """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
 
     def set_device(self, device: torch.device) -> None:
         """Note the GPU of this rank."""
 
-    def new_sequence(self, name: str, ranks: Sequence[int]) -> CollectiveSequence:
-        """As `ddprun_hooks.comm.observer.CollectiveObserver.new_sequence`."""
-        return NULL_OBSERVER
-
-    def set_stage(self, name: str) -> None:
-        """The stage that begins, as messages name it."""
-
-    def set_step(self, number: int) -> None:
-        """The step that begins, counted in the run from 1; 0: none."""
-
-    def set_phase(self, phase: bytes) -> None:
-        """What the training thread turns to, in at most 32 bytes."""
+    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
+        """What the training thread turns to, in at most 32 bytes; with what begins by it: a `step` of the run
+        (0: none), a `stage`, as messages name it.
+        """
 
 
 NO_OP_LISTENER = EngineListener()
 
 
 @dataclass(slots=True, eq=False)
-class WatchedCollective:
-    """One collective of this rank; satisfies `ddprun_hooks.comm.observer.PendingCollective`."""
+class WatchedCollective(PendingCollective):
+    """One collective of this rank."""
 
     sequence: "WatchedSequence"
     number: int
@@ -128,8 +120,8 @@ class WatchedCollective:
 
 
 @dataclass(slots=True, eq=False)
-class WatchedSequence:
-    """One sequence of this rank; satisfies `ddprun_hooks.comm.observer.CollectiveSequence`."""
+class WatchedSequence(CollectiveSequence):
+    """One sequence of this rank."""
 
     watchdog: "RankWatchdog"
     index: int
@@ -178,7 +170,7 @@ class OverdueCollective:
 
 @dataclass(slots=True)
 class RankWatchdog(EngineListener):
-    """This rank's watchdog; satisfies `ddprun_hooks.comm.observer.CollectiveObserver`.
+    """This rank's watchdog.
 
     A thread of its own checks some times a second. Training threads wait for collectives without Python's
     lock, so it can; a rank whose call keeps the lock is found by the other ranks' watchdogs.
@@ -221,7 +213,6 @@ class RankWatchdog(EngineListener):
         self._thread.start()
 
     def new_sequence(self, name: str, ranks: Sequence[int]) -> WatchedSequence:
-        """As `ddprun_hooks.comm.observer.CollectiveObserver.new_sequence`."""
         sequence = WatchedSequence(self, len(self._sequences), name, tuple(ranks))
         self._sequences.append(sequence)
         return sequence
@@ -229,14 +220,8 @@ class RankWatchdog(EngineListener):
     def set_device(self, device: torch.device) -> None:
         self._device = device
 
-    def set_stage(self, name: str) -> None:
-        self.status_page.set_stage(name)
-
-    def set_step(self, number: int) -> None:
-        self.status_page.set_step(number)
-
-    def set_phase(self, phase: bytes) -> None:
-        self.status_page.set_phase(phase)
+    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
+        self.status_page.set_phase(phase, step, stage)
 
     def close(self) -> None:
         """End the watchdog. The status page stays as it is."""

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+from pydantic import TypeAdapter
 
 from ddprun.host.processes import state_and_parent
 from ddprun_hooks.comm.trace import now_us
@@ -35,7 +35,7 @@ _RETRY_S = 0.1
 _ASK_S = 1.5  # how long a launcher has to answer
 _QUESTION_BYTES = 1024
 _ANSWER_BYTES = 16 << 20
-_NOTE_BYTES = 24_000
+_NOTE_BYTES = 1 << 17  # room for what a rank waits for, with the numbers of thousands of ranks
 _MAGIC = b"ddprun2"
 
 
@@ -57,21 +57,6 @@ class _Page(ctypes.LittleEndianStructure):
     )
 
 
-def _as_span(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    """Evenly spaced ranks, as those of a sequence are, in a few bytes however many they are."""
-    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])):
-        return {"from": ranks[0], "to": ranks[-1], "by": ranks[1] - ranks[0]}
-    return list(ranks)
-
-
-def _from_span(found: object) -> object:
-    match found:
-        case {"from": int(first), "to": int(last), "by": int(step)}:
-            return tuple(range(first, last + 1, step))
-        case _:
-            return found
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A collective that a rank has issued and that has not ended."""
@@ -79,7 +64,7 @@ class Wait:
     index: int  # index of its sequence
     name: str  # name of its sequence
     number: int  # running number in the sequence, from 1
-    ranks: Annotated[tuple[int, ...], BeforeValidator(_from_span), PlainSerializer(_as_span)]
+    ranks: tuple[int, ...]
     peers: tuple[int, ...] | None  # awaited whatever they have issued; None: those that have not issued it
     op: str
     what: str
@@ -161,23 +146,19 @@ class StatusPage:
         finally:
             if self._in_folder:  # without one, the path leads through the descriptor
                 os.close(handle)
-        self._issued, self._step = self._page.issued, 0
+        self._issued = self._page.issued
         self.set_phase(b"starting")
         self.write_heartbeat()
         self._page.pid, self._page.rank, self._page.magic = os.getpid(), rank, _MAGIC
 
-    def set_stage(self, name: str) -> None:
-        """The stage that runs, as a message names it."""
-        self._page.stage = name.encode()[:64]
-
-    def set_step(self, number: int) -> None:
-        """The step that begins."""
-        self._step = number
-
-    def set_phase(self, phase: bytes) -> None:
-        """What the training thread turns to, in at most 32 bytes."""
+    def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
+        """What the training thread turns to, in at most 32 bytes, and what begins by it."""
         page = self._page
-        page.step, page.phase, page.phase_since = self._step, phase, now_us()
+        if stage is not None:
+            page.stage = stage.encode()[:64]
+        if step is not None:
+            page.step = step
+        page.phase, page.phase_since = phase, now_us()
 
     def set_issued_count(self, index: int, count: int) -> None:
         """So many collectives of a sequence have been issued."""

@@ -25,7 +25,7 @@ from ddprun_hooks.config import grammar
 def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():
         settings = stage.effective_settings(pipeline)
-        if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.gradient_averaging is not None:
+        if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.plan.gradients is not None:
             accumulate = setting_text(stage, "accumulate", settings.accumulate)
             text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
             yield KeyConflict(("ddp", "static_graph"), text, "remove one of the two")
@@ -41,10 +41,8 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("ddp", "sync", "stages")
 def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
-    gradients = {settings.gradient_averaging for _, settings in stages}
-    by_host = [
-        setting_text(stage, "sync", one.sync) for stage, one in stages if one.gradient_averaging == "host"
-    ]
+    gradients = {settings.plan.gradients for _, settings in stages}
+    by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
     if pipeline.ddp.find_unused_parameters and by_host:
         text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
         text += "parameters were used, so hosts wait for each other"
@@ -61,7 +59,7 @@ def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     every = pipeline.timings.fidelity_every
     if every and all(
-        stage.effective_settings(pipeline).gradient_averaging != "all" for stage in pipeline.train_stages()
+        stage.effective_settings(pipeline).plan.gradients != "all" for stage in pipeline.train_stages()
     ):
         text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
         yield KeyConflict(("timings", "fidelity_every"), text, "remove it", "warning")
