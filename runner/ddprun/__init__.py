@@ -23,3 +23,7 @@ EXIT_REPEATED = 79
 other program has it: those of sysexits.h end at 78, and a shell's begin at 125."""
 
 EXIT_REQUEUE = 138  # exit code of a run that has stopped to be queued again: 128 + SIGUSR1
+
+
+class InputError(Exception):
+    """What the user has given cannot be used; the message says why. It ends a command: `EXIT_BAD_INPUT`."""

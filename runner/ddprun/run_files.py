@@ -145,17 +145,15 @@ def replace_atomically(folder: Path, name: str) -> Iterator[IO[bytes]]:
                 os.unlink(unfinished, dir_fd=inside)
 
 
-def read_json_object(
-    folder: Path, name: str | Path, most_bytes: int, *, finite: bool = True
-) -> dict[str, Any]:
-    """A JSON object from a file of a run; `finite`: without NaN and infinities, which JSON does not have.
-    Raises OSError if the file cannot be read, ValueError with what is wrong with it.
+def read_json_object(folder: Path, name: str | Path, most_bytes: int) -> dict[str, Any]:
+    """A JSON object from a file of a run. Raises OSError if the file cannot be read, ValueError with what is
+    wrong with it.
     """
     with open_file(folder, name) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"longer than {most_bytes:,} bytes")
-    found = parse_json(data, finite=finite)
+    found = parse_json(data)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
@@ -170,7 +168,9 @@ def pipeline_folder(run_dir: Path) -> Path:
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> Any:
-    """JSON that somebody else may have written; raises ValueError if it is none, or nested too deeply."""
+    """JSON that somebody else may have written; `finite`: without NaN and infinities, which JSON lacks.
+    Raises ValueError if it is none, or nested too deeply.
+    """
     try:
         number = _parse_finite_float if finite else None
         found = json.loads(data, parse_constant=number, parse_float=number)

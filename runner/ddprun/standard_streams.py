@@ -1,8 +1,8 @@
 """Output of this process on stdout and stderr. A stream that cannot be written to never changes a run.
 
 If the terminal is closed, `head` has read enough, the disk is full or the shell has closed the stream
-(`2>&-`), output is lost, and nothing else happens. ddprun's own messages go through `print_stderr` and
-`print_stdout`. `protect_standard_streams` does the same for everything else that writes to the standard
+(`2>&-`), output is lost, and nothing else happens. ddprun's own messages go through `say`, `print_stderr`
+and `print_stdout`. `protect_standard_streams` does the same for everything else that writes to the standard
 streams: `print` in a pipeline's own code, rich, click, warnings.
 """
 
@@ -60,6 +60,11 @@ def protect_standard_streams() -> None:
 def print_stderr(text: str) -> None:
     """Print a line, or several, on stderr; from a signal handler, too."""
     _write_line(sys.stderr, text)
+
+
+def say(text: object) -> None:
+    """Print a message of ddprun's own on stderr, where libraries and the pipeline's code print, too."""
+    print_stderr(f"ddprun: {text}")
 
 
 def print_stdout(text: str) -> None:

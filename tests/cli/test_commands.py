@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,15 +39,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     launch = ModuleType("ddprun.launch")
 
     def start(
-        loaded: LoadedPipeline,
-        flags: Mapping[str, str | bool],
-        overrides: Sequence[str],
-        run_dir: Path | None,
-        *,
-        resuming: str,
+        loaded: LoadedPipeline, flags: Mapping[str, str | bool], run_dir: Path | None, *, resuming: str
     ) -> int:
         assert resuming == "no"
-        calls.append((loaded, dict(flags), tuple(overrides), run_dir))
+        calls.append((loaded, dict(flags), loaded.overrides, run_dir))
         return 0
 
     launch.start = start  # type: ignore[attr-defined]
@@ -167,7 +162,7 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["check", "x.yaml", "y.yaml", "--resolved"], "--resolved takes one pipeline"),
         (["catalog", "hoook"], '"hoook" is neither a kind nor the name of an entry (did you mean "hook"?)'),
         (["catalog", "dilocco"], 'did you mean "diloco"?'),
-        (["schema", "--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
+        (["schema", "--output", "/nowhere/x.json"], "could not open file '/nowhere/x.json'"),
     ],
 )
 def test_a_misuse_is_one_line(args: list[str], words: str, capsys: Out) -> None:

@@ -97,7 +97,10 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("slurm", "told"),
     [
-        ("{time: soon}", 'slurm.time: "soon" is not a time; minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"'),
+        (
+            "{time: soon}",
+            'slurm.time: expected a time, got "soon" (a string); minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"',
+        ),
         ("{options: {time: 5}}", 'slurm.options.time: "time" is set by ddprun; write slurm.time'),
         ("{options: {gres: 'gpu:2'}}", '"gres" is set by ddprun; write slurm.gpus'),
         ("{options: {-N: 2}}", '"-N" is not a long option of sbatch'),

@@ -104,11 +104,6 @@ def test_an_unreadable_file_is_one_fault_whoever_asks(
     assert faults_of(path) == [f"{path}: the file cannot be read: permission denied"]
 
 
-def test_a_nul_in_the_name_is_one_fault() -> None:
-    """A name that no file can have is a fault too."""
-    assert faults_of(Path("a\0b")) == ["a\\u0000b: a path cannot hold a NUL character"]
-
-
 @pytest.mark.parametrize(("size", "refused"), [(64 * 1024, False), (64 * 1024 + 1, True)])
 def test_a_file_may_be_64_kib_long(tmp_path: Path, size: int, refused: bool) -> None:
     """A file of 64 KiB is read, and one byte more is refused without reading on."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddprun.config import LoadedPipeline, PipelineError, WholeRunSchedule
+from ddprun.config import Choice, LoadedPipeline, PipelineError
 from ddprun.config.tree import format_path, parse_path
 
 Load = Callable[..., LoadedPipeline]
@@ -47,8 +47,8 @@ def test_a_schedule_has_its_span_beside_it(loaded: Load, written: str) -> None:
     text = f"schedule: {written}\nstages: [{{train: {{steps: 4}}}}]\n"
     overrides = ["schedule.over=run", "schedule.cosineannealinglr.eta_min=0"]
     for order in (overrides, overrides[::-1]):
-        assert loaded(text, *order).pipeline.schedule == WholeRunSchedule(
-            "schedule", "CosineAnnealingLR", {"eta_min": 0}, "torch"
+        assert loaded(text, *order).pipeline.schedule == Choice(
+            "schedule", "CosineAnnealingLR", {"eta_min": 0}, "torch", spans_run=True
         )
     with pytest.raises(PipelineError, match="would be a second choice"):
         loaded(text, "schedule.over=run", "schedule.LinearLR.start_factor=1")

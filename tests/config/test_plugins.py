@@ -109,7 +109,7 @@ def problem(text: str) -> str:
         ("sites: {queue: a}", '(did you mean "site"?)'),
         (
             "sync: {relay: {source: a, teller: 2}}",
-            '"source: 2" clashes with "launch": there are 2 ranks; allowed: 0 to 1',
+            '"source: 2" clashes with "launch", which starts 2 ranks; at most 1',
         ),
         ("sync: {relay: {source: a, split: 3}}", '"hosts: 3" clashes with "launch": it does not divide 2'),
     ],

@@ -35,12 +35,16 @@ def test_detail_of_torch_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "told"),
     [
-        (["--nnodes=2"], {}, "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT"),
+        (
+            ["--nnodes=2"],
+            {},
+            "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+        ),
         (["--nnodes=two"], {}, "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes=²"], {}, "--nnodes is '²'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is not HOST:PORT"),
         (["--timeout=0"], {}, "--timeout"),
-        ([], {"RANK": "1"}, "RANK is set, but not WORLD_SIZE"),
+        ([], {"RANK": "1"}, "not set: WORLD_SIZE; a rank needs"),
         (["p.yaml"], {}, "unexpected extra argument"),
     ],
 )

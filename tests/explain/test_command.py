@@ -359,7 +359,7 @@ def test_a_model_that_fails(tmp_path: Path, capsys: Out) -> None:
     )
     assert main(["explain", str(file)]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("ddprun explain: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert err.startswith("ddprun: RuntimeError: mat1 and mat2 shapes cannot be multiplied")
     assert "Traceback" in err
     assert not dist.is_initialized()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import network
-from ddprun.launch.launcher import export_overrides, inherited_overrides
+from ddprun.launch.launcher import inherited_overrides, overrides_variable
 from tests.ranks import Running
 
 
@@ -111,17 +111,15 @@ def test_a_run_warns_once(tmp_path: Path) -> None:
         )
 
 
-def test_overrides_are_passed_on_once() -> None:
-    """In order and as they are; processes that the ranks start do not see them, nor anything afterwards."""
+def test_overrides_are_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order and as they are; processes that the ranks start do not see them."""
     overrides = ["name=a b", "data={x: 'ü\n'}", "=", "seed=1"]
     before = dict(os.environ)
-    with export_overrides(overrides):
-        assert inherited_overrides() == tuple(overrides)
-        assert os.environ == before
-        assert inherited_overrides() == ()
-    with export_overrides(overrides):
-        assert len(os.environ) == len(before) + 1
+    for name, value in overrides_variable(overrides).items():
+        monkeypatch.setenv(name, value)
+    assert inherited_overrides() == tuple(overrides)
     assert os.environ == before
+    assert inherited_overrides() == ()
 
 
 def test_a_rendezvous_answers_or_does_not() -> None:

@@ -110,12 +110,12 @@ def test_srun_gives_each_task_its_place() -> None:
 @pytest.mark.parametrize(
     ("environment", "flags", "told"),
     [
-        ({"RANK": "0"}, {}, "RANK is set, but not WORLD_SIZE; a rank needs all four"),
-        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE is set, but not RANK, MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0"}, {}, "not set: WORLD_SIZE; a rank needs RANK, WORLD_SIZE, MASTER_ADDR"),
+        ({"WORLD_SIZE": "2"}, {}, "not set: RANK, MASTER_ADDR, MASTER_PORT; "),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"},
             {},
-            "RANK, WORLD_SIZE and MASTER_ADDR are set, but not MASTER_PORT",
+            "not set: MASTER_PORT; ",
         ),
         (PLAIN | {"RANK": "2"}, {}, "RANK is 2 of WORLD_SIZE 2; ranks count from 0"),
         (PLAIN | {"RANK": "-1"}, {}, "RANK is '-1'; it must be a number from 0 on"),

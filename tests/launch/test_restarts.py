@@ -227,17 +227,17 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
         ),
         (
             ["--nnodes=2", "--rdzv-endpoint=node0:29400"],
-            "add --rdzv-backend c10d on every host, or --node-rank 0",
+            "add --rdzv-backend c10d --rdzv-endpoint node0:29400 on every host, or --node-rank 0 on node0",
         ),
         (
             ["--nnodes=2", "--rdzv-backend=static", "--rdzv-endpoint=192.0.2.77:1"],
-            "needs a --node-rank of its own",
+            "does not say which host this is",
         ),
         (
             ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=:29400"],
             "the rendezvous endpoint ':29400' is not HOST:PORT",
         ),
-        (["--nnodes=2", "--master-addr=192.0.2.77"], "needs a --node-rank of its own"),
+        (["--nnodes=2", "--master-addr=192.0.2.77"], "does not say which host this is"),
         (
             ["--nnodes=2"],
             "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",

@@ -310,4 +310,4 @@ def test_the_line_of_progress_ends_before_a_fault(
     monkeypatch.setattr("ddprun.cli.printing.is_terminal", lambda _: True)
     monkeypatch.setattr(Search, "run", fail)
     assert main(["tune", "p.yaml"]) == 2
-    assert "ddprun tune: going on\n" in capsys.readouterr().err
+    assert "ddprun: going on\n" in capsys.readouterr().err

@@ -132,10 +132,6 @@ class TrustPolicy:
         listed = (FOLDER_PREFIX + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
         return f"{TRUST_VARIABLE} allows {', '.join(listed)}"
 
-    def folder_packages(self) -> frozenset[str]:
-        """The top-level packages that may come from the pipeline file's own folder."""
-        return frozenset(prefix.partition(".")[0] for prefix in self.in_folder)
-
     def refusal(self, name: str, kind: str = "") -> str | None:
         """Why a name, as a user wrote it or from `callable_full_names`, is not trusted; None if it is.
         `kind` is that of the choice for which it is named, as `model`; "" is any.
@@ -166,7 +162,7 @@ class TrustPolicy:
         `owner`, to which the name `where` has led, to its attribute `part`.
 
         A name goes through modules and classes. It ends at a method that is called on an object only where
-        the object is an option (`_takes_method`): `mutate: Model.save` would be called with the model.
+        the object is an option (`_CALLED_WITH_OPTIONS`): `mutate: Model.save` would be called with the model.
 
         Raises UntrustedError if `owner` is another module than the name says and not trusted, or neither
         module nor class; or if the attribute is a method and cannot be one.
@@ -188,7 +184,7 @@ class TrustPolicy:
             )
         elif isinstance(inspect.getattr_static(owner, part, None), types.FunctionType):
             self._admit_origins(f"{where}.{part}", getattr(owner, part), kind)
-            if not _takes_method(kind):
+            if kind not in _CALLED_WITH_OPTIONS:
                 raise UntrustedError(f'"{where}.{part}" {_IS_METHOD_TEXT}', _METHOD_ALTERNATIVES_TEXT)
 
     def admit(self, name: str, found: Any, expected: ExpectedObject | None) -> None:
@@ -205,11 +201,6 @@ class TrustPolicy:
         for origin in callable_full_names(found):
             if reason := self.refusal(origin, kind):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
-
-
-def _takes_method(kind: str) -> bool:
-    """Whether a choice of this kind may be a method that is called on its option `self`."""
-    return kind in _CALLED_WITH_OPTIONS
 
 
 def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolicy:

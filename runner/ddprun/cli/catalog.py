@@ -2,8 +2,7 @@
 
 import json
 import textwrap
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -33,9 +32,9 @@ class _KindOrName(StringParamType):
 
 
 def _words() -> list[str]:
-    from ddprun.config.catalog import KIND_HEADINGS, names_of_kind
+    from ddprun.config.catalog import KINDS
 
-    return [*KIND_HEADINGS, *(name for kind in KIND_HEADINGS for name in names_of_kind(kind))]
+    return [*KINDS, *(name for kind in KINDS.values() for name in kind.names())]
 
 
 @click.command()
@@ -46,8 +45,7 @@ def catalog(what: str | None, form: str) -> int:
 
     KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
-    from ddprun.config.catalog import KIND_HEADINGS, entries_named, entries_of_kind
-    from ddprun.config.choices import CHOICE_KINDS
+    from ddprun.config.catalog import KIND_HEADINGS, KINDS, entries_named, entries_of_kind
     from ddprun_hooks.config.messages import format_message, suggest
 
     if what is not None and what not in KIND_HEADINGS:
@@ -72,11 +70,10 @@ def catalog(what: str | None, form: str) -> int:
         for entry in entries_of_kind(name):
             click.echo(f"  {entry['name']}: {entry['description']}")
             for option in entry["options"]:
-                click.echo(f"      {_option(option)}")
-        kind = CHOICE_KINDS.get(name)
-        if kind is not None and kind.dotted_description:
-            text = f"{kind.dotted_description}; its options are keyword arguments"
-            click.echo(f"  package.module.name: {text}")
+                text = f".  {option['description']}" if option["description"] else "."
+                click.echo(f"      {option['name']}: {option['type']}; {_default(option)}{text}")
+        if dotted := KINDS[name].dotted_description:
+            click.echo(f"  package.module.name: {dotted}; its options are keyword arguments")
     return EXIT_SUCCESS
 
 
@@ -100,11 +97,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
 
 
-def _option(option: dict[str, Any]) -> str:
-    text = f"  {option['description']}" if option["description"] else ""
-    return f"{option['name']}: {option['type']}; {_default(option)}.{text}"
-
-
 def _default(option: dict[str, Any]) -> str:
     if option["required"]:
         return "required"
@@ -115,19 +107,10 @@ def _default(option: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write it to a file.")
-def schema(output: Path | None) -> int:
+@click.option("--output", type=click.File("w", "utf-8"), metavar="FILE", help="Write it to a file.")
+def schema(output: IO[str] | None) -> int:
     """Print the JSON Schema of pipeline files, for editors to complete and check as you type."""
     from ddprun.config.json_schema import json_schema
 
-    text = json.dumps(json_schema(), indent=1) + "\n"
-    if output is None:
-        click.echo(text, nl=False)
-        return EXIT_SUCCESS
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(
-            f"{output} cannot be written: {(error.strerror or str(error)).lower()}"
-        ) from None
+    click.echo(json.dumps(json_schema(), indent=1), output)
     return EXIT_SUCCESS

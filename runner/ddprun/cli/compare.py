@@ -13,7 +13,7 @@ from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
 from ddprun.run_files import replace_atomically
-from ddprun.standard_streams import is_terminal
+from ddprun.standard_streams import is_terminal, say
 
 if TYPE_CHECKING:
     from ddprun.compare.hosts import ComparisonHosts
@@ -100,7 +100,7 @@ def compare(
     run_seeds = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
-            click.echo(f"ddprun: warning: {key} is not the same in all runs: do not compare losses", err=True)
+            say(f"warning: {key} is not the same in all runs: do not compare losses")
     hosts = nnodes or loaded[0].pipeline.launch.host_range[1]
     rendezvous = rendezvous_flags({**flags, "nproc_per_node": nproc_per_node}, hosts)
     if rendezvous is None and hosts > 1:
@@ -119,7 +119,7 @@ def compare(
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        click.echo(f"ddprun compare: {error}", err=True)
+        say(error)
         return EXIT_FAILURE
 
 
@@ -139,7 +139,7 @@ def _compare(
 
     def run_all(name: str) -> Sequence["VariantRuns"]:
         folder = output or _RUNS / name
-        with printing.ProgressLine("ddprun compare") as progress:
+        with printing.ProgressLine() as progress:
             return comparing.run_all(variants, seeds, folder, turn, arguments, progress, hosts)
 
     if hosts is not None and not hosts.is_first:
@@ -175,9 +175,9 @@ def _show(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -
         try:
             with replace_atomically(folder, page_path.name) as file:
                 file.write(page.encode(errors="replace"))
-            click.echo(f"ddprun: {page_path}", err=True)
+            say(page_path)
         except OSError as error:
-            click.echo(f"ddprun: cannot write {page_path}: {error.strerror or error}", err=True)
+            say(f"cannot write {page_path}: {error.strerror or error}")
     failed = [(side, run) for side in sides for run in side.runs if not run.completed]
     for side, run in failed:
         text = f"ddprun: {side.variant.name} failed with exit code {run.code}; see {comparing.log_path(run)}"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import EXIT_BAD_INPUT, standard_streams
+from ddprun import EXIT_FAILURE, EXIT_SUCCESS, standard_streams
 from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
+from ddprun.standard_streams import say
 from ddprun.units import format_count
 
 if TYPE_CHECKING:
@@ -40,24 +41,19 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     """
     from ddprun.cli import printing
     from ddprun.doctor.run import run
-    from ddprun.launch.launcher import LauncherError
 
-    try:
-        done = run(given_flags(flags), timeout_s)
-    except LauncherError as error:
-        click.echo(f"ddprun doctor: {error}", err=True)
-        return EXIT_BAD_INPUT
+    done = run(given_flags(flags), timeout_s)
     if done.report is not None:
         if form == "json":
             click.echo(json.dumps(done.report.as_dict(), indent=2, ensure_ascii=False))
         else:
             click.echo(format_report(done.report), color=printing.use_color(sys.stdout))
     if done.fault:
-        click.echo(f"ddprun doctor: {done.fault}", err=True)
-    if done.threads_may_hang:
+        say(done.fault)
+    if not done.fit:
         standard_streams.flush()
-        os._exit(done.code)  # threads may hang in collectives whose peers are gone
-    return done.code
+        os._exit(EXIT_FAILURE)  # threads may hang in collectives whose peers are gone
+    return EXIT_SUCCESS
 
 
 def format_report(report: "Report") -> str:

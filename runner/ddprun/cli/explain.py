@@ -4,16 +4,16 @@ import json
 import os
 import re
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_SUCCESS
+from ddprun import EXIT_FAILURE, EXIT_SUCCESS, InputError
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import as_bad_parameter, forecast_options, format_option, override_option
+from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explanation
@@ -80,7 +80,6 @@ def explain(
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
-    from ddprun.host.code_folders import UnsafeFolderError
     from ddprun.predict import ShortRunError
     from ddprun.predict.links import parse_links
 
@@ -114,16 +113,13 @@ def explain(
             predicted, measured_run = _forecast(
                 explained, links, measured_links, measured, cores, sweep or ()
             )
-    except (PipelineError, click.ClickException):
+    except (PipelineError, InputError, click.ClickException):
         raise
-    except UnsafeFolderError as error:
-        raise click.ClickException(str(error)) from None
     except ShortRunError as error:
-        click.echo(secrets.redact(f"ddprun explain: {error}"), err=True)
+        say(secrets.redact(str(error)))
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
-        message = f"ddprun explain: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        click.echo(secrets.redact(message), err=True)
+        say(secrets.redact(printing.with_traceback(error)))
         return EXIT_FAILURE
     if form == "json":
         from ddprun.predict.measure import identify_run
@@ -153,19 +149,14 @@ def _forecast(
 ) -> "tuple[dict[int, StageForecast], Path]":
     """Measure, or read what was measured, and predict; gives the folder of the measured run, too."""
     from ddprun.predict import forecast as forecasting
-    from ddprun.predict.costs import CostsUnknownError
     from ddprun.predict.measure import cost_model_of_run, run_measurement
-    from ddprun.telemetry.reader import NoRunError
 
     run_dir = measured
-    try:
-        if run_dir is None:
-            stacks = forecasting.stacks_to_measure(explained)
-            run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
-            click.echo(f"ddprun explain: a short run measures what steps cost here, in {run_dir}", err=True)
-            run_measurement(explained.loaded, stacks, run_dir)
-            click.echo(f"ddprun explain: --from {run_dir} reuses its results", err=True)
-        model = cost_model_of_run(run_dir, measured_links, cores=cores)
-    except (CostsUnknownError, NoRunError) as error:
-        raise click.ClickException(str(error)) from None
+    if run_dir is None:
+        stacks = forecasting.stacks_to_measure(explained)
+        run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
+        say(f"a short run measures what steps cost here, in {run_dir}")
+        run_measurement(explained.loaded, stacks, run_dir)
+        say(f"--from {run_dir} reuses its results")
+    model = cost_model_of_run(run_dir, measured_links, cores=cores)
     return forecasting.forecast(explained, model, links, sweep), run_dir

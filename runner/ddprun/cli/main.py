@@ -10,9 +10,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, __version__, standard_streams
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError, __version__
 from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit, tune
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
+from ddprun.standard_streams import failure_of_stdout, protect_standard_streams, say
 
 _RUN_COMMANDS = ("run", "resume")
 # Environment variables whose paths this process and its children keep, wherever the user's code goes.
@@ -28,14 +29,10 @@ class _Commands(click.Group):
         Not for `run` and `resume`, whose result does not depend on their last line.
         """
         result = super().invoke(ctx)
-        if (
-            result
-            or ctx.invoked_subcommand in _RUN_COMMANDS
-            or (failure := standard_streams.failure_of_stdout()) is None
-        ):
+        if result or ctx.invoked_subcommand in _RUN_COMMANDS or (failure := failure_of_stdout()) is None:
             return result
         if not isinstance(failure, BrokenPipeError):
-            standard_streams.print_stderr(f"ddprun: cannot write to standard output: {failure.strerror}")
+            say(f"cannot write to standard output: {failure.strerror}")
         return EXIT_FAILURE
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -111,6 +108,20 @@ def _is_key_value(word: str) -> bool:
 
 @click.group(
     cls=_Commands,
+    commands=[
+        run.run,
+        run.resume,
+        check.check,
+        explain.explain,
+        report.report,
+        compare.compare,
+        tune.tune,
+        init.init,
+        catalog.catalog,
+        catalog.schema,
+        submit.submit,
+        doctor.doctor,
+    ],
     context_settings={
         "help_option_names": ["-h", "--help"],
         "show_default": True,
@@ -126,26 +137,9 @@ def cli() -> None:
     """
 
 
-for _command in (
-    run.run,
-    run.resume,
-    check.check,
-    explain.explain,
-    report.report,
-    compare.compare,
-    tune.tune,
-    init.init,
-    catalog.catalog,
-    catalog.schema,
-    submit.submit,
-    doctor.doctor,
-):
-    cli.add_command(_command)
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, without the program's name; by default that of the process. Gives the exit code."""
-    standard_streams.protect_standard_streams()
+    protect_standard_streams()
     for name in _PATH_VARIABLES:
         if path := os.environ.get(name):
             os.environ[name] = os.path.abspath(path)
@@ -167,6 +161,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except click.Abort:
         return EXIT_INTERRUPTED
+    except InputError as error:
+        say(error)
+        return EXIT_BAD_INPUT
     except Exception as error:
         from ddprun.cli import printing
         from ddprun.config import PipelineError

@@ -2,13 +2,14 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import IO, Any, Self
 
 import click
 
 from ddprun.config.faults import Fault
-from ddprun.standard_streams import is_terminal
+from ddprun.standard_streams import is_terminal, say
 
 
 def use_color(stream: IO[str]) -> bool:
@@ -34,6 +35,11 @@ def _styled(fault: Fault) -> str:
     return "\n".join(lines)
 
 
+def with_traceback(error: Exception) -> str:
+    """What an error of the pipeline's own code says, and where it comes from."""
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
 _FAULT_KEYS = (
     *("file", "line", "column", "path", "severity", "message"),
     *("problem", "allowed", "suggestion", "source_line"),
@@ -55,7 +61,10 @@ def github_annotation(fault: Fault) -> str:
         properties["file"] = fault.file
         if fault.line:
             properties |= {"line": str(fault.line), "col": str(fault.column)}
-    shown = ",".join(f"{key}={_escape_property(value)}" for key, value in properties.items())
+    escaped = {
+        key: _escape_data(value).replace(":", "%3A").replace(",", "%2C") for key, value in properties.items()
+    }
+    shown = ",".join(f"{key}={value}" for key, value in escaped.items())
     return f"::{fault.severity} {shown}::{_escape_data(message)}"
 
 
@@ -63,23 +72,19 @@ def _escape_data(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _escape_property(value: str) -> str:
-    return _escape_data(value).replace(":", "%3A").replace(",", "%2C")
-
-
 class ProgressLine:
     """A progress line of a block: overwritten on a terminal; elsewhere only every tenth text is printed."""
 
-    def __init__(self, command: str) -> None:
-        self._command, self._terminal, self._count, self._open = command, is_terminal(sys.stderr), 0, False
+    def __init__(self) -> None:
+        self._terminal, self._count, self._open = is_terminal(sys.stderr), 0, False
 
     def __call__(self, text: str) -> None:
         """Say what is going on now."""
         if self._terminal:
-            click.echo(f"\r\x1b[K{self._command}: {text}", err=True, nl=False)
+            click.echo(f"\r\x1b[Kddprun: {text}", err=True, nl=False)
             self._open = True
         elif self._count % 10 == 0:
-            click.echo(f"{self._command}: {text}", err=True)
+            say(text)
         self._count += 1
 
     def say(self, text: str) -> None:
@@ -87,7 +92,7 @@ class ProgressLine:
         if self._open:
             click.echo("\r\x1b[K", err=True, nl=False)
             self._open = False
-        click.echo(f"{self._command}: {text}", err=True)
+        say(text)
 
     def __enter__(self) -> Self:
         return self

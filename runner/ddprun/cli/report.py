@@ -36,7 +36,7 @@ def report(
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
     from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionFileError, compare_stages
-    from ddprun.telemetry.reader import NoRunError, Run
+    from ddprun.telemetry.reader import Run
 
     chosen = _steps(steps)
     target = output if output is not None else runs[0] / "report.html"
@@ -64,8 +64,6 @@ def report(
         assert predicted is not None
         text = f"{predicted.name} is not what `ddprun explain --link … --format json` prints: {error}"
         raise click.ClickException(text) from None
-    except NoRunError as error:
-        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot write {target}: {error.strerror or error}") from None
     return EXIT_SUCCESS

@@ -11,6 +11,7 @@ import click
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.cli.completion import PipelineFile, complete_setting
 from ddprun.run_files import ResumeMode, open_file, pipeline_folder
+from ddprun.standard_streams import say
 
 FlagValue = str | int | float | bool | None
 
@@ -168,7 +169,7 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
             problem = f"it has no {Path(error.filename).name}"
         else:
             problem = error.strerror if isinstance(error, OSError) else "its run.json is damaged"
-        click.echo(f"ddprun: {run} is not the folder of a run: {problem}", err=True)
+        say(f"{run} is not the folder of a run: {problem}")
         return EXIT_BAD_INPUT
     return _load_and_launch(run / "pipeline.yaml", overrides, run, flags, "yes", folder)
 
@@ -196,4 +197,4 @@ def _load_and_launch(
 
     if os.environ.get("RANK", "0") == "0" and LAUNCHED_VARIABLE not in os.environ:
         printing.print_faults(loaded.warnings)
-    return launch.start(loaded, given_flags(flags), overrides, run_dir, resuming=resuming)
+    return launch.start(loaded, given_flags(flags), run_dir, resuming=resuming)

@@ -8,6 +8,7 @@ import click
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
+from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.cluster import Cluster
@@ -87,9 +88,9 @@ def submit(
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
     if missing := job.missing_variables(loaded.referenced_variables()):
         them = "it" if len(missing) == 1 else "them"
-        text = f"{', '.join(missing)} will not be set in the job unless the image sets {them}"
-        text += f"; {cluster.variables_source} passes {them} on" if cluster.variables_source else ""
-        click.echo(f"ddprun: warning: {text}", err=True)
+        way_out = f"; {cluster.variables_source} passes {them} on" if cluster.variables_source else ""
+        names = ", ".join(missing)
+        say(f"warning: {names} will not be set in the job unless the image sets {them}{way_out}")
     if dry_run:
         click.echo(job.text, nl=False)
         return EXIT_SUCCESS
@@ -121,8 +122,7 @@ def _collect_modules(
         way_out = "the image needs them"
         way_out += ", or --with-modules sends them" if cluster.max_modules_bytes else ""
         verb = "is" if len(beside) == 1 else "are"
-        text = f"only {loaded.folder} has {names}, which {verb} not sent with the job: {way_out}"
-        click.echo(f"ddprun: warning: {text}", err=True)
+        say(f"warning: only {loaded.folder} has {names}, which {verb} not sent with the job: {way_out}")
         return {}
     found = {path: file.read_bytes() for files in beside.values() for path, file in files.items()}
     held = sum(map(len, found.values()))
@@ -134,7 +134,7 @@ def _collect_modules(
         text = data.decode("utf-8", errors="replace")
         if loaded.secrets.redact(text) != text:
             raise click.UsageError(f"--with-modules: {path} holds a secret, which the job would show")
-    click.echo(f"ddprun: also sending {', '.join(found)} ({format_bytes(held)})", err=True)
+    say(f"also sending {', '.join(found)} ({format_bytes(held)})")
     return found
 
 
@@ -144,7 +144,7 @@ def _follow(job: "Cluster", job_id: str) -> int:
     except KeyboardInterrupt:
         click.echo(f"\nddprun: job {job_id} is still running, and is no longer followed", err=True)
         return EXIT_INTERRUPTED
-    click.echo(f"ddprun: job {job_id}: {outcome.state}", err=True)
+    say(f"job {job_id}: {outcome.state}")
     return EXIT_SUCCESS if outcome.succeeded else EXIT_FAILURE
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
+from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
     FlagValue,
@@ -22,6 +21,7 @@ from ddprun.cli.run import (
     override_option,
     rendezvous_flags,
 )
+from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.compare.hosts import ComparisonHosts
@@ -131,11 +131,8 @@ def tune(
 def _search(request: "SearchRequest", output: Path, form: str, hosts: "ComparisonHosts | None") -> int:
     from ddprun.cli import printing
     from ddprun.config import PipelineError
-    from ddprun.host.code_folders import UnsafeFolderError
     from ddprun.launch.meeting import HostsError
     from ddprun.predict import ShortRunError
-    from ddprun.predict.costs import CostsUnknownError
-    from ddprun.telemetry.reader import NoRunError
     from ddprun.tune import TuneError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.search import Search
@@ -143,7 +140,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
     loaded, secrets = request.loaded, request.loaded.secrets
     search = None
     try:
-        with printing.ProgressLine("ddprun tune") as progress:
+        with printing.ProgressLine() as progress:
             search = Search(request, progress.say, progress, hosts)
             if hosts is not None and not hosts.is_first:
                 return search.follow()
@@ -152,16 +149,15 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "Compariso
             search.save_state(finished=True)
     except KeyboardInterrupt:
         kept = f"; {search.folder} keeps what was measured: the same command continues" if search else ""
-        click.echo(f"ddprun tune: interrupted{kept}", err=True)
+        say(f"interrupted{kept}")
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
-    except (TuneError, ShortRunError, CostsUnknownError, NoRunError, UnsafeFolderError, OSError) as error:
-        click.echo(secrets.redact(f"ddprun tune: {error}"), err=True)
+    except (TuneError, ShortRunError, InputError, OSError) as error:
+        say(secrets.redact(str(error)))
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
-        message = f"ddprun tune: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
-        click.echo(secrets.redact(message), err=True)
+        say(secrets.redact(printing.with_traceback(error)))
         return EXIT_FAILURE
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
@@ -216,10 +212,9 @@ def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
     if problem:
         raise click.BadParameter(f"{output} {problem}", param_hint="--output")
     if output.parent.resolve() != loaded.folder:
-        click.echo(
-            f"ddprun tune: warning: {output} will be in another folder than {loaded.path}: relative paths "
-            "and modules beside the file are not found from there",
-            err=True,
+        say(
+            f"warning: {output} will be in another folder than {loaded.path}: relative paths and modules "
+            "beside the file are not found from there"
         )
 
 
@@ -233,9 +228,7 @@ def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Pa
     write.save(text, output, permissions_from=loaded.path)
     if left_out := write.secret_overrides(loaded):
         keys = ", ".join(left_out)
-        click.echo(
-            f"ddprun tune: not written, because they hold secrets: --set {keys}; give them again", err=True
-        )
+        say(f"not written, because they hold secrets: --set {keys}; give them again")
     else:
         load(output, (), loaded.folder)  # what `ddprun check` says of it
     return str(output)

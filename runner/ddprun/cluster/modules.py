@@ -1,17 +1,14 @@
 """Modules that stand beside a pipeline's file, which a job elsewhere has only if they travel with it."""
 
 import ast
-import importlib.util
-import os
-import re
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ddprun.config import LoadedPipeline
+from ddprun.config.choices import is_dotted_name
 from ddprun.config.secrets import pipeline_strings
-
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def modules_beside(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
@@ -22,7 +19,7 @@ def modules_beside(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     # Names of somebody else's code; also what options only seem to name.
     strings = (one.text for one in pipeline_strings(loaded.root.data()))
-    wanted = [text.partition(".")[0] for text in strings if _DOTTED.fullmatch(text)]
+    wanted = [text.partition(".")[0] for text in strings if is_dotted_name(text)]
     while wanted:
         name = wanted.pop(0)
         if name in found or name in sys.stdlib_module_names:
@@ -41,25 +38,17 @@ def _files(folder: Path, name: str) -> dict[str, Path]:
         module = folder / f"{name}.py"
         return {module.name: module} if module.is_file() else {}
     found = {}
-    for at, folders, names in os.walk(package):
-        folders[:] = sorted(one for one in folders if one != "__pycache__" and not one.startswith("."))
-        for file in (Path(at, one) for one in sorted(names) if not one.startswith(".")):
-            if file.is_file() and file.suffix != ".pyc":
-                found[file.relative_to(folder).as_posix()] = file
+    for file in sorted(package.rglob("*")):
+        path = file.relative_to(folder)
+        hidden = any(part == "__pycache__" or part.startswith(".") for part in path.parts)
+        if file.is_file() and file.suffix != ".pyc" and not hidden:
+            found[path.as_posix()] = file
     return found if any(path.endswith(".py") for path in found) else {}
 
 
 def _is_importable_elsewhere(name: str, folder: Path) -> bool:
-    before = sys.path[:]
-    sys.path[:] = [path for path in before if Path(path or ".").resolve() != folder]
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path[:] = before
-    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-    return any(place and folder not in Path(place).resolve().parents for place in places)
+    elsewhere = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(folder)]
+    return PathFinder.find_spec(name, elsewhere) is not None
 
 
 def _imports(file: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ddprun.doctor import links as doctor_links
 from ddprun.launch import meeting
 from ddprun.predict.links import Link, Links
 from ddprun.run_files import parse_json
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 
 TIMEOUT_S = 300.0  # for which hosts wait for each other
 _COLLECTIVE_TIMEOUT_S = 60.0
@@ -150,7 +150,7 @@ def join_hosts_and_run(
         code = work(hosts)
     except meeting.HostsError as error:
         advice = f"\n  -> {error.advice}" if error.advice else ""
-        print_stderr(f"ddprun {command}: {error}{advice}")
+        say(f"{error}{advice}")
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     finally:

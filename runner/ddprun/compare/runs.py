@@ -35,7 +35,7 @@ from ddprun.compare.hosts import ComparisonHosts
 from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, load
-from ddprun.launch.launcher import export_overrides
+from ddprun.launch.launcher import overrides_variable
 from ddprun.report.digest import RunDigest, digest_run, merge_seed_digests
 from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
@@ -259,8 +259,8 @@ def _start(
         command += hosts.run_arguments(run.folder)
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     log_file = log_path(run, 0 if hosts is None else hosts.index)
-    with export_overrides(overrides), open_file(log_file.parent, log_file.name, "wb") as log:
-        environment = {**os.environ, TURNS_VARIABLE: turns}
+    environment = {**os.environ, TURNS_VARIABLE: turns, **overrides_variable(overrides)}
+    with open_file(log_file.parent, log_file.name, "wb") as log:
         # In a session of its own: Ctrl-C is for the comparison, which ends them.
         return Popen(command, stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True)
 

@@ -110,10 +110,6 @@ class Digits(Options):
     """Decides which samples are held out, whatever the pipeline's seed is."""
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _check_placeholders(pattern: str) -> str:
     for found in re.findall(r"\{[^{}]*\}", ENV_REFERENCE.sub("", pattern)):
         if found not in ("{stdlib}", "{here}"):
@@ -132,7 +128,7 @@ class TextData(Options):
     files: Annotated[
         tuple[FilePattern, ...],
         Field(strict=False, min_length=1),
-        BeforeValidator(_one_or_many),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         WithJsonSchema({"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}),
     ]
     """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""

@@ -6,23 +6,27 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddprun.config import docs, signatures
-from ddprun.config.choices import CHOICE_KINDS
+from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
 from ddprun.config.stages import STAGES
 from ddprun.options import NoOptions
 from ddprun.plugins import CLUSTERS
 
 Entry = dict[str, Any]
 
+KINDS = {
+    **CHOICE_KINDS,
+    "stage": ChoiceKind("stage", options=STAGES),
+    "cluster": ChoiceKind("cluster", plugins=CLUSTERS),
+}  # what is chosen by a name, whatever a file writes around it
+
 KIND_HEADINGS = {
-    **{name: f"{name}s" for name in CHOICE_KINDS},
+    **{name: f"{name}s" for name in KINDS},
     "data": "data",
     "sync": "sync",
     "loss": "losses",
     "mutate": "mutations",
     "update": "updates",
     "collate": "collate functions",
-    "stage": "stages",
-    "cluster": "clusters",
 }  # kinds that can be asked for, and their headings
 
 
@@ -30,12 +34,7 @@ def entries_of_kind(kind: str) -> list[Entry]:
     """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
     and description. Of what would have to be imported, a hook or what is not trusted, there is the name.
     """
-    if kind == "stage":
-        return [entry_from_model("stage", name, model) for name, model in STAGES.items()]
-    if kind == "cluster":
-        entries = [entry_from_model(kind, name, CLUSTERS.options_model(name)) for name in CLUSTERS.built_in()]
-        return entries + [_of_installed(kind, *added) for added in CLUSTERS.options_of_installed().items()]
-    found = CHOICE_KINDS[kind]
+    found = KINDS[kind]
     entries = [entry_from_model(kind, name, model) for name, model in found.built_in_options.items()]
     if found.torch_kind:
         entries += [
@@ -45,22 +44,14 @@ def entries_of_kind(kind: str) -> list[Entry]:
     return entries + [_of_installed(kind, *added) for added in installed.items()]
 
 
-def names_of_kind(kind: str) -> list[str]:
-    """The names of a kind's entries, as a file would write them."""
-    if kind == "stage":
-        return [*STAGES]
-    return [*CLUSTERS.names()] if kind == "cluster" else CHOICE_KINDS[kind].names()
-
-
 def entries_named(name: str) -> list[Entry]:
     """The entries of every kind that a file may call so; torch's names in any spelling."""
     found = []
-    for kind in KIND_HEADINGS:
-        torch_kind = CHOICE_KINDS[kind].torch_kind if kind in CHOICE_KINDS else None
+    for kind, known in KINDS.items():
         of_torch = None
-        if torch_kind is not None and (torch_name := signatures.find_class(torch_kind, name)) is not None:
-            of_torch = signatures.written_name(torch_kind, torch_name)
-        if name in names_of_kind(kind) or of_torch is not None:
+        if known.torch_kind and (torch_name := signatures.find_class(known.torch_kind, name)) is not None:
+            of_torch = signatures.written_name(known.torch_kind, torch_name)
+        if name in known.names() or of_torch is not None:
             found += [entry for entry in entries_of_kind(kind) if entry["name"] in (name, of_torch)]
     return found
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config.choices import WholeRunSchedule
 from ddprun.config.faults import Fault, PipelineError
 from ddprun.config.load import LoadedPipeline
 from ddprun.config.resolved import flow_yaml, to_plain_data
@@ -66,7 +65,7 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
         taken = pipeline.stages[stage]
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)
-        spanned = pipeline.stages_with_steps() if isinstance(settings.schedule, WholeRunSchedule) else [taken]
+        spanned = pipeline.stages_with_steps() if settings.has_schedule_of_run else [taken]
         lengths = [(stage.steps, stage.epochs) for stage in spanned]
         groups = to_plain_data(pipeline.groups)
         sides.append((groups, to_plain_data(settings.optimizer), to_plain_data(settings.schedule), lengths))

@@ -3,7 +3,7 @@
 import functools
 import keyword
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -32,19 +32,13 @@ class Choice:
     source: Literal["built-in", "torch", "dotted", "installed"]
     # The options as their model: of a built-in, and of a plug-in that `check` may import; else None.
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
+    spans_run: bool = False  # of a schedule: it is one of the whole run, not of each stage
 
     def to_plain_data(self) -> Any:
-        """The choice as a file would hold it: `name`, or `{name: options}`."""
+        """The choice as a file would hold it: `name`, `{name: options}`, or `{name: options, over: run}`."""
+        if self.spans_run:
+            return {self.name: dict(self.options), "over": "run"}
         return {self.name: dict(self.options)} if self.options else self.name
-
-
-@dataclass(frozen=True)
-class WholeRunSchedule(Choice):
-    """A schedule of the whole run, not of each stage: `{name: {options}, over: run}`."""
-
-    def to_plain_data(self) -> Any:
-        """As a file would hold it."""
-        return {self.name: dict(self.options), "over": "run"}
 
 
 @dataclass(frozen=True)
@@ -142,14 +136,15 @@ def parse_object_ref(value: Any) -> ObjectRef | None:
     if not isinstance(value, Mapping) or len(value) != 1:
         return None
     ((key, inside),) = value.items()
-    if key == "ref" and isinstance(inside, str) and _is_dotted(inside):
+    if key == "ref" and isinstance(inside, str) and is_dotted_name(inside):
         return ObjectRef(inside, None, key)
-    if _is_dotted(key) and (inside is None or isinstance(inside, Mapping)):
+    if is_dotted_name(key) and (inside is None or isinstance(inside, Mapping)):
         return ObjectRef(key, inside or {}, key)
     return None
 
 
-def _is_dotted(name: str) -> bool:
+def is_dotted_name(name: str) -> bool:
+    """Whether a word may be an import path such as `package.module.name`."""
     parts = name.split(".")
     return len(parts) > 1 and all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
@@ -190,10 +185,7 @@ def parse_schedule(value: Any) -> Choice:
         raise expected("a schedule beside over", "write {CosineAnnealingLR: {}, over: run}")
     if value["over"] not in ("stage", "run"):
         raise unknown_name("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
-    choice = parse_choice("schedule", named)
-    if value["over"] == "stage":
-        return choice
-    return WholeRunSchedule(choice.kind, choice.name, choice.options, choice.source, choice.settings)
+    return replace(parse_choice("schedule", named), spans_run=value["over"] == "run")
 
 
 def choice_validator(kind: str) -> CustomValidator:
@@ -208,7 +200,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
     if "." in name:
         if not kind.dotted_description:
             raise make_error(f'"{name}" is not a built-in {kind.name}', allowed_values(kind.names()))
-        if not _is_dotted(name):
+        if not is_dotted_name(name):
             raise make_error(f'"{name}" is not an import path', "write package.module.name")
         _require_trusted(kind.name, name, f'"{name}"', make_error)
         if errors := list(_untrusted_objects(options, (name,))):
@@ -226,7 +218,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if not kind.plugins.base_class_name:
             _require_trusted_plugin(kind.plugins, name, make_error)
             return Choice(kind.name, name, options, "installed")
-        model = installed_options_model(kind.plugins, name, make_error)
+        model = trusted_options_model(kind.plugins, name, make_error)
         settings = validate(model, options, name, owner=name)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "installed", settings)
     if kind.torch_kind and signatures.torch_folder() is None:
@@ -246,13 +238,13 @@ def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -
 
 def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> None:
     """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
-    for target in plugins.targets(name):
+    for target in () if name in plugins.built_in() else plugins.targets(name):
         shown = f'the installed {plugins.kind} "{name}" ({target})'
         _require_trusted(plugins.kind, target, shown, make_error)
 
 
-def installed_options_model(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[BaseModel]:
-    """Import an installed plug-in that is trusted, for its options; raises a ValidationError."""
+def trusted_options_model(plugins: PluginRegistry, name: str, make_error: _MakeError) -> type[BaseModel]:
+    """Import a plug-in that is built in or trusted, for its options; raises a ValidationError."""
     _require_trusted_plugin(plugins, name, make_error)
     try:
         return plugins.options_model(name)

@@ -33,9 +33,6 @@ def field_descriptions(model: type[BaseModel]) -> dict[str, str]:
 @functools.cache
 def _of_module(name: str) -> dict[str, dict[str, str]]:
     """The docstrings of a module's classes, by qualified name and field."""
-    module = sys.modules.get(name)
-    if getattr(module, "__file__", None) is None:  # made in an interpreter
-        return {}
     return dict(_of_classes(ast.parse(inspect.getsource(sys.modules[name])).body))
 
 

@@ -32,8 +32,6 @@ from ddprun.config.stages import Stage
 from ddprun.config.tree import (
     KeyPath,
     Node,
-    Place,
-    Source,
     find_nearest,
     format_path,
     map_strings,
@@ -64,19 +62,19 @@ class LoadedPipeline:
     root: Node = field(repr=False, compare=False)  # the file's tree with the overrides applied
     secrets: Secrets = field(repr=False, compare=False)  # whatever a run writes or shows passes through it
 
-    def fault(self, key: str | KeyPath, problem: str, allowed: str | None = None) -> Fault:
+    def fault(self, key_path: str, problem: str, allowed: str | None = None) -> Fault:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`, or at the nearest key
         above it that the file or an override has; if they have none, it is one of the whole file.
         """
-        path = _segments(key)
+        path = _segments(key_path)
         found = find_nearest(self.root, path)
-        fault = found.node.place.fault(format_path(path), problem, allowed)
+        fault = found.node.place.fault(key_path, problem, allowed)
         if path and found.missing_path == path:
             fault = replace(fault, line=0, column=0, source_line="")
         return self.secrets.redact_faults([fault])[0]
 
-    def error(self, key: str | KeyPath, problem: str, allowed: str | None = None) -> PipelineError:
-        return PipelineError([self.fault(key, problem, allowed)])
+    def error(self, key_path: str, problem: str, allowed: str | None = None) -> PipelineError:
+        return PipelineError([self.fault(key_path, problem, allowed)])
 
     def is_given(self, key_path: str) -> bool:
         """Whether the file or an override has the key."""
@@ -102,28 +100,26 @@ class LoadedPipeline:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
         path = _segments(key_path)
         if isinstance(value, Choice):
-            filled, faults = self._fill_placeholders((*path, value.name), value.options)
-            filled = replace(value, options=filled)
-        else:
-            filled, faults = self._fill_placeholders(path, value)
-        if faults:
-            raise PipelineError(faults)
-        return filled
+            return replace(value, options=self._fill_placeholders((*path, value.name), value.options))
+        return self._fill_placeholders(path, value)
 
-    def _fill_placeholders(self, path: KeyPath, value: Any) -> tuple[Any, list[Fault]]:
-        """Plain data with its placeholders replaced, and a fault for each variable that is not set."""
+    def _fill_placeholders(self, path: KeyPath, value: Any) -> Any:
+        """Plain data with its placeholders replaced; a PipelineError names variables that are not set."""
         faults: list[Fault] = []
 
         def fill(at: KeyPath, text: str) -> str:
             missing = [name for name in dict.fromkeys(referenced_variables(text)) if name not in os.environ]
             for name in missing:
                 problem = f"the environment variable {name} is not set"
-                faults.append(self.fault(at, problem, "set it before the run"))
+                faults.append(self.fault(format_path(at), problem, "set it before the run"))
             if missing:
                 return text
             return fill_references(text.replace(FOLDER_PLACEHOLDER, str(self.folder)), os.environ)
 
-        return map_strings(value, fill, path=path), faults
+        filled = map_strings(value, fill, path=path)
+        if faults:
+            raise PipelineError(_sorted(faults))
+        return filled
 
     def referenced_variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
@@ -133,9 +129,7 @@ class LoadedPipeline:
 
     def check_environment(self) -> None:
         """Raise a PipelineError that names every variable of the pipeline that is not set."""
-        _, faults = self._fill_placeholders((), self.root.data())
-        if faults:
-            raise PipelineError(_sorted(faults))
+        self._fill_placeholders((), self.root.data())
 
     def resolved_yaml(self) -> str:
         """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""
@@ -169,8 +163,6 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     result = read_file(path)
     faults = list(result.faults)
     if result.root is None:
-        empty = Node(Place(Source.from_text(str(path), 0, ""), 1, 1), {})
-        faults += [fault for fault in overriding.apply(empty, overrides)[1] if not fault.path]
         raise PipelineError(Secrets().redact_faults(_sorted(faults)))
     root, refused = overriding.apply(result.root, overrides)
     faults += refused
@@ -189,10 +181,8 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     return LoadedPipeline(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
 
 
-def _segments(key_path: str | KeyPath) -> KeyPath:
-    if isinstance(key_path, str):
-        return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
-    return key_path
+def _segments(key_path: str) -> KeyPath:
+    return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
 
 
 def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
@@ -216,11 +206,11 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
         with suppress(ValidationError):
             checkable = model.model_validate(without_faulty)
     for conflict in find_conflicts(checkable, frozenset(faulty)) if checkable else ():
-        found = find_nearest(root, conflict.path)
+        found = find_nearest(root, _segments(conflict.path))
         has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
         place = found.key_place if has_key else found.node.place
         words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
-        faults.append(place.fault(format_path(conflict.path), *words))
+        faults.append(place.fault(conflict.path, *words))
     return pipeline, faults
 
 

@@ -79,8 +79,6 @@ def read_file(path: Path) -> ReadResult:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         return ReadResult(None, [_unreadable_file_fault(path, error)])
-    except ValueError:
-        return ReadResult(None, [Fault(file=name, problem="a path cannot hold a NUL character")])
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
         fault = Fault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
 
-from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, installed_options_model
+from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, trusted_options_model
 from ddprun.config.errors import validate
 from ddprun.config.sections import (
     AnySchedule,
@@ -209,19 +209,14 @@ def _with_clusters(installed: bool) -> type[Pipeline]:
     fields: dict[str, Any] = {}
     for name in CLUSTERS.built_in():
         section = functools.partial(CLUSTERS.options_model, name)
-        parse = CustomValidator(functools.partial(_parse_built_in_cluster, name), {}, section=section)
+        parse = CustomValidator(functools.partial(_parse_cluster, name), {}, section=section)
         fields[name] = (Annotated[Any, parse], None)
     for name in CLUSTERS.installed() if installed else ():
         if name.isidentifier():
-            parse = CustomValidator(functools.partial(_parse_installed_cluster, name), {})
+            parse = CustomValidator(functools.partial(_parse_cluster, name), {})
             fields[name] = (Annotated[Any, parse], Field(default=None, exclude=True))
     return create_model("Pipeline", __base__=Pipeline, __module__=__name__, **fields)
 
 
-def _parse_built_in_cluster(name: str, value: Any) -> BaseModel:
-    return validate(CLUSTERS.options_model(name), value)
-
-
-def _parse_installed_cluster(name: str, value: Any) -> BaseModel:
-    model = installed_options_model(CLUSTERS, name, functools.partial(problem, on_key=True))
-    return validate(model, value)
+def _parse_cluster(name: str, value: Any) -> BaseModel:
+    return validate(trusted_options_model(CLUSTERS, name, functools.partial(problem, on_key=True)), value)

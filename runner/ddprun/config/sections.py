@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -214,11 +213,9 @@ class Batch(Options):
 _BLOCKS_HINT = "write auto, a pattern of names, a class, or a list of these"
 
 
-def _parse_compile_blocks(value: Any) -> tuple[str, ...] | Literal["auto"] | None:
-    if value is None:
-        return None
-    if value == "auto":
-        return "auto"
+def _parse_compile_blocks(value: Any) -> Any:
+    if value is None or value == "auto":
+        return value
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise expected("blocks to compile", _BLOCKS_HINT)
@@ -431,25 +428,23 @@ BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
 
 def parse_buffers(value: Any) -> BufferSettings:
     """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
-    name: Any = value
-    options: Any = None
-    make_error: Callable[..., ValidationError] = problem
-    if not isinstance(value, str):
-        if not isinstance(value, dict) or not value:
-            raise expected("a time for buffers", _TIMES_ALLOWED)
-        times = [key for key in value if key in BUFFER_TIMES or key == "every"]
-        if len(times) > 1:
-            text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
-            raise problem(text, "keep one", at=times[1], on_key=True)
-        if times == ["every"]:
-            period = validate(BufferPeriod, value)
-            return BufferSettings("every", period.every, period.reduce)
-        if len(value) > 1 and times:
-            stray = next(key for key in value if key not in BUFFER_TIMES)
-            hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
-            raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
-        name, options = next(iter(value.items()))
-        make_error = functools.partial(problem, at=name, on_key=True)
+    named = {value: None} if isinstance(value, str) else value
+    if not isinstance(named, dict) or not named:
+        raise expected("a time for buffers", _TIMES_ALLOWED)
+    times = [key for key in named if key in BUFFER_TIMES or key == "every"]
+    if len(times) > 1:
+        text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
+        raise problem(text, "keep one", at=times[1], on_key=True)
+    if times == ["every"] and isinstance(value, dict):
+        period = validate(BufferPeriod, value)
+        return BufferSettings("every", period.every, period.reduce)
+    if len(named) > 1 and times:
+        stray = next(key for key in named if key not in BUFFER_TIMES)
+        hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
+        raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
+    name, options = next(iter(named.items()))
+    at = () if isinstance(value, str) else (name,)
+    make_error = functools.partial(problem, at=at, on_key=bool(at))
     if name in ("every", "reduce"):
         hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
         raise make_error(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")

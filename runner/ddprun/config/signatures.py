@@ -9,7 +9,9 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -62,11 +64,6 @@ class Parameter:
     required: bool
     default: str  # as torch's source writes it; empty if there is none
 
-    @property
-    def is_tensor(self) -> bool:
-        """Whether a list of numbers in the file becomes a tensor."""
-        return any(form is _TENSOR_SCHEMA for form in self.schema.get("anyOf", [self.schema]))
-
 
 @functools.cache
 def torch_folder() -> Path | None:
@@ -77,11 +74,9 @@ def torch_folder() -> Path | None:
 
 def torch_version() -> str | None:
     """Torch's release such as `2.13.0`, without the build's suffix; None if torch is not installed."""
-    folder = torch_folder()
-    if folder is None:
-        return None
-    match = re.search(r"""__version__ = ['"]([0-9.]+)""", (folder / "version.py").read_text(encoding="utf-8"))
-    return match.group(1) if match else None
+    with suppress(PackageNotFoundError):
+        return version("torch").partition("+")[0]
+    return None
 
 
 def class_names(kind: TorchKind) -> tuple[str, ...]:
@@ -175,9 +170,10 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
     return None
 
 
-def tensor_options(kind: TorchKind, name: str) -> frozenset[str]:
+def tensor_options(loss: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    return frozenset(item.name for item in parameters(kind, name) if item.is_tensor)
+    found = ((item.name, item.schema.get("anyOf", [item.schema])) for item in parameters("loss", loss))
+    return frozenset(name for name, forms in found if any(form is _TENSOR_SCHEMA for form in forms))
 
 
 def written_name(kind: TorchKind, name: str) -> str:

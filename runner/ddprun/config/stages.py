@@ -74,6 +74,11 @@ class StepStageSettings:
         return self.has_backward or self.update is not None
 
     @property
+    def has_schedule_of_run(self) -> bool:
+        """One schedule spans all stages."""
+        return self.schedule is not None and self.schedule.spans_run
+
+    @property
     def hook_specs(self) -> list[Any]:
         """The hooks as a file would have them."""
         return [hook.to_plain_data() for hook in self.hooks]
@@ -303,17 +308,14 @@ STAGES: dict[str, type[Stage]] = {
 
 
 def parse_stage(value: Any) -> Stage:
-    if isinstance(value, str):
-        if value not in STAGES:
-            raise unknown_name("stage", value, STAGES)
-        return validate(STAGES[value], {}, owner=value)
-    if not isinstance(value, dict) or not value:
+    named = {value: None} if isinstance(value, str) else value
+    if not isinstance(named, dict) or not named:
         raise expected("a stage", allowed_values(STAGES))
-    if len(value) > 1:
-        first, second, *_ = value
+    if len(named) > 1:
+        first, second, *_ = named
         hint = "write each stage as a list item of its own"
         keys = STAGES[first].model_fields if first in STAGES else {}
-        others = list(value.items())[1:]
+        others = list(named.items())[1:]
         # `evaluate` is a stage, and with a period a key of others.
         if all(
             key in keys and (key not in STAGES or (isinstance(item, dict) and "every" in item))
@@ -321,10 +323,11 @@ def parse_stage(value: Any) -> Stage:
         ):
             hint = f'indent {", ".join(key for key, _ in others)} further, under "{first}"'
         raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
-    ((name, settings),) = value.items()
+    ((name, settings),) = named.items()
+    at = () if isinstance(value, str) else (name,)
     if name not in STAGES:
-        raise unknown_name("stage", name, STAGES, at=name, on_key=True)
-    return validate(STAGES[name], {} if settings is None else settings, name, owner=name)
+        raise unknown_name("stage", name, STAGES, at=at, on_key=True)
+    return validate(STAGES[name], {} if settings is None else settings, *at, owner=name)
 
 
 def _number_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:

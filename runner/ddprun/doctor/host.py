@@ -3,7 +3,6 @@
 import itertools
 import os
 import platform
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ class Gpus:
     why_unusable: str = ""  # why torch sees none although the driver does
 
 
-def examine_host(ranks: int | None) -> Report:
+def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
     """Examine this host alone, for so many ranks; None: one for each GPU, or two. GPUs take seconds."""
     gpus, shm = _gpus(), shm_space()
     ranks = ranks or len(gpus.names) or 2
@@ -57,7 +56,7 @@ def examine_host(ranks: int | None) -> Report:
     if missing := [what for what in ("CUDA", "NCCL") if not versions[what]]:
         listed += f"; this torch has no {' and no '.join(missing)}"
     findings = [
-        *_interface_findings(name, network_interfaces),
+        *_interface_findings(name, network_interfaces, several_hosts=several_hosts),
         _own_name_finding(name),
         _shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
@@ -81,34 +80,28 @@ def interfaces() -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: str(entry["name"]))
 
 
-def bad_interface_variables() -> dict[str, str]:
-    """Environment variables that name a missing interface, and what is wrong."""
-    found = {}
-    for name in network.INTERFACE_VARIABLES:
-        if os.environ.get(name):
-            try:
-                network.check_interfaces_exist(name, os.environ[name])
-            except network.NetworkError as error:
-                found[name] = str(error)
-    return found
-
-
-def loopback_variables() -> dict[str, str]:
-    """Environment variables that name the loopback, which leads to no other host, and its name."""
+def unusable_interface_variables(*, several_hosts: bool) -> dict[str, str]:
+    """Environment variables that name an interface which is missing or, for several hosts, leads to none of
+    the others, and what is wrong.
+    """
     loopbacks = {
         name for address, name in network.interface_by_address().items() if network.is_loopback(address)
     }
-    named = {name: os.environ.get(name, "").lstrip("=") for name in network.INTERFACE_VARIABLES}
-    return {name: value for name, value in named.items() if value in loopbacks}
+    found = {}
+    for name in filter(os.environ.get, network.INTERFACE_VARIABLES):
+        value = os.environ[name]
+        try:
+            network.check_interfaces_exist(name, value)
+        except network.NetworkError as error:
+            found[name] = str(error)
+        if several_hosts and (interface := value.lstrip("=")) in loopbacks:
+            found[name] = f"{name} is {interface}, the loopback, through which no other host can be reached"
+    return found
 
 
-def unusable_interface_finding(where: str, variable: str, found: str) -> Finding:
-    """An environment variable names an interface that cannot be used."""
-    do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
-    return Finding(where, "interfaces", "problem", found, do)
-
-
-def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _interface_findings(
+    name: str, there: Sequence[Mapping[str, Any]], *, several_hosts: bool
+) -> Iterator[Finding]:
     if there:
         listed = [
             f"{entry['name']} {' '.join(entry['addresses'])}"
@@ -120,8 +113,9 @@ def _interface_findings(name: str, there: Sequence[Mapping[str, Any]]) -> Iterat
         found = "only the loopback is up: only runs on this host alone work"
         do = "for several hosts bring one up: ip link set NAME up, and give it an address"
         yield Finding(name, "interfaces", "note", found, do)
-    for variable, fault in bad_interface_variables().items():
-        yield unusable_interface_finding(name, variable, fault)
+    for variable, fault in unusable_interface_variables(several_hosts=several_hosts).items():
+        do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
+        yield Finding(name, "interfaces", "problem", fault, do)
 
 
 def _own_name_finding(name: str) -> Finding:
@@ -203,8 +197,6 @@ def _gpus() -> Gpus:
 
 def _nvidia_smi(*arguments: str) -> str:
     """What it prints; nothing where it is missing, fails or does not answer."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
-from ddprun.doctor.host import bad_interface_variables, loopback_variables, unusable_interface_finding
+from ddprun.doctor.host import unusable_interface_variables
 from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
 from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together, wait_for_keys
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 
 _EXAMINE_TIMEOUT_S = 60.0  # longest time for a host to examine itself: drivers of GPUs may need long to start
 _PORTS_S = 30.0
@@ -39,19 +39,14 @@ def examine_hosts(
     go by what the environment says. `extra`: further findings about this host.
     """
     (facts,) = own_report.hosts
-    loopbacks = loopback_variables()
-    findings = [*own_report.findings, *extra]
-    for variable, value in loopbacks.items():
-        found = f"{variable} is {value}, the loopback, through which no other host can be reached"
-        findings.append(unusable_interface_finding(facts["name"], variable, found))
-    for variable in {**loopbacks, **bad_interface_variables()}:  # what is measured is measured without
+    for variable in unusable_interface_variables(several_hosts=True):  # what is measured is measured without
         del os.environ[variable]
     environment = Environment.read()
     ranks = Ranks(environment, timedelta(seconds=timeout_s))
     with exit_on_timeout(3 * timeout_s):
         ranks.connect(base_store)
-        mine = json.dumps([facts["name"], facts["boot"]])  # the boot id tells hosts of one name apart
-        host_ids = [tuple(json.loads(text)) for text in ranks.gather("doctor/places", mine)]
+        # The boot id tells hosts of one name apart.
+        host_ids = [tuple(one) for one in ranks.gather("doctor/places", [facts["name"], facts["boot"]])]
     first_ranks = {place: host_ids.index(place) for place in dict.fromkeys(host_ids)}
     known = [name for name, _ in first_ranks]
     names = tuple(
@@ -61,7 +56,7 @@ def examine_hosts(
     report = None
     if ranks.rank in first_ranks.values():
         group = HostGroup(store, names, [*first_ranks.values()].index(ranks.rank))
-        report = _measure_between_hosts(group, facts, findings, timeout_s)
+        report = _measure_between_hosts(group, facts, [*own_report.findings, *extra], timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
     wait_for_keys(store, ["fit"])  # however long that takes
@@ -88,10 +83,7 @@ def _measure_between_hosts(
         offset = links.clock_offset(group.store, group.index, size, timeout_s)
     clocks = group.gather("clocks", offset, timeout_s * size)
     with links.listen_on_ports(address) as own:
-        listening = [
-            links.ListeningPorts(where, tuple(ports), token)
-            for where, ports, token in group.gather("listening", astuple(own), timeout_s)
-        ]
+        listening = [links.ListeningPorts(*one) for one in group.gather("listening", own, timeout_s)]
         others = [None if index == group.index else one for index, one in enumerate(listening)]
         closed = group.gather("ports", links.find_unreachable_ports(others), _PORTS_S + timeout_s)
     routes = group.gather(
@@ -120,7 +112,7 @@ def _measure_links(
         kinds.append(("nccl", torch.device("cuda", 0)))
     schedule = links.pair_rounds(len(hosts))
     if group.index == 0 and len(schedule) > _MANY_ROUNDS:
-        print_stderr(f"ddprun doctor: measuring links in {len(schedule)} rounds of a few seconds each")
+        say(f"measuring links in {len(schedule)} rounds of a few seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
         pair = next((pair for pair in pairs if group.index in pair and pair not in blocked_pairs), None)

@@ -99,12 +99,11 @@ def clock_findings(names: Sequence[str], offsets: Sequence[tuple[float, float]])
     return findings
 
 
-@dataclass(frozen=True, slots=True)
-class ListeningPorts:
+class ListeningPorts(NamedTuple):
     """Where a host listens."""
 
     address: str
-    ports: tuple[int, ...]
+    ports: Sequence[int]
     token: str  # its answer to a connection, to tell it from another program at the same address and port
 
 
@@ -138,8 +137,7 @@ def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
 def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
 
-    def why_closed(port_of: tuple[ListeningPorts, int]) -> str:
-        host, port = port_of
+    def why_closed(host: ListeningPorts, port: int) -> str:
         try:
             with socket.create_connection((host.address, port), timeout=_CONNECT_TIMEOUT_S) as one:
                 one.settimeout(_CONNECT_TIMEOUT_S)
@@ -150,13 +148,9 @@ def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[
             return (error.strerror or str(error)).lower()
         return "" if answer == host.token else "another program answers"
 
-    ports = [(host, port) for host in hosts if host is not None for port in host.ports]
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
-        whys = dict(zip(ports, pool.map(why_closed, ports), strict=True))
-    return [
-        [] if host is None else [(port, whys[host, port]) for port in host.ports if whys[host, port]]
-        for host in hosts
-    ]
+        found = [host and (host.ports, pool.map(partial(why_closed, host), host.ports)) for host in hosts]
+    return [[(port, why) for port, why in zip(*one, strict=True) if why] if one else [] for one in found]
 
 
 def port_findings(

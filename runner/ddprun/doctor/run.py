@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +11,19 @@ from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
 from ddprun.host.network import NetworkError, host_and_port, host_of, is_this_host, public_address
 from ddprun.host.processes import handle_signal_unless_ignored
-from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, flag_or_variable
-
-EXIT_FIT, EXIT_UNFIT = 0, 1
+from ddprun.launch.launcher import Flags, Launcher, LauncherError, detect_launcher, flag_or_variable
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorResult:
     """What this process has to report."""
 
-    code: int
+    fit: bool  # no problem was found
     report: Report | None = None  # None: another host prints it
     fault: str = ""  # why this host cannot take part
-    threads_may_hang: bool = False  # hosts did not meet, or one was lost: threads may never end
 
 
-def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
+def run(flags: Flags, timeout_s: float) -> DoctorResult:
     """Examine this host, or all hosts of the launch, waiting so long for the others and for a collective;
     raises LauncherError for flags, or variables of a launcher, that make no sense.
     """
@@ -44,10 +40,6 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
         if not most.isdecimal() or int(most) < 1:
             raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
         multiple_hosts = int(most) > 1
-        if multiple_hosts and not _endpoint(flags):
-            raise LauncherError(
-                f"--nnodes {nodes} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every host"
-            )
         # Torchrun's default is static, for which every host needs a number.
         numbered = flag_or_variable(flags, "rdzv_backend") or flag_or_variable(flags, "node_rank")
         if multiple_hosts and "rdzv_endpoint" in flags and not numbered:
@@ -56,14 +48,15 @@ def run(flags: Mapping[str, str | bool], timeout_s: float) -> DoctorResult:
         handle_signal_unless_ignored(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    own_report = examine_host(int(ranks) if ranks.isdecimal() and int(ranks) else None)
+    count = int(ranks) if ranks.isdecimal() and int(ranks) else None
+    own_report = examine_host(count, several_hosts=multiple_hosts)
     if multiple_hosts:
         return _run_on_all_hosts(own_report, launcher, flags, timeout_s)
-    return DoctorResult(EXIT_FIT if own_report.fit else EXIT_UNFIT, own_report)
+    return DoctorResult(own_report.fit, own_report)
 
 
 def _run_on_all_hosts(
-    own_report: Report, launcher: Launcher | None, flags: Mapping[str, str | bool], timeout_s: float
+    own_report: Report, launcher: Launcher | None, flags: Flags, timeout_s: float
 ) -> DoctorResult:
     """Examine all hosts, as a rank that a launcher has started, or by torchrun's flags."""
     from ddprun.doctor.hosts import RUN_AGAIN_ADVICE, examine_hosts
@@ -104,17 +97,15 @@ def _run_on_all_hosts(
     if handler is not None:
         with suppress(Exception):  # the store may have ended with another process
             handler.shutdown()  # tells the other hosts that this is the end
-    return DoctorResult(EXIT_FIT if fit else EXIT_UNFIT, report, threads_may_hang=not fit)
+    return DoctorResult(fit, report)
 
 
 def _report_without_others(own_report: Report, endpoint: str, found: str, do: str) -> DoctorResult:
     """What can be said without the others: the host of the rendezvous reports of itself, too."""
     if os.environ.get("RANK", "0") != "0" or not is_this_host(host_of(endpoint)):
-        return DoctorResult(EXIT_UNFIT, fault=f"{found}\n  -> {do}", threads_may_hang=True)
+        return DoctorResult(False, fault=f"{found}\n  -> {do}")
     fault = Finding(own_report.hosts[0]["name"], "rendezvous", "problem", found, do)
-    return DoctorResult(
-        EXIT_UNFIT, Report(own_report.hosts, [*own_report.findings, fault]), threads_may_hang=True
-    )
+    return DoctorResult(False, Report(own_report.hosts, [*own_report.findings, fault]))
 
 
 def _rendezvous_finding(own_report: Report, endpoint: str) -> Finding:
@@ -126,7 +117,7 @@ def _rendezvous_finding(own_report: Report, endpoint: str) -> Finding:
     return Finding(name, "rendezvous", "warning", found, do)
 
 
-def _endpoint(flags: Mapping[str, str | bool]) -> str:
+def _endpoint(flags: Flags) -> str:
     """Where the rendezvous is; nothing where neither a flag nor a variable says."""
     address = flag_or_variable(flags, "master_addr")
     static = f"{address}:{flag_or_variable(flags, 'master_port') or '29500'}" if address else ""

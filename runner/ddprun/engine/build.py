@@ -29,7 +29,7 @@ from ddprun.config import (
 )
 from ddprun.config.choices import CHOICE_KINDS, parse_object_ref
 from ddprun.config.signatures import torch_options_model
-from ddprun.config.tree import KeyPath, parse_path
+from ddprun.config.tree import KeyPath, format_path, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, belongs_to_model, model_alone
 from ddprun.engine.samples import Collate
@@ -95,7 +95,7 @@ class ChoiceBuilder:
         return cls(loaded, key, choice.kind, choice.name, choice.source, options)
 
     def error(self, problem: str, allowed: str | None = None) -> PipelineError:
-        return self.loaded.error(self.key, problem, allowed)
+        return self.loaded.error(format_path(self.key), problem, allowed)
 
     def import_target(self) -> Any:
         try:
@@ -157,7 +157,7 @@ class ChoiceBuilder:
                 yield f'{key}: "{value}" is passed on as a string; {{ref: {value}}} passes the object itself'
 
     def _with_location(self, text: str) -> str:
-        return self.loaded.fault(self.key, text).headline
+        return self.loaded.fault(format_path(self.key), text).headline
 
     def factory_over_dataset(self, dataset: Any) -> Callable[[], Any]:
         """A factory of objects over a data set, given as `dataset` or, if free, as the first argument."""
@@ -342,7 +342,7 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     if chosen.source == "built-in":
         return None
     if chosen.source == "torch":
-        tensors = tensor_options("loss", chosen.name)
+        tensors = tensor_options(chosen.name)
         options = {
             name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
             for name, value in chosen.options.items()

@@ -16,7 +16,6 @@ from ddprun.config import (
     SaveStage,
     StepStage,
     StepStageSettings,
-    WholeRunSchedule,
 )
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
@@ -110,7 +109,7 @@ class StageRun:
     def warmup_steps_done(self, stage_step: int) -> int:
         """Steps of the warm-up before this step of the stage; counted in the run, where the schedule is."""
         schedule = self.session.state.schedule
-        if isinstance(self.settings.schedule, WholeRunSchedule) and schedule is not None:
+        if self.settings.has_schedule_of_run and schedule is not None:
             return int(schedule.last_epoch)
         return stage_step - 1
 
@@ -132,18 +131,17 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         steps = None if left is None else state.step - cursor.first_step + left
     same_length = cursor.steps == steps
     cursor.steps = steps
-    spans_whole_run = isinstance(settings.schedule, WholeRunSchedule)
-    if state.schedule is None or not spans_whole_run:
+    if state.schedule is None or not settings.has_schedule_of_run:
         # A schedule of an earlier stage has changed the optimizer's settings; its state stays.
         own_settings = runtime.optimizer_settings[stage.index]
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
             group.update(own)
-        length = steps_of_run(session) if spans_whole_run else steps
+        length = steps_of_run(session) if settings.has_schedule_of_run else steps
         state.schedule = build.build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
-        if spans_whole_run and state.schedule is not None and saved is None:
+        if settings.has_schedule_of_run and state.schedule is not None and saved is None:
             replay_schedule(state.schedule, (state.loaded_schedule or {}).get("last_epoch", 0))
         state.loaded_schedule = None
     mutate = None

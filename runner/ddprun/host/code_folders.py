@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ddprun import InputError
+
 _KEPT = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _IN_HOME = ("TORCH_EXTENSIONS_DIR",)  # what is not set, torch looks for below the home
 _MAX_PATH_BYTES = 72  # of a folder in which multiprocessing names a socket, of 107 bytes at most
 
 
-class UnsafeFolderError(Exception):
+class UnsafeFolderError(InputError):
     """Others than this user may put code into a folder; says which, and what to do."""
 
 

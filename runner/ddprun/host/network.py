@@ -126,7 +126,7 @@ def public_warning(endpoint: str) -> str | None:
         return None
     where = endpoint if address in endpoint else f"{endpoint} ({address})"
     return (
-        f"ddprun: warning: the rendezvous is at the public address {where}. PyTorch's distributed layer has "
+        f"warning: the rendezvous is at the public address {where}. PyTorch's distributed layer has "
         "no authentication: whoever reaches its ports can join the run or end it. Use a private network, or "
         "a firewall"
     )

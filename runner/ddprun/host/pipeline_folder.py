@@ -24,7 +24,8 @@ def make_folder_importable(folder: Path) -> None:
     elif trust_policy.in_folder and not any(
         isinstance(finder, _FolderFinder) and finder.folder == path for finder in sys.meta_path
     ):
-        sys.meta_path.append(_FolderFinder(path, trust_policy.folder_packages()))
+        packages = frozenset(prefix.partition(".")[0] for prefix in trust_policy.in_folder)
+        sys.meta_path.append(_FolderFinder(path, packages))
 
 
 class _FolderFinder(MetaPathFinder):

@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -42,15 +41,13 @@ def die_with_launcher() -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when its parent dies, however that dies (Linux).
+    """Have the kernel end this process when its parent dies, however that dies.
 
     To the kernel the parent is the thread that has forked, and threads may end earlier than their process:
     where it is not the main one, a thread of this process looks for the parent instead.
 
     `parent` is needed if that may have happened by now; None takes the parent that there is.
     """
-    if sys.platform != "linux":
-        return
     import ctypes
 
     pr_set_pdeathsig = 1
@@ -79,11 +76,11 @@ def _end_with(parent: int) -> None:
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """State and parent of a process (Linux): a letter as in `ps`, `gone`, or `?` if nobody can say."""
+    """State and parent of a process: a letter as in `ps`, or `gone`."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:
-        return ("gone" if Path("/proc/self").exists() else "?"), 0
+        return "gone", 0
     state, parent, *_ = stat.rpartition(")")[2].split()
     return state, int(parent)
 
@@ -107,7 +104,8 @@ def _describe(found: Mapping[int, str], redact: Callable[[str], str]) -> str:
     return ", ".join(f"process {pid} ({redact(command)[:_COMMAND_LENGTH]})" for pid, command in found.items())
 
 
-def _send(pids: Iterable[int], number: int) -> None:
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Send a signal to those processes that are still there."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -123,11 +121,9 @@ def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
         return found
 
     if left := left_after(_LEFTOVER_S):
-        standard_streams.print_stderr(
-            f"ddprun: ending what ranks have left behind: {_describe(left, redact)}"
-        )
-        _send(left, signal.SIGTERM)
-        _send(left_after(_TERMINATE_S), signal.SIGKILL)
+        standard_streams.say(f"ending what ranks have left behind: {_describe(left, redact)}")
+        send_signal(left, signal.SIGTERM)
+        send_signal(left_after(_TERMINATE_S), signal.SIGKILL)
 
 
 def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -> None:
@@ -143,13 +139,13 @@ def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -
         left = [f"thread {one.name}" for one in threading.enumerate() if not one.daemon and one not in others]
         children = _living(parent=os.getpid())
         left += [_describe(children, redact)] if children else []
-        standard_streams.print_stderr(
-            f"ddprun: rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
+        standard_streams.say(
+            f"rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
         )
         if children:  # a forked one may have this process's handler of SIGTERM
-            _send(children, signal.SIGTERM)
+            send_signal(children, signal.SIGTERM)
             time.sleep(_TERMINATE_S)
-            _send(_living(parent=os.getpid()), signal.SIGKILL)
+            send_signal(_living(parent=os.getpid()), signal.SIGKILL)
         standard_streams.flush()
         os._exit(code)
 
@@ -211,7 +207,7 @@ def run_in_daemon_thread(call: Callable[[], _T]) -> "Future[_T]":
 
 def cores() -> float:
     """Processor cores that this process may use: by affinity and by the container's quota."""
-    count: float = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    count: float = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text("ascii").split()
         return min(count, round(int(quota) / int(period), 1))

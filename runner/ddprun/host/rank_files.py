@@ -8,8 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from ddprun.host.processes import state_and_parent
+from ddprun.host.processes import send_signal, state_and_parent
 from ddprun.run_files import replace_atomically
 
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
@@ -67,18 +68,15 @@ def attempt_folder() -> Path | None:
 
 def report_run_dir(folder: Path) -> None:
     """Note the run's folder for ranks that are started after a failure: they resume in it."""
-    _write(_RUN_DIR, os.fsencode(folder))
+    _write(_RUN_DIR, str(folder))
 
 
 def read_run_dir(scratch: Path | None = None) -> Path | None:
     """The run's folder, as ranks have noted it in the folder `scratch` of their launcher (None: the launcher
     of this rank); None if there is no note.
     """
-    scratch = scratch or _launcher_folder()
-    try:
-        return None if scratch is None else Path(os.fsdecode((scratch / _RUN_DIR).read_bytes()))
-    except OSError:
-        return None
+    found = _read(scratch or _launcher_folder(), _RUN_DIR)
+    return None if found is None else Path(found)
 
 
 def report_outcome(code: int) -> int:
@@ -97,37 +95,30 @@ def report_outcome(code: int) -> int:
 
 def read_outcome(scratch: Path) -> int | None:
     """The exit code that ranks have left; None if the run has not ended."""
-    try:
-        return int((scratch / _OUTCOME).read_text("ascii"))
-    except (OSError, ValueError):
-        return None
+    code: int | None = _read(scratch, _OUTCOME)
+    return code
 
 
 def report_checkpoint(enqueued_ns: int, written: bool) -> None:
     """Tell the launcher whether the checkpoint enqueued then, by the monotonic clock, was written."""
-    _write(_CHECKPOINT, json.dumps([enqueued_ns, written]).encode())
+    _write(_CHECKPOINT, [enqueued_ns, written])
 
 
 def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
     """When the last checkpoint that is over was enqueued, and whether it was written."""
-    try:
-        enqueued_ns, written = json.loads((scratch / _CHECKPOINT).read_text("ascii"))
-    except (OSError, ValueError):
-        return 0, False
+    enqueued_ns, written = _read(scratch, _CHECKPOINT) or (0, False)
     return enqueued_ns, written
 
 
 def report_error(error: list[str | int | None]) -> None:
     """Note how a rank has failed, for ranks that are started after that."""
-    _write(_ERROR, json.dumps([_start(), error]).encode())
+    _write(_ERROR, [_start(), error])
 
 
 def previous_attempt_error() -> list[str | int | None] | None:
     """How a rank of this host failed when they last ran; None if none did, or under another launcher."""
-    try:
-        start, error = json.loads((Path(os.environ[SCRATCH_VARIABLE]) / _ERROR).read_bytes())
-    except (KeyError, OSError, ValueError):
-        return None
+    scratch = os.environ.get(SCRATCH_VARIABLE)
+    start, error = _read(None if scratch is None else Path(scratch), _ERROR) or (_start(), None)
     return None if start == _start() else error
 
 
@@ -158,19 +149,15 @@ def live_rank_pids(scratch: Path) -> list[int]:
         return []
     states = {pid: state_and_parent(pid) for pid in found}
     return [
-        pid
-        for pid, (state, parent) in states.items()
-        if state == "?" or (state not in ("Z", "gone") and parent == os.getpid())
+        pid for pid, (state, parent) in states.items() if state not in ("Z", "gone") and parent == os.getpid()
     ]
 
 
 def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
     """Send signals to all ranks; gives their process ids."""
     found = live_rank_pids(scratch)
-    for pid in found:
-        with suppress(ProcessLookupError):
-            for number in numbers:
-                os.kill(pid, number)
+    for number in numbers:
+        send_signal(found, number)
     return found
 
 
@@ -182,8 +169,16 @@ def _launcher_folder() -> Path | None:
     return None if error_file is None else Path(error_file).parents[2]
 
 
-def _write(name: str, data: bytes) -> None:
-    """Write a file in the launcher's folder; if that fails, as on a full disk, the run continues without."""
+def _write(name: str, value: Any) -> None:
+    """Write JSON in the launcher's folder; if that fails, as on a full disk, the run continues without."""
     if (scratch := _launcher_folder()) is not None:
         with suppress(OSError), replace_atomically(scratch, name) as file:
-            file.write(data)
+            file.write(json.dumps(value).encode())
+
+
+def _read(scratch: Path | None, name: str) -> Any:
+    """What a file in a launcher's folder holds; None if there is none."""
+    try:
+        return None if scratch is None else json.loads((scratch / name).read_bytes())
+    except (OSError, ValueError):
+        return None

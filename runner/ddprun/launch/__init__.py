@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,37 +12,26 @@ from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning
 from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import launcher_folder
-from ddprun.launch.launcher import Launcher, LauncherError, detect_launcher, restart_warning
-from ddprun.standard_streams import print_stderr
+from ddprun.launch.launcher import Flags, Launcher, detect_launcher, restart_warning
+from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.run_files import ResumeMode
 
 
-def start(
-    loaded: LoadedPipeline,
-    flags: Mapping[str, str | bool],
-    overrides: Sequence[str],
-    run_dir: Path | None,
-    *,
-    resuming: "ResumeMode" = "no",
-) -> int:
+def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resuming: "ResumeMode") -> int:
     """Run the checked pipeline, with those of torchrun's flags that were given; gives the exit code.
 
-    `overrides` are the `--set` options, for the ranks. `run_dir`: where the run's files go, or what is
-    resumed; None makes a new folder. Raises PipelineError if the pipeline cannot run on this machine.
+    `run_dir`: where the run's files go, or what is resumed; None makes a new folder. Raises PipelineError if
+    the pipeline cannot run on this machine, LauncherError, UnsafeFolderError.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        print_stderr(
-            "ddprun: TORCH_DISTRIBUTED_DEBUG=DETAIL makes every run that uses DDP end in a segmentation "
+        say(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes every run that uses DDP end in a segmentation "
             "fault inside torch; INFO is safe, and OFF is the default"
         )
         return EXIT_BAD_INPUT
-    try:
-        launcher = detect_launcher(os.environ, flags)
-    except LauncherError as error:
-        print_stderr(f"ddprun: {error}")
-        return EXIT_BAD_INPUT
+    launcher = detect_launcher(os.environ, flags)
     raise_file_limit()
     # Torch's C++ side warns about names it cannot look up, stack and all; what matters comes as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -54,7 +42,7 @@ def start(
                     stack.enter_context(private_code_caches(stack.enter_context(launcher_folder())))
                 except (UnsafeFolderError, OSError) as error:
                     if os.environ.get("LOCAL_RANK", "0") == "0":
-                        print_stderr(f"ddprun: {error}")
+                        say(error)
                     return EXIT_BAD_INPUT
             code = _be_rank(loaded, launcher, run_dir, resuming)
         force_exit_after_delay(code, int(os.environ["RANK"]), loaded.secrets.redact)
@@ -68,9 +56,9 @@ def start(
 
     if launcher is not None:
         if launcher.is_first:
-            print_stderr(f"ddprun: started by {launcher.summary}")
+            say(f"started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
-    return launch(loaded, flags, overrides, run_dir, resuming=resuming)
+    return launch(loaded, flags, run_dir, resuming=resuming)
 
 
 def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode") -> int:
@@ -79,8 +67,7 @@ def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, r
     for name, value in launcher.variables.items():
         os.environ.setdefault(name, value)
     if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
-        print_stderr(f"ddprun: started by {launcher.summary}")
-        for warning in (public_warning(os.environ["MASTER_ADDR"]), restart_warning()):
-            if warning is not None:
-                print_stderr(warning)
+        say(f"started by {launcher.summary}")
+        for warning in filter(None, (public_warning(os.environ["MASTER_ADDR"]), restart_warning())):
+            say(warning)
     return run_worker(loaded, run_dir, resuming=resuming)

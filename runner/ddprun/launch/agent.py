@@ -1,13 +1,12 @@
 """Torchelastic's agent for this host's ranks, that says what it does and loses no steps where it need not."""
 
-import inspect
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -22,11 +21,11 @@ from ddprun.host import rank_files
 from ddprun.host.processes import end_leftovers, run_in_daemon_thread
 from ddprun.launch.flags import rendezvous_parameters
 from ddprun.launch.rendezvous import make_handler
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import connecting_ranks
 from ddprun_hooks.errors import format_ranks
 
-SHUTDOWN_TIMEOUT_S = "10"
+_SHUTDOWN_TIMEOUT_S = 10
 _CHECKPOINT_S = 30.0  # longest wait for a checkpoint before ranks are ended that have not failed
 
 _EXIT_BARRIER_S = 30.0  # hosts wait so long for each other at the end, to which all come at about one time
@@ -36,16 +35,6 @@ _TICK_S = 0.05
 _ASK_EVERY_S = 1.0
 _CONNECTING_S = 5.0  # for so long ranks may wait to be connected, after the run has ended on another host
 
-# Whether a checkpoint was taken: it was; it could not be, in time; none ever is; ranks fail, too.
-CheckpointResult = Literal["new", "old", "none", "failing"]
-
-_RESTART_MESSAGES: dict[CheckpointResult, str] = {
-    "new": "another host has joined: restarting from a new checkpoint",
-    "old": "another host has joined: restarting; no new checkpoint could be taken",
-    "none": "another host has joined: restarting from the beginning",
-    "failing": "restarting, as the other hosts do",
-}
-
 
 class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone. Ranks of the
@@ -54,11 +43,8 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
         assert config.logs_specs is not None
-        timeouts: dict[str, Any] = {"exit_barrier_timeout": _EXIT_BARRIER_S}
-        if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # older torch has none
-            timeouts["shutdown_timeout"] = config.shutdown_timeout
-        super().__init__(spec, config.logs_specs, **timeouts)
-        self._close_s = int(timeouts.get("shutdown_timeout", SHUTDOWN_TIMEOUT_S))
+        super().__init__(spec, config.logs_specs, exit_barrier_timeout=_EXIT_BARRIER_S)
+        self._close_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
         self._failures = 0
         self._next_question_at = 0.0  # whether the run has ended on another host
@@ -101,8 +87,8 @@ class Agent(LocalElasticAgent):
         failures: dict[int, ProcessFailure] = result.failures
         codes = {failure.exitcode for failure in failures.values()}
         if EXIT_REPEATED in codes:
-            print_stderr(
-                "ddprun: not starting the ranks again: they failed the same way before, at the same step, "
+            say(
+                "not starting the ranks again: they failed the same way before, at the same step, "
                 "and no checkpoint has come since"
             )
         if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
@@ -110,7 +96,7 @@ class Agent(LocalElasticAgent):
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
             cause = f"{found}; " if (found := unexplained_exits(failures)) else ""
-            print_stderr(f"ddprun: {cause}starting the ranks again (restart {self._failures} of {most})")
+            say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
     def _check_other_hosts(self, worker_group: WorkerGroup) -> None:
@@ -160,22 +146,24 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            print_stderr(f"ddprun: {_RESTART_MESSAGES[self._take_checkpoint()]}")
+            say(self._take_checkpoint())
         super()._restart_workers(worker_group)
 
-    def _take_checkpoint(self) -> CheckpointResult:
-        """Have the ranks take a checkpoint, and wait for it unless they fail."""
+    def _take_checkpoint(self) -> str:
+        """Have the ranks take a checkpoint, and wait for it unless they fail; gives what a restart says."""
         if not self._loaded.pipeline.checkpoint.keep:
-            return "none"
+            return "another host has joined: restarting from the beginning"
         since, pids = time.monotonic_ns(), rank_files.signal_ranks(self._scratch, signal.SIGUSR1)
         while time.monotonic_ns() - since < _CHECKPOINT_S * 1e9:
             enqueued_ns, written = rank_files.read_checkpoint_report(self._scratch)
+            if enqueued_ns > since and written:
+                return "another host has joined: restarting from a new checkpoint"
             if enqueued_ns > since:
-                return "new" if written else "old"
+                break
             if len(rank_files.live_rank_pids(self._scratch)) < max(len(pids), 1):
-                return "failing"
+                return "restarting, as the other hosts do"
             time.sleep(_TICK_S)
-        return "old"
+        return "another host has joined: restarting; no new checkpoint could be taken"
 
 
 def make_agent(

@@ -3,7 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddprun.config import LoadedPipeline
 from ddprun.host import network
 from ddprun.host.device import default_rank_count
-from ddprun.launch.launcher import flag_or_variable
-from ddprun.standard_streams import print_stderr
+from ddprun.launch.launcher import Flags, flag_or_variable
+from ddprun.standard_streams import say
 
 # For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
 # enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
@@ -28,7 +28,7 @@ _ELASTIC_CONF = {
 }
 
 
-def flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) -> dict[str, str | bool]:
+def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
     settings = loaded.pipeline.launch
     found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}
@@ -37,7 +37,7 @@ def flags_from_file(loaded: LoadedPipeline, flags: Mapping[str, str | bool]) -> 
     return {name: str(value) for name, value in found.items() if not flag_or_variable(flags, name)}
 
 
-def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) -> object:
+def torchrun_arguments(flags: Flags, command: Sequence[str]) -> object:
     """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
     given: list[str] = []
     for name, value in flags.items():
@@ -68,7 +68,7 @@ def torchrun_arguments(flags: Mapping[str, str | bool], command: Sequence[str]) 
     return arguments
 
 
-def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
+def _check_rendezvous(arguments: Any, flags: Flags) -> None:
     """Refuse flags for several hosts that do not say where the others are, or which of them this host is.
 
     Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
@@ -84,17 +84,12 @@ def _check_rendezvous(arguments: Any, flags: Mapping[str, str | bool]) -> None:
             f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
             "every host, HOST being one of them"
         )
-    if not static:
-        return
-    if given("rdzv_endpoint") and not given("rdzv_backend"):
+    by_default = given("rdzv_endpoint") and not given("rdzv_backend")
+    if static and (by_default or not network.is_this_host(host)):
         raise ValueError(
-            f"{hosts} --rdzv-endpoint {where} does not say which host this is: add --rdzv-backend c10d on "
-            f"every host, or --node-rank 0 on {host} and --node-rank 1 and so on elsewhere"
-        )
-    if not network.is_this_host(host):
-        raise ValueError(
-            f"this host is not {host}, where the rendezvous is, so it needs a --node-rank of its "
-            "own, from 1 on; --rdzv-backend c10d --rdzv-endpoint HOST:PORT needs none"
+            f"{hosts} with a rendezvous at {where} does not say which host this is: add --rdzv-backend c10d "
+            f"--rdzv-endpoint {where} on every host, or --node-rank 0 on {host} and --node-rank 1 and so on "
+            "elsewhere"
         )
 
 
@@ -107,10 +102,7 @@ def _prepare_restarts(arguments: Any) -> bool:
             "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or leave --max-restarts out"
         )
     if least < most and not arguments.max_restarts:
-        print_stderr(
-            f"ddprun: warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends "
-            "the run"
-        )
+        say(f"warning: --nnodes {arguments.nnodes} without --max-restarts: a host that is lost ends the run")
     if not arguments.max_restarts and least == most:
         return False
     # In a store that outlives ranks, the next ones find old addresses: most restarts fail (torch 2.13).

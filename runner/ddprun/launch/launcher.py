@@ -15,9 +15,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ddprun import InputError
 
 _PORTS = range(15_000, 30_000)  # below those that Linux gives to whoever asks for any
 _OVERRIDES_VARIABLE = "DDPRUN_OVERRIDES"
@@ -26,7 +27,11 @@ _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _RANK_STARTING_FLAGS = ("nnodes", "nproc_per_node", "node_rank", "standalone", "max_restarts")
 
 
-class LauncherError(ValueError):
+Flags = Mapping[str, str | bool]
+"""Those of torchrun's flags that were given, spelled with `_`; True: one without a value."""
+
+
+class LauncherError(InputError):
     """The variables that a launcher has set contradict each other, or the flags; says which and how."""
 
 
@@ -45,7 +50,7 @@ class Launcher:
         return not self.variables
 
 
-def detect_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | None:
     """The launcher in a process's environment; None: a user. Raises LauncherError for contradictions."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _launcher_of_rank("torchrun", environment, flags)
@@ -65,16 +70,15 @@ def detect_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bo
     return by_srun
 
 
-def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher:
+def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Flags) -> Launcher:
     missing = [variable for variable in ("RANK", "WORLD_SIZE") if variable not in environment]
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if size > 1 or "RANK" not in environment:
         missing += [variable for variable in _ADDRESS_VARIABLES if variable not in environment]
     if missing:
-        there = [name for name in ("RANK", "WORLD_SIZE", *_ADDRESS_VARIABLES) if name in environment]
         raise LauncherError(
-            f"{_join_names(there)} {'are' if len(there) > 1 else 'is'} set, but not {_join_names(missing)}; "
-            "a rank needs all four, and a process that starts ranks none of them"
+            f"not set: {', '.join(missing)}; a rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and "
+            "a process that starts ranks none of them"
         )
     if rank >= size:
         raise LauncherError(f"RANK is {rank} of WORLD_SIZE {size}; ranks count from 0")
@@ -104,7 +108,7 @@ def _kubeflow_launcher(environment: Mapping[str, str]) -> Launcher:
     return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
 
 
-def _srun_launcher(environment: Mapping[str, str], flags: Mapping[str, str | bool]) -> Launcher | None:
+def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | None:
     """A task of a step; outside of srun, as in a batch script, there is no step."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= set(environment):
         return None
@@ -145,7 +149,7 @@ def _srun_launcher(environment: Mapping[str, str], flags: Mapping[str, str | boo
     return Launcher(summary, variables, is_first=task == 0)
 
 
-def _refuse_start_flags(name: str, flags: Mapping[str, str | bool]) -> None:
+def _refuse_start_flags(name: str, flags: Flags) -> None:
     given = next(
         (flag for flag in flags if flag in _RANK_STARTING_FLAGS or flag.startswith(("rdzv_", "master_"))),
         None,
@@ -186,11 +190,7 @@ def first_host(nodes: str) -> str:
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
 
 
-def _join_names(names: list[str]) -> str:
-    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
-
-
-def flag_or_variable(flags: Mapping[str, str | bool], name: str) -> str:
+def flag_or_variable(flags: Flags, name: str) -> str:
     """What a flag of torchrun's says, or the environment variable that torchrun reads; else nothing."""
     return str(flags.get(name) or os.environ.get(f"PET_{name.upper()}", ""))
 
@@ -202,19 +202,14 @@ def restart_warning() -> str | None:
     if value("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not (several and shared):
         return None
     return (
-        "ddprun: warning: torchrun may start ranks again, which usually fails on several hosts, where the "
+        "warning: torchrun may start ranks again, which usually fails on several hosts, where the "
         "ranks' store keeps old addresses: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
     )
 
 
-@contextmanager
-def export_overrides(overrides: Sequence[str]) -> Iterator[None]:
-    """Pass `--set` options on to what starts in this block, not on command lines, which all may read."""
-    os.environ[_OVERRIDES_VARIABLE] = json.dumps(list(overrides))
-    try:
-        yield
-    finally:
-        os.environ.pop(_OVERRIDES_VARIABLE, None)
+def overrides_variable(overrides: Sequence[str]) -> dict[str, str]:
+    """The environment variable that passes `--set` options on, not on command lines, which all may read."""
+    return {_OVERRIDES_VARIABLE: json.dumps(list(overrides))}
 
 
 def inherited_overrides() -> tuple[str, ...]:

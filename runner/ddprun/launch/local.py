@@ -3,8 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,13 +26,13 @@ from ddprun import (
 from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
-from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
+from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import check_launch
-from ddprun.launch.agent import SHUTDOWN_TIMEOUT_S, Agent, make_agent, unexplained_exits
+from ddprun.launch.agent import Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, is_elastic, silence_torchelastic, torchrun_arguments
-from ddprun.launch.launcher import export_overrides, flag_or_variable
+from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import LauncherWatchdog
 
 _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still ask it who failed first
@@ -41,16 +40,9 @@ _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
 
-def launch(
-    loaded: LoadedPipeline,
-    flags: Mapping[str, str | bool],
-    overrides: Sequence[str],
-    run_dir: Path | None,
-    *,
-    resuming: ResumeMode,
-) -> int:
+def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resuming: ResumeMode) -> int:
     """Start this host's ranks, wait for them, give the run's exit code; raises PipelineError
-    (`check_launch`).
+    (`check_launch`), UnsafeFolderError.
 
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
@@ -64,61 +56,50 @@ def launch(
     else:
         command = ["run", str(loaded.path), *(["--run-dir", str(run_dir)] if run_dir is not None else [])]
         command += ["--or-resume"] if resuming == "if begun" else []
-    with ExitStack() as stack:
-        try:  # torchelastic would leave its own folder behind
-            folder = stack.enter_context(rank_files.launcher_folder())
-            stack.enter_context(private_code_caches(folder))
-        except UnsafeFolderError as error:
-            print_stderr(f"ddprun: {error}")
-            return EXIT_BAD_INPUT
-        except OSError as error:
-            print_stderr(f"ddprun: cannot make a temporary folder: {error}{processes.file_limit_hint(error)}")
-            return EXIT_FAILURE
-        flags["log_dir"] = str(folder)
-        os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
-        os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
-        try:
+    try:
+        # Torchelastic would leave its own folder behind.
+        with rank_files.launcher_folder() as folder, private_code_caches(folder):
+            flags["log_dir"] = str(folder)
+            os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
+            os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
+            os.environ |= overrides_variable(loaded.overrides)
             try:
                 read = torchrun_arguments(flags, ["-m", "ddprun", *command])
                 config, program, arguments = torchrun.config_from_args(read)
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
-                    print_stderr(warning)
+                    say(warning)
                 agent = make_agent(config, program, arguments, folder, loaded)
             except (DistError, RendezvousError):
                 raise
             except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
-                print_stderr(loaded.secrets.redact(f"ddprun: {error}"))
+                say(loaded.secrets.redact(str(error)))
                 return EXIT_BAD_INPUT
-            return _run_with_watchdog(loaded, agent, config, folder, overrides)
-        except RendezvousClosedError:
-            print_stderr("ddprun: the run has ended on another host")
-        except (DistError, RendezvousError) as error:
-            where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
-            why = str(error).removesuffix(_NO_DETAILS)
-            print_stderr(loaded.secrets.redact(f"ddprun: cannot reach the other hosts at {where}: {why}"))
-        except OSError as error:
-            hint = processes.file_limit_hint(error)
-            print_stderr(loaded.secrets.redact(f"ddprun: cannot start the ranks: {error}{hint}"))
-        return EXIT_FAILURE
+            return _run_with_watchdog(loaded, agent, config, folder)
+    except RendezvousClosedError:
+        say("the run has ended on another host")
+    except (DistError, RendezvousError) as error:
+        where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
+        why = str(error).removesuffix(_NO_DETAILS)
+        say(loaded.secrets.redact(f"cannot reach the other hosts at {where}: {why}"))
+    except OSError as error:
+        hint = processes.file_limit_hint(error)
+        say(loaded.secrets.redact(f"cannot start the ranks: {error}{hint}"))
+    return EXIT_FAILURE
 
 
-def _run_with_watchdog(
-    loaded: LoadedPipeline, agent: Agent, config: LaunchConfig, folder: Path, overrides: Sequence[str]
-) -> int:
-    multi_host = config.max_nodes > 1
+def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfig, folder: Path) -> int:
+    multi_host, endpoint = config.max_nodes > 1, config.rdzv_endpoint
     _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(
         folder,
         loaded.pipeline.launch.timeout_s,
-        network.address_towards(config.rdzv_endpoint) if multi_host else None,
+        network.address_towards(endpoint) if multi_host else None,
         partial(_exit_without_other_hosts, folder) if multi_host else None,
-        partial(network.endpoint_answers, config.rdzv_endpoint)
-        if multi_host and is_elastic(config)
-        else None,
+        partial(network.endpoint_answers, endpoint) if multi_host and is_elastic(config) else None,
     )
     try:
-        with watchdog, export_overrides(overrides):
+        with watchdog:
             try:
                 _run_agent(agent, elastic=is_elastic(config))
             except ChildFailedError:
@@ -134,11 +115,11 @@ def _run_with_watchdog(
             hint = ""
             if found is not None and steps_in(found / "checkpoints"):
                 hint = f"; to resume: {resume_command(found)}"
-            print_stderr(f"ddprun: stopped by {signal.Signals(caught.sigval).name}{hint}")
+            say(f"stopped by {signal.Signals(caught.sigval).name}{hint}")
             return processes.SIGNAL_EXIT_BASE + int(caught.sigval)
     code = rank_files.read_outcome(folder)
     if code is None:
-        print_stderr("ddprun: the ranks of this host ended before the run was over; the run has failed")
+        say("the ranks of this host ended before the run was over; the run has failed")
         return EXIT_FAILURE
     return EXIT_REQUEUE if code == EXIT_INTERRUPTED and agent.stop_signal is signal.SIGUSR1 else code
 
@@ -159,20 +140,16 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
             raise SignalException(f"ended by {which.name}", which)
         if which is signal.SIGTERM and config.min_nodes < config.max_nodes:
             agent.leaving_signal = which
-            print_stderr(
-                f"ddprun: {which.name}: this host leaves after a checkpoint; a second signal ends it at once"
-            )
+            say(f"{which.name}: this host leaves after a checkpoint; a second signal ends it at once")
             return
         agent.stop_signal = which
         # One that is stopped could not stop after its step.
         rank_files.signal_ranks(scratch, signal.SIGINT, signal.SIGCONT)
-        print_stderr(
-            f"ddprun: {which.name}: stopping at the end of the step; a second signal ends it at once"
-        )
+        say(f"{which.name}: stopping at the end of the step; a second signal ends it at once")
 
     def checkpoint(number: int, _: FrameType | None) -> None:
         if not rank_files.signal_ranks(scratch, number):
-            print_stderr("ddprun: SIGUSR1: no checkpoint: no rank has started yet")
+            say("SIGUSR1: no checkpoint: no rank has started yet")
 
     # Ranks end by themselves when they are asked to; torchelastic would end them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -187,7 +164,6 @@ def _prepare_environment() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
     # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_TIMEOUT_S)
     silence_torchelastic()
 
 
@@ -195,20 +171,20 @@ def _exit_without_other_hosts(folder: Path) -> None:
     """End this process, while torchelastic waits for hosts that it cannot reach."""
     code = rank_files.read_outcome(folder)
     if code is None:
-        print_stderr("ddprun: cannot reach the other hosts; the run ends on this host")
+        say("cannot reach the other hosts; the run ends on this host")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_FAILURE if code is None else code)
 
 
 def _exit_code(rank: int, failure: ProcessFailure, killed_ranks: Mapping[int, str]) -> int:
     if rank in killed_ranks:
-        print_stderr(
-            f"ddprun: rank {rank} was stopped in {killed_ranks[rank]}, did not continue and was killed; "
+        say(
+            f"rank {rank} was stopped in {killed_ranks[rank]}, did not continue and was killed; "
             "the run has failed"
         )
         return EXIT_FAILURE
     if cause := unexplained_exits({rank: failure}):
-        print_stderr(f"ddprun: {cause}; the run has failed")
+        say(f"{cause}; the run has failed")
         return EXIT_FAILURE
     # A rank ends with 130 by itself when a rank of another host was interrupted.
     return failure.exitcode if failure.exitcode in (EXIT_BAD_INPUT, EXIT_INTERRUPTED) else EXIT_FAILURE

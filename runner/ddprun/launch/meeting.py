@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from ddprun import EXIT_FAILURE
 from ddprun.host.network import host_and_port, is_this_host, resolve_addresses
 from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_arguments
-from ddprun.launch.launcher import flag_or_variable
+from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 
 CHECK_HOST_ADVICE = "check that host and the link to it"
 _NO_LIMIT = "1000000"
@@ -99,7 +99,7 @@ def exit_on_timeout(within_s: float) -> Iterator[None]:
     """Exit if the block takes much longer: a dead link raises no error, and the store would block."""
 
     def end() -> None:
-        print_stderr(f"ddprun: the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}")
+        say(f"the host that holds the store no longer answers\n  -> {CHECK_HOST_ADVICE}")
         os._exit(EXIT_FAILURE)
 
     timer = threading.Timer(within_s + _GRACE_S, end)
@@ -111,9 +111,7 @@ def exit_on_timeout(within_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def join_rendezvous(
-    flags: Mapping[str, str | bool], timeout_s: float, purpose: str
-) -> tuple[RendezvousHandler, RendezvousInfo]:
+def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[RendezvousHandler, RendezvousInfo]:
     """Meet the other hosts as a run does, with one rank per host and without starting any.
 
     Of a range of hosts, wait for the largest number. Gives the handler that keeps this host in the rendezvous

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ddprun import InputError
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import BucketRecord, StepRecord
 
@@ -22,7 +23,7 @@ WARM_UP = 3  # first steps of a stage that do not count
 _OUTLIER = 4.0  # times the median of its stage: something else happened in that step
 
 
-class CostsUnknownError(Exception):
+class CostsUnknownError(InputError):
     """What a step costs is not known: a run's records do not tell, or no stage of the pipeline trains."""
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ddprun import InputError
 from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, open_file, parse_json, read_json_object
 from ddprun.telemetry.records import (
     BucketRecord,
@@ -54,7 +55,7 @@ def event_name(event: str) -> str:
     return _EVENT_NAMES.get(event, event.replace("_", " "))
 
 
-class NoRunError(Exception):
+class NoRunError(InputError):
     """The folder is not a run's: bad input."""
 
 

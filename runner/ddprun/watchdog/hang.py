@@ -75,9 +75,7 @@ def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue
     try:
         _report(context, watchdog, waits)
     except Exception as error:  # the process must end, and not without a message
-        standard_streams.print_stderr(
-            f"ddprun: rank {context.rank} hangs, and the cause could not be found: {error!r}"
-        )
+        standard_streams.say(f"rank {context.rank} hangs, and the cause could not be found: {error!r}")
     with suppress(Exception):
         context.before_exit()
     standard_streams.flush()

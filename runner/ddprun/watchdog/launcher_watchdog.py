@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddprun.host.processes import state_and_parent
-from ddprun.standard_streams import print_stderr
+from ddprun.standard_streams import say
 from ddprun.watchdog.rank_watchdog import HANG_FILE, WatchdogErrorReporter
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
 from ddprun_hooks.errors import format_ranks
@@ -48,8 +48,8 @@ class LauncherWatchdog:
             try:
                 self._server = HangStatusServer(address, self.read_statuses, self._hang_found)
             except OSError as error:
-                print_stderr(
-                    f"ddprun: warning: no status server at {address}: {error}; if the run hangs, other hosts "
+                say(
+                    f"warning: no status server at {address}: {error}; if the run hangs, other hosts "
                     "cannot ask what the ranks of this one do"
                 )
         self._closed = threading.Event()
@@ -142,8 +142,8 @@ class LauncherWatchdog:
                 who = format_ranks([status.rank for status in stopped])
                 have = "has" if len(stopped) == 1 else "have"
                 self._kill(stopped)
-                print_stderr(
-                    f"ddprun: the run hangs: {who}, the last on this host, {have} been stopped "
+                say(
+                    f"the run hangs: {who}, the last on this host, {have} been stopped "
                     f"for {self._timeout_s:g} s by SIGSTOP or a debugger; ending them"
                 )
 

@@ -7,17 +7,16 @@ from ddprun.config.checks.registry import (
     KeyConflict,
     configured_world_size,
     register_check,
-    setting_path,
     setting_text,
-    stage_key_path,
     sync_plans,
     values_of_key,
 )
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Ddp
 from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
-from ddprun.config.tree import KeyPath
+from ddprun.config.tree import format_path
 from ddprun.sync.plan import SyncPlan, SyncPolicy
+from ddprun.units import format_count
 from ddprun_hooks.config import grammar
 
 
@@ -28,14 +27,14 @@ def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.plan.gradients is not None:
             accumulate = setting_text(stage, "accumulate", settings.accumulate)
             text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
-            yield KeyConflict(("ddp", "static_graph"), text, "remove one of the two")
+            yield KeyConflict("ddp.static_graph", text, "remove one of the two")
 
 
 @register_check("ddp")
 def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
         text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
-        yield KeyConflict(("ddp", "find_unused_parameters"), text, "remove one of the two")
+        yield KeyConflict("ddp.find_unused_parameters", text, "remove one of the two")
 
 
 @register_check("ddp", "sync", "stages")
@@ -47,12 +46,12 @@ def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
         text += "parameters were used, so hosts wait for each other"
         hint = "remove it if every parameter is used"
-        yield KeyConflict(("ddp", "find_unused_parameters"), text, hint, "warning")
+        yield KeyConflict("ddp.find_unused_parameters", text, hint, "warning")
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
         if gradients <= {None} and value != getattr(Ddp(), key):
             text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
-            yield KeyConflict(("ddp", key), text, "remove it", "warning")
+            yield KeyConflict(f"ddp.{key}", text, "remove it", "warning")
 
 
 @register_check("timings", "sync", "stages")
@@ -62,14 +61,14 @@ def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
         stage.effective_settings(pipeline).plan.gradients != "all" for stage in pipeline.train_stages()
     ):
         text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
-        yield KeyConflict(("timings", "fidelity_every"), text, "remove it", "warning")
+        yield KeyConflict("timings.fidelity_every", text, "remove it", "warning")
 
 
 @register_check("launch")
 def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
         text = '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only'
-        yield KeyConflict(("launch", "backend"), text, "use gloo, or device: cuda")
+        yield KeyConflict("launch.backend", text, "use gloo, or device: cuda")
 
 
 @register_check("launch", "checkpoint")
@@ -78,10 +77,10 @@ def _restarts(pipeline: Pipeline) -> Iterator[KeyConflict]:
     restarts = pipeline.launch.max_restarts
     if least < most and not restarts:
         text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
-        yield KeyConflict(("launch", "nnodes"), text, "write max_restarts: 3", "warning")
+        yield KeyConflict("launch.nnodes", text, "write max_restarts: 3", "warning")
     if restarts and not pipeline.checkpoint.keep:
         text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
-        yield KeyConflict(("launch", "max_restarts"), text, "keep at least 1", "warning")
+        yield KeyConflict("launch.max_restarts", text, "keep at least 1", "warning")
 
 
 @register_check()
@@ -89,21 +88,21 @@ def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
         for wrong in grammar.stack_problems(entries):
-            yield KeyConflict((*path, *wrong.path), wrong.text, None, wrong.severity)
+            yield KeyConflict(path + format_path(wrong.path), wrong.text, None, wrong.severity)
 
 
 @register_check("hooks", "stages", "launch")
 def _hooks_and_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         for number, hook in enumerate(hooks):
-            here = (*path, number)
+            here = f"{path}[{number}]"
             options = hook.options if hook.name == "hierarchical" else {}
             in_leg = "shared_memory" in options.get("within", ())
             if pipeline.launch.device == "cuda" and (hook.name == "shared_memory" or in_leg):
                 text = '"shared_memory" clashes with "device: cuda" of "launch": it sums tensors on the CPU'
-                at = (*here, "hierarchical", "within") if in_leg else here
+                at = f"{here}.hierarchical.within" if in_leg else here
                 yield KeyConflict(at, text, "remove it: NCCL uses shared memory by itself")
-            yield from _hosts_divide_ranks(pipeline, options.get("hosts"), (*here, "hierarchical", "hosts"))
+            yield from _hosts_divide_ranks(pipeline, options.get("hosts"), f"{here}.hierarchical.hosts")
 
 
 @register_check("hooks", "precision", "stages")
@@ -114,10 +113,10 @@ def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 setting = f'"precision: {pipeline.precision}"'
                 text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
                 hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
-                yield KeyConflict((*path, number), text, hint, "warning")
+                yield KeyConflict(f"{path}[{number}]", text, hint, "warning")
 
 
-def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: KeyPath) -> Iterator[KeyConflict]:
+def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Iterator[KeyConflict]:
     ranks = configured_world_size(pipeline)
     if hosts and ranks and ranks % hosts:
         text = f'"hosts: {hosts}" clashes with "launch": it does not divide {ranks} ranks'
@@ -133,12 +132,12 @@ def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     }
     if pipeline.hooks and unused and all(unused.values()):
         by = " and ".join(f'"sync: {name}" {why}' for name, why in sorted(unused.items()))
-        yield KeyConflict(("hooks",), f'"hooks" has no effect: {by}', "remove it", "warning")
+        yield KeyConflict("hooks", f'"hooks" has no effect: {by}', "remove it", "warning")
     for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
         if stage.hooks and (why := _why_hooks_unused(settings.plan)):
             text = f'"hooks" clashes with {setting_text(stage, "sync", settings.sync)}, which {why}'
-            yield KeyConflict(setting_path(stage, "hooks"), text, "remove one of the two")
+            yield KeyConflict(stage.key_path("hooks"), text, "remove one of the two")
 
 
 def _why_hooks_unused(plan: SyncPlan) -> str:
@@ -155,27 +154,24 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
     ranks = configured_world_size(pipeline)
     plans, broadcasts = sync_plans(pipeline), (s for s in pipeline.stages if isinstance(s, BroadcastStage))
-    sources = [((*path, "source"), one.source) for path, plan in plans for one in plan.transfers]
-    sources += [(stage_key_path(stage, "source"), stage.source) for stage in broadcasts]
+    sources = [(f"{path}.source", one.source) for path, plan in plans for one in plan.transfers]
+    sources += [(f"{stage.path}.source", stage.source) for stage in broadcasts]
     for path, source in sources:
         if ranks and source is not None and source >= ranks:
-            there_are, allowed = f"are {ranks} ranks", f"0 to {ranks - 1}"
-            if ranks == 1:
-                there_are, allowed = "is 1 rank", "0"
-            text = f'"source: {source}" clashes with "launch": there {there_are}'
-            yield KeyConflict(path, text, f"allowed: {allowed}")
+            text = f'"source: {source}" clashes with "launch", which starts {format_count(ranks, "rank")}'
+            yield KeyConflict(path, text, f"at most {ranks - 1}")
 
 
 @register_check("sync", "stages", "launch")
 def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, plan in sync_plans(pipeline):
-        yield from _hosts_divide_ranks(pipeline, plan.hosts, (*path, "hosts"))
+        yield from _hosts_divide_ranks(pipeline, plan.hosts, f"{path}.hosts")
     for path, sync in values_of_key(pipeline, "sync"):
         within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:
             text = f'"within: {within}" has no effect with "across: {across}": all average equally often'
             hint = "lengthen across, or use local_sgd"
-            yield KeyConflict((*path, sync.name, "within"), text, hint, "warning")
+            yield KeyConflict(f"{path}.{sync.name}.within", text, hint, "warning")
 
 
 @register_check("sync", "stages")
@@ -193,9 +189,9 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
             effect = "some fragments are exchanged only at its end"
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
-        own = ("sync", settings.sync.name, key) if "sync" in stage.model_fields_set else ("steps",)
+        own = f"sync.{settings.sync.name}.{key}" if "sync" in stage.model_fields_set else "steps"
         hint = "shorten the period or lengthen the stage"
-        yield KeyConflict(stage_key_path(stage, *own), text, hint, "warning")
+        yield KeyConflict(f"{stage.path}.{own}", text, hint, "warning")
 
 
 @register_check("sync", "hooks", "stages")
@@ -205,7 +201,7 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if isinstance(stage, (AverageStage, BroadcastStage)):
             if equal:
                 text = f'"{stage.name}" has no effect: {why}'
-                yield KeyConflict(("stages", stage.index), text, None, "warning")
+                yield KeyConflict(f"stages[{stage.index}]", text, None, "warning")
             equal = True
         elif isinstance(stage, StepStage):
             equal = _leaves_equal(pipeline, stage, before=equal)
@@ -252,4 +248,4 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if measures and last and last.effective_settings(pipeline).buffers.when == "never":
             text = f"{setting_text(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates "
             text += f'with its own running statistics of "model: {pipeline.model.name}"'
-            yield KeyConflict(setting_path(last, "buffers"), text, "use before_evaluate", "warning")
+            yield KeyConflict(last.key_path("buffers"), text, "use before_evaluate", "warning")

@@ -12,7 +12,6 @@ from ddprun.config.checks.registry import (
     KeyConflict,
     register_check,
     setting_text,
-    stage_key_path,
     values_of_key,
 )
 from ddprun.config.choices import Choice
@@ -20,7 +19,7 @@ from ddprun.config.patterns import matches, unmatched
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
-from ddprun.config.tree import KeyPath
+from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
@@ -42,7 +41,7 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
     model = pipeline.model.settings
     if shape is None or model is None:
         return
-    at: KeyPath = ("model", pipeline.model.name)
+    at = f"model.{pipeline.model.name}"
     what = f'"data: {data.name}"'
     if isinstance(model, Transformer) != tokens:
         text = f'"{pipeline.model.name}" clashes with {what}: it takes '
@@ -50,17 +49,17 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
         yield KeyConflict(at, text, "allowed: " + ("mlp, cnn" if not tokens else "transformer"))
     elif isinstance(model, Mlp) and model.inputs != math.prod(shape):
         text = f'"inputs: {model.inputs}" clashes with {what}, whose samples hold {math.prod(shape)} values'
-        yield KeyConflict((*at, "inputs"), text, f"write inputs: {math.prod(shape)}")
+        yield KeyConflict(f"{at}.inputs", text, f"write inputs: {math.prod(shape)}")
     elif isinstance(model, Cnn) and model.inputs != shape:
         text = f'"inputs: {list(model.inputs)}" clashes with {what}, whose samples have the shape '
         hint = f"write inputs: {list(shape)}" if len(shape) == 3 else "a cnn takes [C, H, W]"
-        yield KeyConflict((*at, "inputs"), f"{text}{list(shape)}", hint)
+        yield KeyConflict(f"{at}.inputs", f"{text}{list(shape)}", hint)
     elif isinstance(model, Transformer) and shape[-1] > model.context:
         text = f'"context: {model.context}" clashes with {what}, whose samples hold {shape[-1]} tokens'
-        yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}, or shorten the samples")
+        yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}, or shorten the samples")
     elif isinstance(model, Transformer) and shape[-1] < model.context:
         text = f'of "context: {model.context}" only {shape[-1]} are ever used: samples of {what} are shorter'
-        yield KeyConflict((*at, "context"), text, f"write context: {shape[-1]}", "warning")
+        yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}", "warning")
 
 
 def _sample_shape(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
@@ -83,24 +82,24 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     by_class = pipeline.loss.name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss")
     if isinstance(model, (Mlp, Cnn)) and classes and model.outputs < classes and by_class:
         text = f'"outputs: {model.outputs}" clashes with "data: {data.name}", which has {classes} classes'
-        yield KeyConflict(("model", pipeline.model.name, "outputs"), text, f"at least {classes}")
+        yield KeyConflict(f"model.{pipeline.model.name}.outputs", text, f"at least {classes}")
     if isinstance(model, Transformer) and data.name == "text" and data.settings and model.vocabulary < 256:
         text = f'"vocabulary: {model.vocabulary}" clashes with "data: text", whose tokens are bytes'
-        yield KeyConflict(("model", "transformer", "vocabulary"), text, "at least 256")
+        yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
 
 
 @register_check()
 def _nesterov(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, optimizer in values_of_key(pipeline, "optimizer"):
-        options, at = optimizer.options, (*path, "SGD")
+        options, at = optimizer.options, f"{path}.SGD"
         if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
             continue
         if not options.get("momentum"):
             text = '"nesterov: true" needs "momentum", which is 0'
-            yield KeyConflict((*at, "nesterov"), text, "give a momentum such as 0.9")
+            yield KeyConflict(f"{at}.nesterov", text, "give a momentum such as 0.9")
         if options.get("dampening"):
             text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
-            yield KeyConflict((*at, "dampening"), text, "nesterov needs a dampening of 0")
+            yield KeyConflict(f"{at}.dampening", text, "nesterov needs a dampening of 0")
 
 
 @register_check("optimizer", "groups")
@@ -119,15 +118,17 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text, allowed, near = error_message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
                     text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
-                yield KeyConflict(("groups", index, *item["loc"]), text, allowed, suggestion=near)
+                yield KeyConflict(
+                    format_path(("groups", index, *item["loc"])), text, allowed, suggestion=near
+                )
 
 
 @register_check("model", "freeze", "groups")
 def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Of built-in models the names are known without building them, unless the loss may bring some."""
     model = pipeline.model.settings
-    places: list[tuple[KeyPath, tuple[str, ...]]] = [(("freeze",), pipeline.freeze)]
-    places += [(("groups", index, "match"), group.match) for index, group in enumerate(pipeline.groups)]
+    places: list[tuple[str, tuple[str, ...]]] = [("freeze", pipeline.freeze)]
+    places += [(f"groups[{index}].match", group.match) for index, group in enumerate(pipeline.groups)]
     if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
         return
     if pipeline.loss.source not in ("built-in", "torch") or pipeline.loss.name == _LINEAR_LOSS:
@@ -139,16 +140,16 @@ def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
         return  # the run will see
     for path, patterns in places:
         for index, text, allowed in unmatched(patterns, names):
-            yield KeyConflict((*path, index), text, allowed)
+            yield KeyConflict(f"{path}[{index}]", text, allowed)
     if all(matches(name, pipeline.freeze) for name in names):
-        yield KeyConflict(("freeze",), "no parameter is left to train", "freeze fewer")
+        yield KeyConflict("freeze", "no parameter is left to train", "freeze fewer")
 
 
 @register_check("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
         text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
-        yield KeyConflict(("optimizer",), text, "use another optimizer, such as adamw")
+        yield KeyConflict("optimizer", text, "use another optimizer, such as adamw")
 
 
 @register_check("batch", "loss")
@@ -157,13 +158,13 @@ def _batch_and_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     own = loss.name == "model" and loss.source == "built-in"
     if batch.target is not None and own:
         text = '"target" clashes with "loss: model": the model returns its loss'
-        yield KeyConflict(("batch", "target"), text, "list all of the model's arguments in inputs")
+        yield KeyConflict("batch.target", text, "list all of the model's arguments in inputs")
     elif batch.target is not None and batch.inputs is None:
         text = '"target" needs "inputs", which are the model\'s arguments'
-        yield KeyConflict(("batch", "target"), text, "write batch: {inputs: …, target: …}")
+        yield KeyConflict("batch.target", text, "write batch: {inputs: …, target: …}")
     elif batch.inputs is not None and batch.target is None and not own:
         text = f'"inputs" needs "target", with which "loss: {loss.name}" compares the output'
-        yield KeyConflict(("batch", "inputs"), text, "write batch: {inputs: …, target: …}, or loss: model")
+        yield KeyConflict("batch.inputs", text, "write batch: {inputs: …, target: …}, or loss: model")
 
 
 @register_check("loss", "weight_by")
@@ -173,25 +174,30 @@ def _weight_of_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         return
     if loss.options.get("reduction") == "sum":
         text = f'"weight_by: {weight.name}" clashes with "reduction: sum": a sum is not weighted'
-        yield KeyConflict(("weight_by",), text, "remove one of the two")
+        yield KeyConflict("weight_by", text, "remove one of the two")
     settings, ignored = weight.settings, loss.options.get("ignore_index")
     own = settings.ignore_index if isinstance(settings, WeightByTargets) else None
     if None not in (own, ignored) and own != ignored:
         text = f'"ignore_index: {own}" clashes with "ignore_index: {ignored}" of "loss"'
-        yield KeyConflict(("weight_by", weight.name, "ignore_index"), text, "remove it")
+        yield KeyConflict(f"weight_by.{weight.name}.ignore_index", text, "remove it")
 
 
 @register_check("loader")
 def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
         text = '"shuffle: true" clashes with "sampler", which decides the order'
-        yield KeyConflict(("loader", "shuffle"), text, "remove one of the two")
+        yield KeyConflict("loader.shuffle", text, "remove one of the two")
 
 
 @register_check("batch", "loss", "stages", "weight_by")
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loss, warned = pipeline.loss, False
-    for path, metric in _metrics(pipeline):
+    metrics = (
+        (f"{path}.metrics[{number}]", metric)
+        for path, evaluation in find_evaluations(pipeline)
+        for number, metric in enumerate(evaluation.metrics)
+    )
+    for path, metric in metrics:
         if metric.source != "built-in":
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
@@ -219,12 +225,13 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("stages")
 def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    seen = set[tuple[KeyPath, str]]()
-    for path, metric in _metrics(pipeline):
-        if (path[:-1], metric.name) in seen:
-            text = f'"{metric.name}" is in the list twice, and metrics need different names'
-            yield KeyConflict(path, text, "remove one, or give the other a function of its own name")
-        seen.add((path[:-1], metric.name))
+    for path, evaluation in find_evaluations(pipeline):
+        names = [metric.name for metric in evaluation.metrics]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                text = f'"{name}" is in the list twice, and metrics need different names'
+                hint = "remove one, or give the other a function of its own name"
+                yield KeyConflict(f"{path}.metrics[{number}]", text, hint)
 
 
 @register_check("track")
@@ -235,24 +242,17 @@ def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
         target = tracker.name, {key: value for key, value in tracker.options.items() if key != "every"}
         if target in seen:
             text = f'"{tracker.name}" is in the list twice, and both write to the same place'
-            yield KeyConflict(("track", index), text, "remove one, or give it other options")
+            yield KeyConflict(f"track[{index}]", text, "remove one, or give it other options")
         seen.append(target)
 
 
-def _metrics(pipeline: Pipeline) -> Iterator[tuple[KeyPath, Choice]]:
-    for path, evaluation in find_evaluations(pipeline):
-        at = (*path, "evaluate") if isinstance(evaluation, EvaluateStage) else path
-        for number, metric in enumerate(evaluation.metrics):
-            yield (*at, "metrics", number), metric
-
-
-def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[KeyPath, EvaluateStage | StageEvaluation]]:
+def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[str, EvaluateStage | StageEvaluation]]:
     """Every evaluate stage, and the evaluations inside other stages, with their places."""
     for stage in pipeline.stages:
         if isinstance(stage, EvaluateStage):
-            yield ("stages", stage.index), stage
+            yield stage.path, stage
         elif isinstance(stage, StepStage) and stage.evaluate is not None:
-            yield stage_key_path(stage, "evaluate"), stage.evaluate
+            yield f"{stage.path}.evaluate", stage.evaluate
 
 
 @register_check("data", "stages")
@@ -266,7 +266,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate", or has it'
         if any(isinstance(stage, EvaluateStage) for stage in pipeline.stages):
             text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
-        yield KeyConflict(("data", "evaluate"), text, "add an evaluate stage", "warning")
+        yield KeyConflict("data.evaluate", text, "add an evaluate stage", "warning")
 
 
 @register_check("sync", "stages")
@@ -277,22 +277,22 @@ def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if evaluation is None:
             for key in monitors:
                 text = f'"{key}" needs "evaluate" in the same stage: it compares what that measures'
-                yield KeyConflict(stage_key_path(stage, key), text, "write evaluate: {every: N}")
+                yield KeyConflict(f"{stage.path}.{key}", text, "write evaluate: {every: N}")
             continue
         known = ["loss", *metric_names(evaluation.metrics)]
         for key, monitor in monitors.items():
             if monitor.metric not in known:
                 text = f'"{monitor.metric}" is not measured by "evaluate" of {stage.path}'
-                yield KeyConflict(stage_key_path(stage, key, "metric"), text, f"allowed: {', '.join(known)}")
+                yield KeyConflict(f"{stage.path}.{key}.metric", text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
             text += "trains a model of its own and stops by itself, so there is no model to measure"
             hint = "use an evaluate stage after an average stage"
-            yield KeyConflict(stage_key_path(stage, "evaluate"), text, hint)
+            yield KeyConflict(f"{stage.path}.evaluate", text, hint)
         if settings.steps is not None and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
             text += "it is evaluated only at the stage's end"
-            yield KeyConflict(stage_key_path(stage, "evaluate", "every"), text, "shorten it", "warning")
+            yield KeyConflict(f"{stage.path}.evaluate.every", text, "shorten it", "warning")
 
 
 @register_check("stages")
@@ -303,11 +303,11 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'"keep_best" clashes with that of {keeping[0].path}: a run keeps one {BEST_FILE}, '
             text += "the best by one metric"
             hint = "write the same in both, or remove one"
-            yield KeyConflict(stage_key_path(stage, "keep_best"), text, hint)
+            yield KeyConflict(f"{stage.path}.keep_best", text, hint)
     for save in pipeline.stages:
         if keeping and isinstance(save, SaveStage) and save.to == BEST_FILE:
             text = f'"to: {BEST_FILE}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
-            yield KeyConflict(stage_key_path(save, "to"), text, "name another file")
+            yield KeyConflict(f"{save.path}.to", text, "name another file")
 
 
 @register_check("data", "loader", "stages")
@@ -315,7 +315,7 @@ def _sharded_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
     built_in = next((data for data in _train_data(pipeline) if data.source == "built-in"), None)
     if pipeline.loader.sharded and built_in is not None:
         text = f'"sharded: true" clashes with "data: {built_in.name}": each rank would train on every sample'
-        yield KeyConflict(("loader", "sharded"), text, "remove it")
+        yield KeyConflict("loader.sharded", text, "remove it")
 
 
 def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
@@ -334,7 +334,7 @@ def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if wanted is None or wanted.blocks != "auto" or not isinstance(model.settings, Mlp | Cnn):
         return
     text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
-    yield KeyConflict(("compile", "blocks"), text, "write compile: true, or name the modules")
+    yield KeyConflict("compile.blocks", text, "write compile: true, or name the modules")
 
 
 @register_check("compile", "launch", "accumulate", "stages")
@@ -351,7 +351,7 @@ def _graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'"mode: {mode}" clashes with {setting_text(stage, "accumulate", accumulate)}: CUDA '
             text += "graphs overwrite gradients that accumulate, without an error"
             hint = "write max-autotune-no-cudagraphs, or default"
-            yield KeyConflict(("compile", "mode"), text, hint)
+            yield KeyConflict("compile.mode", text, hint)
             return
 
 
@@ -362,8 +362,8 @@ def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
     mode = pipeline.compile.mode
     if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
         text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
-        yield KeyConflict(("compile", "mode"), text, "remove it", "warning")
+        yield KeyConflict("compile.mode", text, "remove it", "warning")
     if mode.startswith("max-autotune") and pipeline.deterministic:
         text = f'"mode: {mode}" clashes with "deterministic: true": each process picks the '
         text += "kernels that are fastest when it times them, and these may change"
-        yield KeyConflict(("compile", "mode"), text, "use another mode")
+        yield KeyConflict("compile.mode", text, "use another mode")

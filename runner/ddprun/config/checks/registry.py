@@ -7,8 +7,7 @@ from typing import Any
 from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
 from ddprun.config.schema import Pipeline
-from ddprun.config.stages import Stage, StepStage
-from ddprun.config.tree import KeyPath
+from ddprun.config.stages import StepStage
 from ddprun.sync.plan import SyncPlan
 
 
@@ -16,7 +15,7 @@ from ddprun.sync.plan import SyncPlan
 class KeyConflict:
     """A conflict between two keys."""
 
-    path: KeyPath  # the key at which it is shown; the message names the other
+    path: str  # the key at which it is shown; the message names the other
     problem: str
     allowed: str | None = None
     severity: Severity = "error"
@@ -55,34 +54,24 @@ def configured_world_size(pipeline: Pipeline) -> int | None:
     return launch.nproc_per_node * most if launch.nproc_per_node and least == most else None
 
 
-def stage_key_path(stage: Stage, *keys: str | int) -> KeyPath:
-    """The path of a key of the stage itself."""
-    return ("stages", stage.index, stage.name, *keys)
-
-
-def setting_path(stage: StepStage, key: str) -> KeyPath:
-    """Path of the key that sets this for the stage: in the stage itself, or at the top of the file."""
-    return stage_key_path(stage, key) if key in stage.model_fields_set else (key,)
-
-
 def setting_text(stage: StepStage, key: str, value: object) -> str:
     """The key, with the stage if it names the key, and the value, as a message shows them."""
     return f'"{stage.key_path(key)}: {value.name if isinstance(value, Choice) else value}"'
 
 
-def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[KeyPath, Any]]:
+def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[str, Any]]:
     """The value of a key at the top and in each stage that names it, with its place."""
-    yield (key,), getattr(pipeline, key)
+    yield key, getattr(pipeline, key)
     for stage in pipeline.stages_with_steps():
         if key in stage.model_fields_set:
-            yield stage_key_path(stage, key), getattr(stage, key)
+            yield stage.key_path(key), getattr(stage, key)
 
 
-def sync_plans(pipeline: Pipeline) -> Iterator[tuple[KeyPath, SyncPlan]]:
+def sync_plans(pipeline: Pipeline) -> Iterator[tuple[str, SyncPlan]]:
     """The plan of each stage with steps, and the place of the policy that makes it."""
     for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
-        yield (*setting_path(stage, "sync"), settings.sync.name), settings.plan
+        yield f"{stage.key_path('sync')}.{settings.sync.name}", settings.plan
 
 
 def updates_weights(pipeline: Pipeline, stage: StepStage) -> bool:

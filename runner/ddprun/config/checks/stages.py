@@ -3,14 +3,7 @@
 from collections.abc import Iterator
 
 from ddprun.config.checks.model_and_data import find_evaluations
-from ddprun.config.checks.registry import (
-    KeyConflict,
-    register_check,
-    setting_path,
-    stage_key_path,
-    updates_weights,
-)
-from ddprun.config.choices import WholeRunSchedule
+from ddprun.config.checks.registry import KeyConflict, register_check, updates_weights
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
@@ -20,7 +13,7 @@ _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_valu
 
 @register_check("schedule", "warmup_steps", "stages")
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not isinstance(pipeline.schedule, WholeRunSchedule):
+    if pipeline.schedule is None or not pipeline.schedule.spans_run:
         return
     stages = [stage for stage in pipeline.stages_with_steps() if updates_weights(pipeline, stage)]
     for stage in stages:
@@ -28,27 +21,27 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
             if key in stage.model_fields_set:
                 text = f'"{key}" of {stage.path} clashes with "schedule: {{…, over: run}}", with which one '
                 text += "schedule and one warm-up span all stages"
-                yield KeyConflict(stage_key_path(stage, key), text, "remove one of the two")
+                yield KeyConflict(f"{stage.path}.{key}", text, "remove one of the two")
     lengths = [stage.steps for stage in stages]
     total = sum(length or 0 for length in lengths)
     if None not in lengths and pipeline.warmup_steps >= max(1, total):
         text = f'"warmup_steps: {pipeline.warmup_steps}" is not less than the {total} steps of the run: the '
         text += "full learning rate would never be used"
-        yield KeyConflict(("warmup_steps",), text, "shorten the warm-up or lengthen a stage")
+        yield KeyConflict("warmup_steps", text, "shorten the warm-up or lengthen a stage")
 
 
 @register_check("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         settings = stage.effective_settings(pipeline)
-        if not settings.updates_weights or isinstance(settings.schedule, WholeRunSchedule):
+        if not settings.updates_weights or settings.has_schedule_of_run:
             continue
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
             text += f"{stage.path}: the full learning rate would never be used"
             key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps"
             hint = "shorten the warm-up or lengthen the stage"
-            yield KeyConflict(stage_key_path(stage, key), text, hint)
+            yield KeyConflict(f"{stage.path}.{key}", text, hint)
 
 
 @register_check("optimizer", "stages")
@@ -59,7 +52,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if own is not None and (own.name, own.source) != (above.name, above.source):
             text = f'"optimizer: {own.name}" of {stage.path} clashes with "optimizer: {above.name}": a stage '
             text += "changes the optimizer's settings, not the optimizer, whose state would be lost"
-            yield KeyConflict(setting_path(stage, "optimizer"), text, f"write {above.name}: {{…}}")
+            yield KeyConflict(stage.key_path("optimizer"), text, f"write {above.name}: {{…}}")
 
 
 @register_check("stages")
@@ -68,7 +61,7 @@ def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
         for key in _UPDATE_KEYS if not updates_weights(pipeline, stage) else ():
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
-                yield KeyConflict(setting_path(stage, key), text, "remove it, or name an update")
+                yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
 
 
 @register_check("ema", "stages")
@@ -76,7 +69,7 @@ def _ema_of_nothing(pipeline: Pipeline) -> Iterator[KeyConflict]:
     saves = any(isinstance(stage, SaveStage) for stage in pipeline.stages)
     if pipeline.ema is not None and not saves and not [*find_evaluations(pipeline)]:
         text = '"ema" has no effect: nothing evaluates or saves the average'
-        yield KeyConflict(("ema",), text, "add an evaluate or a save stage", "warning")
+        yield KeyConflict("ema", text, "add an evaluate or a save stage", "warning")
 
 
 @register_check("stages")
@@ -90,11 +83,11 @@ def _saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
             continue
         if stage.to in written:
             text = f'{stage.path} writes "{stage.to}", as stages[{written[stage.to]}].save does'
-            yield KeyConflict(stage_key_path(stage, "to"), text, "name another file")
+            yield KeyConflict(f"{stage.path}.to", text, "name another file")
         written.setdefault(stage.to, stage.index)
         if not changed:
             text = '"save" comes before every "train": it saves the initial weights'
-            yield KeyConflict(("stages", stage.index), text, None, "warning")
+            yield KeyConflict(f"stages[{stage.index}]", text, None, "warning")
 
 
 @register_check("stages", *OVERRIDABLE_KEYS)
@@ -115,7 +108,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if key == "optimizer":
             text = f"the options of {text.replace('has no effect', 'have no effect')}"
             hint = "remove them here or there"
-        yield KeyConflict((key,), text, hint, "warning")
+        yield KeyConflict(key, text, hint, "warning")
 
 
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
