@@ -98,7 +98,7 @@ def test_the_tracker_closes_its_file(tmp_path: Path) -> None:
     """So that the last rows are there, whatever becomes of the process."""
     tracker_class = load("mylab/trackers.py")["Csv"]
     tracker = tracker_class(tracker_class.Options(), RunInfo("name", tmp_path, {}, tmp_path))
-    tracker.metrics(3, {"accuracy": 0.5})
+    tracker.log_eval_metrics(3, {"accuracy": 0.5})
     tracker.close({})
     assert (tmp_path / "curves.csv").read_text().split() == ["3,accuracy,0.5"]
 

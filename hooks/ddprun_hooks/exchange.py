@@ -136,7 +136,7 @@ class Exchange:
         )
         return tensor
 
-    def _run_exact(self, collective: groups.Collective, what: str) -> int:
+    def _run_exact(self, collective: groups.CollectiveRequest, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
         pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
         with pending:

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
-from ddprun_hooks.comm.groups import Collective, RankGroup
-from ddprun_hooks.comm.observer import PendingCollective
+from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
+from ddprun_hooks.comm.observer import CollectiveHandle
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace, HookSpan, now_us
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
@@ -41,7 +41,7 @@ from ddprun_hooks.stack import Stack
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
 _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
-HookRun = Generator[Collective, Tensor | None, Tensor]
+HookRun = Generator[CollectiveRequest, Tensor | None, Tensor]
 
 
 class HostCommQueue:
@@ -160,7 +160,7 @@ class HostCommQueue:
             bucket.future.set_result(bucket.payload.tensor)
         self._issue_in_order()
 
-    def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> Collective | None:
+    def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> CollectiveRequest | None:
         """Run a bucket's hooks to their next collective, or (None) to the end: the mean is in the payload."""
         start, trace = now_us(), bucket.trace
         try:
@@ -198,7 +198,7 @@ class HostCommQueue:
         self._post(bucket, complete(future))
 
     def _start_collective(
-        self, bucket: "_BucketInFlight", collective: Collective
+        self, bucket: "_BucketInFlight", collective: CollectiveRequest
     ) -> tuple[Future[Any], "_CompletionCallback"]:
         """Start a collective; gives its future, and what notes its end and says what has come of it."""
         group, round_index = collective.group, bucket.issued[collective.group.name]
@@ -266,7 +266,7 @@ class _BucketInFlight:
     run: HookRun
     future: Future[Tensor] = field(init=False)  # of one that is not sent at once
     issued: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # collectives so far, by group
-    requested_collective: Collective | None = None  # asked for, not yet issued
+    requested_collective: CollectiveRequest | None = None  # asked for, not yet issued
 
     def close(self) -> None:
         """End the hooks where they are."""
@@ -329,7 +329,7 @@ class StreamQueue:
         run = start_hooks(payload, stack, group)
         result: Tensor | None = None
         start = gpu.record_timestamp(stream) if with_spans else trace.ready
-        pending_collectives: list[PendingCollective] = []
+        pending_collectives: list[CollectiveHandle] = []
         while True:
             try:
                 collective = next_collective(run, result, stack)
@@ -383,7 +383,7 @@ def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
     )
 
 
-def new_collective_trace(collective: Collective, round_index: int, start: Any) -> CollectiveTrace[Any]:
+def new_collective_trace(collective: CollectiveRequest, round_index: int, start: Any) -> CollectiveTrace[Any]:
     """The trace of a collective that is about to start."""
     group = collective.group
     return CollectiveTrace(
@@ -397,7 +397,7 @@ def new_collective_trace(collective: Collective, round_index: int, start: Any) -
     )
 
 
-def check_rounds(collective: Collective, round_index: int, available: int, stack: Stack) -> None:
+def check_rounds(collective: CollectiveRequest, round_index: int, available: int, stack: Stack) -> None:
     """Raise ExchangeError if a stack asks for more collectives than it declared."""
     if round_index >= available:
         name = collective.group.name
@@ -413,12 +413,12 @@ def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
     return cast(HookRun, stack.run(payload, world))
 
 
-def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> Collective:
+def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> CollectiveRequest:
     """Run a payload's hooks, with the result of their last collective, up to the next. Raises StopIteration
     with the mean at their end, ExchangeError if a hook awaits anything else.
     """
     awaited: object = run.send(result)
-    if not isinstance(awaited, Collective):
+    if not isinstance(awaited, CollectiveRequest):
         names = ", ".join(stack.custom_hooks)
         raise ExchangeError(
             f'hook "{names}" awaits {type(awaited).__name__}, which is not a collective; '

@@ -76,7 +76,7 @@ def dummy_payload(layout: BucketLayout, kind: PayloadKind, device: torch.device 
     return Payload(tensor, layout.params, kind, layout.index)
 
 
-def _simulated_result(collective: groups.Collective) -> Tensor:
+def _simulated_result(collective: groups.CollectiveRequest) -> Tensor:
     """What comes back if every rank has sent what this one sends."""
     output, group = collective.output, collective.group
     if output.is_meta:

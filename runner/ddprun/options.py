@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import CoreSchema, core_schema
 
 from ddprun_hooks.config.messages import KeyPath as KeyPath
-from ddprun_hooks.config.messages import allowed_values, suggest
+from ddprun_hooks.config.messages import allowed_values, closest_match
 from ddprun_hooks.config.messages import combine as combine
 from ddprun_hooks.config.messages import expected as expected
 from ddprun_hooks.config.messages import problem as problem
@@ -75,4 +75,4 @@ def unknown_name(
     """An error for a word that is not among the known ones."""
     known = list(known)
     text = f'unknown {what} "{word}"'
-    return problem(text, allowed_values(known), suggest(word, known), at=at, on_key=on_key)
+    return problem(text, allowed_values(known), closest_match(word, known), at=at, on_key=on_key)

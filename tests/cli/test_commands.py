@@ -12,7 +12,7 @@ import pytest
 
 from ddprun import __version__
 from ddprun.cli import main
-from ddprun.config import Fault, LoadedPipeline, load
+from ddprun.config import LoadedPipeline, PipelineFault, load
 
 GOOD = "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
 Out = pytest.CaptureFixture[str]
@@ -223,12 +223,12 @@ def test_github_annotations_are_escaped() -> None:
     """Whatever a fault holds stays one annotation."""
     from ddprun.cli.printing import github_annotation
 
-    fault = Fault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of it")
+    fault = PipelineFault(file="a,b:c%.yaml", line=1, column=2, path="x", problem="50% :: of it")
     assert (
         github_annotation(fault)
         == "::error title=ddprun,file=a%2Cb%3Ac%25.yaml,line=1,col=2::x: 50%25 :: of it"
     )
-    override = Fault(file="--set 1", order=1, line=1, column=2, path="x", problem="bad")
+    override = PipelineFault(file="--set 1", order=1, line=1, column=2, path="x", problem="bad")
     assert github_annotation(override) == "::error title=ddprun::--set 1: x: bad"
 
 
@@ -256,7 +256,7 @@ def test_colors(
 
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    fault = Fault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
+    fault = PipelineFault(file="a.yaml", line=1, column=2, path="x", problem="bad", source_line="x: 1")
     print_faults([fault], sys.stdout)
     printed = capsys.readouterr().out
     assert ("\x1b[" in printed) == colored

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ddprun.compare.hosts import ComparisonHosts, HostMessage
+from ddprun.compare.hosts import HostCoordinator, HostMessage
 from ddprun.doctor import Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
 from ddprun.launch.meeting import HostGroup, HostsError
@@ -20,9 +20,9 @@ from tests.ranks import Running
 from tests.tune.test_command import PIPELINE, SLOW, VARY
 
 
-def waiting(said: Any) -> ComparisonHosts:
+def waiting(said: Any) -> HostCoordinator:
     """A host that waits for the first one, which says this."""
-    host = object.__new__(ComparisonHosts)
+    host = object.__new__(HostCoordinator)
     host._group, host._message_number = HostGroup(HashStore(), ["host 0", "host 1"], 1), 0
     host.index, host.count = 1, 2
     host._group.store.set("told/1", said if isinstance(said, str) else json.dumps(said))
@@ -41,7 +41,7 @@ def test_a_measured_link_is_that_of_explain(
     """Which reads it from what doctor has written."""
     backend = "nccl" if device == "cuda" else "gloo"
     found = LinkMeasurement(backend, 0.008, 95.0, 96.0, 88.0, 1 << 20, [(65536, 94.0), (1 << 20, 80.0)])
-    monkeypatch.setattr("ddprun.doctor.links.measure", lambda *_: found)
+    monkeypatch.setattr("ddprun.doctor.links.measure_host_link", lambda *_: found)
     file = tmp_path / "link.json"
     file.write_text(json.dumps(Report([], link_findings("a", "b", found, [None])).as_dict()))
     measured = waiting({}).measure_link(torch.device(device))

@@ -1,10 +1,11 @@
 """How a fault looks."""
 
-from ddprun.config.faults import Fault, PipelineError, suggest
+from ddprun.config.faults import PipelineError, PipelineFault, closest_match
 
 
-def fault(line: str, column: int, **more: str) -> Fault:
-    return Fault(file="a.yaml", line=3, column=column, path="x", problem="is bad", source_line=line, **more)  # type: ignore[arg-type]
+def fault(line: str, column: int, **more: str) -> PipelineFault:
+    at = {"file": "a.yaml", "line": 3, "column": column, "path": "x"}
+    return PipelineFault(problem="is bad", source_line=line, **at, **more)  # type: ignore[arg-type]
 
 
 def test_a_fault_is_one_line_and_the_quoted_line_with_a_caret() -> None:
@@ -41,13 +42,13 @@ def test_an_error_tells_all_its_faults() -> None:
 
 def test_suggestions_ignore_case() -> None:
     """What differs in case only is the nearest of all; what is far away is not suggested."""
-    assert suggest("ADAMW", ["SGD", "AdamW", "Adam"]) == "AdamW"
-    assert suggest("xyzzy", ["SGD", "AdamW"]) is None
+    assert closest_match("ADAMW", ["SGD", "AdamW", "Adam"]) == "AdamW"
+    assert closest_match("xyzzy", ["SGD", "AdamW"]) is None
 
 
 def test_no_fault_moves_the_cursor() -> None:
     """Whatever a file holds, or is called, reaches a terminal as text: no escape sequence, no line break."""
-    told = Fault(
+    told = PipelineFault(
         file="a\x1b[2J.yaml",
         line=1,
         column=4,

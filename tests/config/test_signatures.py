@@ -26,7 +26,7 @@ def real(kind: TorchKind, name: str) -> Any:
 def test_options_are_those_of_the_real_class(kind: TorchKind, name: str) -> None:
     """Each class exists, takes each option that is offered, and needs none that is not."""
     takes = inspect.signature(real(kind, name)).parameters
-    offered = {item.name: item for item in signatures.parameters(kind, name)}
+    offered = {item.name: item for item in signatures.torch_options(kind, name)}
     assert offered.keys() <= takes.keys()
     needed = {key for key, item in takes.items() if item.default is item.empty} - {"params", "optimizer"}
     assert {key for key, item in offered.items() if item.required} == needed - {length_option(name)}
@@ -44,13 +44,15 @@ def test_nothing_of_torch_is_missing() -> None:
     assert known == {*signatures.class_names("optimizer"), "LBFGS", "SparseAdam"}
     for name in schedules.__all__:
         if name != "LRScheduler":
-            assert (name in signatures.class_names("schedule")) != bool(signatures.refusal("schedule", name))
+            assert (name in signatures.class_names("schedule")) != bool(
+                signatures.why_not_offered("schedule", name)
+            )
     nn = importlib.import_module("torch.nn")
     losses = [name for name in dir(nn) if name.endswith(("Loss", "Loss2d"))]
     assert len(losses) > 20
     for name in losses:
         if signatures.find_class("loss", name) == name:
-            assert (name in signatures.class_names("loss")) != bool(signatures.refusal("loss", name))
+            assert (name in signatures.class_names("loss")) != bool(signatures.why_not_offered("loss", name))
     offered = set(signatures.class_names("loss"))
     assert offered >= {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "HuberLoss"}
     assert not offered & {"CTCLoss", "TripletMarginLoss", "CosineEmbeddingLoss", "GaussianNLLLoss"}

@@ -473,7 +473,7 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
     from ddprun.engine.state import close_checkpoints
 
     found: list[list[int]] = []
-    train, between = loop.train_step, loop.between_steps
+    train, between = loop.train_step, loop.act_on_messages
 
     def noting(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         feed = run.session.runtime.feeds.for_stage(run.stage.index)
@@ -488,7 +488,7 @@ def places_used(folder: Path, name: str, until: int | None) -> list[list[int]]:
         return ends
 
     loop.train_step = noting
-    loop.between_steps = stopping  # type: ignore[assignment]
+    loop.act_on_messages = stopping  # type: ignore[assignment]
     resuming: Any = "no" if until or name == "w" else "yes"
     assert run_worker(load(folder / "stages.yaml"), folder / name, resuming=resuming) == 0
     return found

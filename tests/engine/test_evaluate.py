@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddprun.config import load, metric_names
-from ddprun.engine.evaluate import batch_sizes
+from ddprun.engine.evaluate import common_batch_sizes
 from ddprun.engine.worker import run_worker
 from tests.engine.running import events, run_pipeline, summary
 from tests.ranks import as_processes
@@ -236,7 +236,7 @@ def test_a_model_may_call_collectives_in_evaluate(tmp_path: Path, ranks: int, da
 @pytest.mark.parametrize("most", [1, 4, 64])
 def test_calls_are_as_many_and_as_large_on_every_rank(held: list[int], most: int) -> None:
     """A rank has a whole batch for a call or nothing at all, and all samples are taken."""
-    sizes = batch_sizes(held, most)
+    sizes = common_batch_sizes(held, most)
     for count in held:
         for size in sizes:
             assert count == 0 or count >= size

@@ -281,8 +281,8 @@ def resumed(file: Path, run_dir: Path, told: Path) -> int:
 def as_before(file: Path, run_dir: Path) -> int:
     """A run of code that does not train the loss."""
     with (
-        mock.patch.object(build, "belongs_to_model", return_value=False),
-        mock.patch.object(objective, "belongs_to_model", return_value=False),
+        mock.patch.object(build, "loss_joins_model", return_value=False),
+        mock.patch.object(objective, "loss_joins_model", return_value=False),
     ):
         return run_worker(load(file), run_dir)
 

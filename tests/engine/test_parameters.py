@@ -237,7 +237,7 @@ def broken_off(folder: Path) -> None:
     from ddprun.engine import loop
     from ddprun.engine.state import close_checkpoints
 
-    step = loop.between_steps
+    step = loop.act_on_messages
 
     def until_six(run: Any, agreed_steps: Any, exchanged: bool) -> Any:
         found = step(run, agreed_steps, exchanged)
@@ -246,7 +246,7 @@ def broken_off(folder: Path) -> None:
             os._exit(0)
         return found
 
-    loop.between_steps = until_six
+    loop.act_on_messages = until_six
     run_worker(load(folder / "broken.yaml"), folder / "broken")
 
 

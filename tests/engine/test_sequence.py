@@ -52,7 +52,7 @@ CASES = {
             *("1 before_forward SendBuffers | common", "1 before_forward SendBuffers | common"),
             *("1 backward send gradients | common", "1 after_step Audit False | common"),
             *("2 before_forward SendBuffers | common", "2 before_forward SendBuffers | common"),
-            *("2 backward send gradients | common", "end Transfers [] | common"),
+            *("2 backward send gradients | common", "end DueTransfers [] | common"),
             *("end compare frozen | common", "end Audit False | common", "common"),
         ],
     ),
@@ -60,30 +60,30 @@ CASES = {
         "ema: 0.9\naudit: {every: 3}\nstages: [train: {steps: 3, sync: {local_sgd: {every: 2}}, "
         "mutate: {noise: {std: 0.1}}}]",
         [
-            *("begin mutate | common", "2 after_step Transfers [0] | apart"),
+            *("begin mutate | common", "2 after_step DueTransfers [0] | apart"),
             *("2 after_step SendBuffers | common", "2 after_step Audit False | common"),
             *("2 after_step mutate | common", "3 after_step Audit True | apart"),
-            *("end Transfers [0] | apart", "end Equalize averages | common"),
+            *("end DueTransfers [0] | apart", "end Equalize averages | common"),
             *("end Audit True | common", "common"),
         ],
     ),
     "mutated": (
         "stages: [train: {steps: 2, sync: {average: {every: 1}}, buffers: never, mutate: {noise: {std: 1}}}]",
         [
-            *("begin mutate | common", "1 after_step Transfers [0] | apart"),
+            *("begin mutate | common", "1 after_step DueTransfers [0] | apart"),
             *("1 after_step Audit False | common", "1 after_step mutate | common"),
-            *("2 after_step Transfers [0] | apart", "end Transfers [] | common"),
+            *("2 after_step DueTransfers [0] | apart", "end DueTransfers [] | common"),
             *("end compare frozen | common", "end Audit False | common", "common"),
         ],
     ),
     "alone": (
         "sync: independent\nbuffers: never\nstages: [train: {steps: 1}, train: {steps: 1}]",
-        ["end Transfers [] | apart", "apart"],
+        ["end DueTransfers [] | apart", "apart"],
     ),
     "noop": (
         "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
         [
-            *("1 backward send gradients | common", "end Transfers [] | apart"),
+            *("1 backward send gradients | common", "end DueTransfers [] | apart"),
             *("end Equalize parameters | apart", "end Audit True | common", "common"),
         ],
     ),
@@ -102,14 +102,14 @@ def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) ->
     """Where the length is not known, any step may be the last one."""
     text = CASES["mutated"][0]
     assert told(sequence(tmp_path, text, None), 2)[-6:] == [
-        *("2 after_step Transfers [0] | apart", "2 after_step mutate | common"),
-        *("end Transfers [] | apart", "end Equalize parameters | apart"),
+        *("2 after_step DueTransfers [0] | apart", "2 after_step mutate | common"),
+        *("end DueTransfers [] | apart", "end Equalize parameters | apart"),
         *("end Audit True | common", "common"),
     ]
     overlapping = text.replace("average: {every: 1}", "diloco: {every: 4, fragments: 2, overlap_steps: 2}")
     assert told(sequence(tmp_path, overlapping, None), 4)[-6:] == [
-        *("4 after_step Transfers [0] | apart", "4 after_step mutate | apart"),
-        *("end Transfers [1] | apart", "end Equalize parameters | apart"),
+        *("4 after_step DueTransfers [0] | apart", "4 after_step mutate | apart"),
+        *("end DueTransfers [1] | apart", "end Equalize parameters | apart"),
         *("end Audit True | common", "common"),
     ]
 
@@ -153,7 +153,7 @@ def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
         "accumulate: 2\nbuffers: every_forward\n"
         "stages: [train: {steps: 2, sync: {hierarchical_sgd: {across: 2, hosts: 1}}}]"
     )
-    kinds = {"SendBuffers": "buffers", "send gradients": "gradient", "Transfers": "delta"}
+    kinds = {"SendBuffers": "buffers", "send gradients": "gradient", "DueTransfers": "delta"}
     wanted = [words.split() for words in told(sequence(tmp_path, stages, 2), 2)]
     wanted = [words[2:] for words in wanted if words[0] == "2"]
     names = [kinds[name] for words in wanted for name in kinds if " ".join(words).startswith(name)]

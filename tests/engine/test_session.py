@@ -16,7 +16,7 @@ from ddprun.checkpoint.folder import Checkpoint
 from ddprun.config import load
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.loop import sync_after_step, train_step
-from ddprun.engine.session import RunState, Runtime, Session
+from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
@@ -145,10 +145,10 @@ def test_a_checkpoint_holds_every_field_of_the_state(tmp_path: Path) -> None:
 
 
 def uncollected(folder: Path) -> list[str]:
-    """Fields of Runtime that have a state of which `collect_state` takes nothing."""
+    """Fields of RunComponents that have a state of which `collect_state` takes nothing."""
     session = open_here(folder, "uncollected")
     begin(session)
-    objects = {field.name: getattr(session.runtime, field.name) for field in fields(Runtime)}
+    objects = {field.name: getattr(session.runtime, field.name) for field in fields(RunComponents)}
     stateful = {name: one for name, one in objects.items() if hasattr(one, "state_dict")}
     assert {"model", "optimizer", "ema", "recorder", "stacks"} <= stateful.keys()
     asked = set[int]()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddprun.config import PipelineError, load
-from ddprun.engine.evaluate import measure
+from ddprun.engine.evaluate import evaluate_metrics
 from ddprun.engine.stateful_metric import StatefulMetric
 from tests.engine.test_session import open_here
 from tests.ranks import as_processes
@@ -99,7 +99,7 @@ def measured(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, float]]:
         loaded = session.runtime.loaded = load(folder / "p.yaml", [f"loader.batch_size={size}"])
         stage: Any = loaded.pipeline.stages[-1]
         held_out = session.runtime.held_out
-        values, samples = measure(session, held_out, stage.metrics, f"{stage.path}.metrics")
+        values, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
         found.append(values | {"samples": samples})
     return found
 

@@ -15,7 +15,7 @@ import torch
 from ddprun_hooks import DisagreementError
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
-from ddprun_hooks.comm.observer import CollectiveObserver, CollectiveSequence, PendingCollective
+from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.payload import Payload
@@ -23,7 +23,7 @@ from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.testing import run_ranks
 
 
-class Watched(CollectiveObserver, CollectiveSequence, PendingCollective):
+class Watched(CollectiveObserver, CollectiveSequence, CollectiveHandle):
     """An observer that notes what is issued, and how many of these have failed."""
 
     def __init__(self) -> None:

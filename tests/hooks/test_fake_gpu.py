@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
-from ddprun_hooks.comm.groups import Collective, Placement, RankGroup, merge_requirements
+from ddprun_hooks.comm.groups import CollectiveRequest, Placement, RankGroup, merge_requirements
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
@@ -108,7 +108,7 @@ def test_gathered_tensors_of_one_length_arrive_in_place() -> None:
     group = mock.create_autospec(dist.ProcessGroup, instance=True)
     ranks = RankGroup("world", 0, ("a", "a"), [group])
     tensor, output = torch.arange(3), torch.empty(6)
-    ranks.launch(Collective(ranks, "all_gather", tensor, output), 0)
+    ranks.launch(CollectiveRequest(ranks, "all_gather", tensor, output), 0)
     group._allgather_base.assert_called_once_with(output, tensor)
     group.allgather.assert_not_called()
 

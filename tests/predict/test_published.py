@@ -4,14 +4,14 @@ import pytest
 
 from ddprun.predict.links import Link, Links
 from ddprun.predict.timeline import (
-    Await,
+    AwaitTransfers,
     BucketTransfer,
-    Collective,
+    Compute,
     Instruction,
     Machine,
-    Send,
+    SimulatedCollective,
+    StartTransfer,
     StepSimulator,
-    Work,
 )
 
 # arXiv 2503.09799 and 2501.18512: 10 billion parameters in bf16, steps of 0.8 s, two workers, each of which
@@ -30,16 +30,17 @@ def utilisation(gbit_per_s: float, period: int) -> float:
     nbytes = PARAMETERS * BYTES / BUCKETS
     forward, backward = (1 - BACKWARD) * STEP_US, BACKWARD * STEP_US
     transfers = [
-        BucketTransfer(str(number), (Collective(0.0, {"across": nbytes}),)) for number in range(BUCKETS)
+        BucketTransfer(str(number), (SimulatedCollective(0.0, {"across": nbytes}),))
+        for number in range(BUCKETS)
     ]
     if period == 1:
-        steps: list[list[Instruction]] = [[Work(forward, "forward_us")]]
+        steps: list[list[Instruction]] = [[Compute(forward, "forward_us")]]
         for flight in transfers:  # each as soon as its part of the backward pass is over
-            steps[0] += [Work(backward / BUCKETS, "backward_us"), Send(flight)]
-        steps[0].append(Await())
+            steps[0] += [Compute(backward / BUCKETS, "backward_us"), StartTransfer(flight)]
+        steps[0].append(AwaitTransfers())
     else:
-        steps = [[Work(STEP_US, "forward_us")] for _ in range(period)]
-        steps[-1] += [*map(Send, transfers), Await()]
+        steps = [[Compute(STEP_US, "forward_us")] for _ in range(period)]
+        steps[-1] += [*map(StartTransfer, transfers), AwaitTransfers()]
     taken = sum(simulator.simulate_step(step).step_us for step in steps)
     return period * STEP_US / taken
 

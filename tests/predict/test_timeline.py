@@ -8,16 +8,16 @@ import pytest
 
 from ddprun.predict.links import Link, LinkLevel, Links
 from ddprun.predict.timeline import (
-    Await,
+    AwaitTransfers,
     BucketTransfer,
-    Collective,
+    Compute,
     Instruction,
     LastRankWait,
     Machine,
-    Send,
+    SimulatedCollective,
     SimulatedStep,
+    StartTransfer,
     StepSimulator,
-    Work,
 )
 
 SLOW = Links(across=Link(1e6))  # a byte takes a microsecond
@@ -28,8 +28,8 @@ def transfer(
     nbytes: float, *, work_us: float = 0.0, rounds: int = 1, hooks_us: float = 0.0, **more: float
 ) -> BucketTransfer:
     """A bucket with one collective between hosts."""
-    collective = Collective(work_us, {"across": nbytes}, rounds, **more)  # type: ignore[arg-type]
-    return BucketTransfer(f"{nbytes:g}", (Work(hooks_us), collective, Work(hooks_us)))
+    collective = SimulatedCollective(work_us, {"across": nbytes}, rounds, **more)  # type: ignore[arg-type]
+    return BucketTransfer(f"{nbytes:g}", (Compute(hooks_us), collective, Compute(hooks_us)))
 
 
 def play(machine: Machine, *instructions: Instruction) -> SimulatedStep:
@@ -44,7 +44,7 @@ def whole(played: SimulatedStep) -> float:
 
 def test_a_step_is_its_work_if_nothing_is_sent() -> None:
     """And its parts are those it was told."""
-    played = play(ALONE, Work(300, "forward_us"), Work(700, "backward_us"), Await())
+    played = play(ALONE, Compute(300, "forward_us"), Compute(700, "backward_us"), AwaitTransfers())
     assert played.step_us == pytest.approx(1000)
     assert played.parts_us == {"forward_us": 300, "backward_us": 700}
     assert not played.waits_us
@@ -53,7 +53,7 @@ def test_a_step_is_its_work_if_nothing_is_sent() -> None:
 @pytest.mark.parametrize("backward_us", [0.0, 40.0, 100.0, 250.0])
 def test_what_overlaps_with_work_costs_nothing(backward_us: float) -> None:
     """A message of 100 µs that is sent while there is work."""
-    played = play(ALONE, Send(transfer(100)), Work(backward_us, "backward_us"), Await())
+    played = play(ALONE, StartTransfer(transfer(100)), Compute(backward_us, "backward_us"), AwaitTransfers())
     assert played.step_us == pytest.approx(max(100, backward_us))
     assert sum(played.waits_us.values()) == pytest.approx(max(0.0, 100 - backward_us))
     assert whole(played) == pytest.approx(played.step_us)
@@ -61,7 +61,13 @@ def test_what_overlaps_with_work_costs_nothing(backward_us: float) -> None:
 
 def test_a_link_carries_one_message_after_the_other() -> None:
     """First in, first out: the sum of their bytes, and each ends when it is through."""
-    played = play(ALONE, Send(transfer(100)), Send(transfer(50)), Send(transfer(7)), Await())
+    played = play(
+        ALONE,
+        StartTransfer(transfer(100)),
+        StartTransfer(transfer(50)),
+        StartTransfer(transfer(7)),
+        AwaitTransfers(),
+    )
     assert played.step_us == pytest.approx(157)
     assert [one.done_us for one in played.transfers] == pytest.approx([100, 150, 157])
     assert played.waits_us == {"wire": pytest.approx(157)}
@@ -71,13 +77,15 @@ def test_what_is_one_way_at_first_counts_once() -> None:
     """Of what follows without a pause the largest: the part of it that exceeds what has counted already."""
     two_ranks = transfer(100, one_way_bytes=40, apart_us=5)
     for first, done in ((two_ranks, [140, 240]), (transfer(30, one_way_bytes=10, apart_us=5), [40, 170])):
-        played = play(ALONE, Send(first), Send(two_ranks), Await())
+        played = play(ALONE, StartTransfer(first), StartTransfer(two_ranks), AwaitTransfers())
         assert [one.done_us for one in played.transfers] == pytest.approx(done)
-    played = play(ALONE, Send(two_ranks), Await(), Send(two_ranks), Await())
+    played = play(
+        ALONE, StartTransfer(two_ranks), AwaitTransfers(), StartTransfer(two_ranks), AwaitTransfers()
+    )
     assert played.step_us == pytest.approx(280)
     for latency_us, took_us in ((5, 140), (6, 100)):  # within a latency, both first say that they are ready
         machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
-        assert play(machine, Send(two_ranks), Await()).step_us == pytest.approx(took_us)
+        assert play(machine, StartTransfer(two_ranks), AwaitTransfers()).step_us == pytest.approx(took_us)
 
 
 @pytest.mark.parametrize(("rounds", "messages"), [(1, 1), (2, 2), (2, 8), (8, 8)])
@@ -85,7 +93,7 @@ def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -
     """However many rounds are simulated as one; and so long the link is busy. What goes ahead is another."""
     link = Link(1e6, 0.0, ((100.0, 0.5e6), (1000.0, 1e6)))
     ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, apart_us=5)
-    played = play(Machine(math.inf, 1, Links(across=link)), Send(ring), Await())
+    played = play(Machine(math.inf, 1, Links(across=link)), StartTransfer(ring), AwaitTransfers())
     busy_us = 1e6 * messages * link.seconds(800 / messages)
     assert played.links_busy_us == pytest.approx({"within": 0, "across": busy_us})
     assert played.step_us == pytest.approx(busy_us + 100)
@@ -97,8 +105,10 @@ def test_a_message_that_is_sent_hides_latency_of_another(sent: float, latency_us
     links = Links(across=Link(1e6, 10e-6))
     for rounds in (1, 2):
         counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
-        ring = Collective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)
-        played = play(Machine(math.inf, 1, links), Send(BucketTransfer("", (ring,))), Await())
+        ring = SimulatedCollective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)
+        played = play(
+            Machine(math.inf, 1, links), StartTransfer(BucketTransfer("", (ring,))), AwaitTransfers()
+        )
         assert played.step_us == pytest.approx(rounds * (sent + latency_us))
 
 
@@ -109,16 +119,23 @@ def test_what_blocks_an_idle_link_goes_first_once(latency_s: float, first: float
     """Before the first of all rounds; if the other end is near, at most what a card's queue holds."""
     machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_s)))
     ring = transfer(6e6, rounds=6, blocking_bytes=400e3)
-    played = play(machine, Send(ring), Send(ring), Await())
+    played = play(machine, StartTransfer(ring), StartTransfer(ring), AwaitTransfers())
     assert played.transfers[1].done_us == pytest.approx(12e6 + first)
-    inside = Collective(0.0, {"within": 100.0}, blocking_bytes=400e3)
+    inside = SimulatedCollective(0.0, {"within": 100.0}, blocking_bytes=400e3)
     machine = Machine(math.inf, 1, Links(within=Link(1e6, latency_s)))
-    assert play(machine, Send(BucketTransfer("", (inside,))), Await()).step_us == pytest.approx(100)
+    assert play(
+        machine, StartTransfer(BucketTransfer("", (inside,))), AwaitTransfers()
+    ).step_us == pytest.approx(100)
 
 
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:
     """A small one waits for the messages of a large one in each of its rounds."""
-    played = play(ALONE, Send(transfer(1000, rounds=10)), Send(transfer(10, rounds=10)), Await())
+    played = play(
+        ALONE,
+        StartTransfer(transfer(1000, rounds=10)),
+        StartTransfer(transfer(10, rounds=10)),
+        AwaitTransfers(),
+    )
     large, small = played.transfers
     assert large.done_us == pytest.approx(1009)  # before the last message of the small one
     assert small.done_us == pytest.approx(1010)
@@ -129,9 +146,9 @@ def test_latency_is_no_burden_for_a_link() -> None:
     links = Links(across=Link(1e6, 30e-6))
     played = play(
         Machine(math.inf, 1, links),
-        Send(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
-        Send(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
-        Await(),
+        StartTransfer(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
+        StartTransfer(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
+        AwaitTransfers(),
     )
     assert [one.done_us for one in played.transfers] == pytest.approx([130, 230])
     assert played.waits_us == {"wire": pytest.approx(170), "latency": pytest.approx(60)}  # of the first, then
@@ -144,10 +161,10 @@ def test_cores_are_shared(local: int, cores: float) -> None:
     machine = Machine(cores, local, Links())
     played = play(
         machine,
-        Work(200, "forward_us"),
-        Send(transfer(0, work_us=300, hooks_us=50)),
-        Work(100, "backward_us"),
-        Await(),
+        Compute(200, "forward_us"),
+        StartTransfer(transfer(0, work_us=300, hooks_us=50)),
+        Compute(100, "backward_us"),
+        AwaitTransfers(),
     )
     work_us = 200 + 300 + 2 * 50 + 100
     assert played.step_us >= work_us * local / cores - 1e-3
@@ -160,20 +177,28 @@ def test_cores_are_shared(local: int, cores: float) -> None:
 
 def test_a_process_group_has_two_threads() -> None:
     """The third collective of a group begins when one of the first two has ended."""
-    phases = [BucketTransfer(str(us), (Collective(us, {}, queue="one"),)) for us in (100.0, 300.0, 10.0)]
-    played = play(ALONE, *map(Send, phases), Await())
+    phases = [
+        BucketTransfer(str(us), (SimulatedCollective(us, {}, queue="one"),)) for us in (100.0, 300.0, 10.0)
+    ]
+    played = play(ALONE, *map(StartTransfer, phases), AwaitTransfers())
     assert [one.done_us for one in played.transfers] == pytest.approx([100, 300, 110])
     others = [
-        BucketTransfer(one.name, (Collective(us, {}, queue=one.name),))
+        BucketTransfer(one.name, (SimulatedCollective(us, {}, queue=one.name),))
         for one, us in zip(phases, (100.0, 300.0, 10.0), strict=True)
     ]
-    assert [one.done_us for one in play(ALONE, *map(Send, others), Await()).transfers] == [100, 300, 10]
+    assert [one.done_us for one in play(ALONE, *map(StartTransfer, others), AwaitTransfers()).transfers] == [
+        100,
+        300,
+        10,
+    ]
 
 
 def test_all_wait_for_the_last_rank() -> None:
     """It is blamed for as long as nothing can move."""
-    late = BucketTransfer("late", (Work(0.0), LastRankWait(60.0), Collective(0.0, {"across": 100.0})))
-    played = play(ALONE, Send(late), Work(20, "backward_us"), Await())
+    late = BucketTransfer(
+        "late", (Compute(0.0), LastRankWait(60.0), SimulatedCollective(0.0, {"across": 100.0}))
+    )
+    played = play(ALONE, StartTransfer(late), Compute(20, "backward_us"), AwaitTransfers())
     assert played.step_us == pytest.approx(160)
     assert played.waits_us == {"late": pytest.approx(40), "wire": pytest.approx(100)}
 
@@ -181,11 +206,11 @@ def test_all_wait_for_the_last_rank() -> None:
 def test_what_overlaps_with_the_next_steps_is_awaited_there() -> None:
     """An exchange of 250 µs under three steps of 100 µs, applied two steps later."""
     simulator = StepSimulator(ALONE)
-    sent = BucketTransfer("delta", (Collective(0.0, {"across": 250.0}),), "sync")
+    sent = BucketTransfer("delta", (SimulatedCollective(0.0, {"across": 250.0}),), "sync")
     steps: Sequence[Sequence[Instruction]] = [
-        (Work(100, "forward_us"), Await("sync", 2), Send(sent)),
-        (Work(100, "forward_us"), Await("sync", 2)),
-        (Work(100, "forward_us"), Await("sync", 2)),
+        (Compute(100, "forward_us"), AwaitTransfers("sync", 2), StartTransfer(sent)),
+        (Compute(100, "forward_us"), AwaitTransfers("sync", 2)),
+        (Compute(100, "forward_us"), AwaitTransfers("sync", 2)),
     ]
     played = [simulator.simulate_step(step) for step in steps]
     assert [one.step_us for one in played] == pytest.approx([100, 100, 150])
@@ -197,9 +222,9 @@ def test_what_overlaps_with_the_next_steps_is_awaited_there() -> None:
 def test_times_of_a_transfer_count_from_its_own_step() -> None:
     """Also of one that is done in the next step, and if other steps came before."""
     simulator = StepSimulator(ALONE)
-    simulator.simulate_step([Work(1000, "forward_us")])
-    step = simulator.simulate_step([Work(100, "forward_us"), Send(transfer(250))])
-    assert simulator.simulate_step([Await()]).step_us == pytest.approx(250)
+    simulator.simulate_step([Compute(1000, "forward_us")])
+    step = simulator.simulate_step([Compute(100, "forward_us"), StartTransfer(transfer(250))])
+    assert simulator.simulate_step([AwaitTransfers()]).step_us == pytest.approx(250)
     (times,) = step.transfers
     assert (times.ready_us, times.done_us) == pytest.approx((100, 350))
 
@@ -207,7 +232,13 @@ def test_times_of_a_transfer_count_from_its_own_step() -> None:
 def test_a_gpu_computes_slower_while_it_sends() -> None:
     """By a factor, and only then."""
     machine = Machine(math.inf, 8, SLOW, workers=1, overlap_slowdown=1.25)
-    played = play(machine, Work(100, "forward_us"), Send(transfer(100)), Work(100, "backward_us"), Await())
+    played = play(
+        machine,
+        Compute(100, "forward_us"),
+        StartTransfer(transfer(100)),
+        Compute(100, "backward_us"),
+        AwaitTransfers(),
+    )
     assert played.parts_us == {"forward_us": pytest.approx(100), "backward_us": pytest.approx(120)}
 
 
@@ -217,15 +248,19 @@ def test_more_never_takes_less(what: str) -> None:
     times = []
     for amount in (0, 1, 2, 5, 10, 50):
         links = Links(across=Link(1e6, amount * 1e-5 if what == "latency" else 0.0))
-        collective = Collective(
+        collective = SimulatedCollective(
             work_us=10.0 * amount if what == "work" else 5.0,
             bytes_by_level={"across": 100.0 * amount if what == "bytes" else 100.0},
             rounds=4,
             latency_counts={"across": 4},
             wake_us=3.0,
         )
-        buckets = [BucketTransfer(str(number), (Work(2.0), collective, Work(2.0))) for number in range(4)]
-        played = play(Machine(2, 4, links), *map(Send, buckets), Work(30, "backward_us"), Await())
+        buckets = [
+            BucketTransfer(str(number), (Compute(2.0), collective, Compute(2.0))) for number in range(4)
+        ]
+        played = play(
+            Machine(2, 4, links), *map(StartTransfer, buckets), Compute(30, "backward_us"), AwaitTransfers()
+        )
         assert whole(played) == pytest.approx(played.step_us)
         times.append(played.step_us)
     assert all(one <= other + 1e-6 for one, other in pairwise(times))

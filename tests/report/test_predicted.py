@@ -15,7 +15,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.report.digest import digest_run
 from ddprun.report.predicted import (
-    Prediction,
+    PredictionFile,
     PredictionFileError,
     StageComparison,
     compare_stages,
@@ -37,7 +37,7 @@ PREDICTED_BUCKETS = [
 
 def compared(folder: Path, prediction: dict[str, Any]) -> StageComparison:
     """The only stage of a run."""
-    (stage,) = compare_stages(digest_run(Run(folder)), Prediction.read(json.dumps(prediction).encode()))
+    (stage,) = compare_stages(digest_run(Run(folder)), PredictionFile.read(json.dumps(prediction).encode()))
     return stage
 
 
@@ -293,7 +293,7 @@ def test_a_file_has_its_bounds(
     monkeypatch.setattr("ddprun.report.predicted.MAX_PREDICTION_BYTES", 100)
     folder = over_a_link(tmp_path / "run")
     with pytest.raises(PredictionFileError, match="longer than 100 bytes"):
-        Prediction.read(b" " * 101)
+        PredictionFile.read(b" " * 101)
     assert main(["report", str(folder), "--predicted", "/dev/zero"]) == 2
     assert "longer than 100 bytes" in capsys.readouterr().err
     assert main(["report", str(folder), "--predicted", str(tmp_path / "none.json")]) == 2
@@ -322,7 +322,7 @@ def test_odd_records_make_no_odd_page(tmp_path: Path, key: str, value: int) -> N
                 if key in one:
                     one[key] = value
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compare_stages(digest_run(Run(folder)), Prediction.read(json.dumps(predicted()).encode()))
+    compare_stages(digest_run(Run(folder)), PredictionFile.read(json.dumps(predicted()).encode()))
 
 
 def test_a_report_imports_no_code_of_the_pipeline(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ stages:
     assert main(["report", str(folder), "--no-trace", "--predicted", str(file)]) == 0
     page = words((folder / "report.html").read_text())
     assert page.count("A step was predicted to take") == 3
-    measured = compare_stages(digest_run(Run(folder)), Prediction.read(file.read_bytes()))
+    measured = compare_stages(digest_run(Run(folder)), PredictionFile.read(file.read_bytes()))
     for stage, prefix in zip(measured, ("gradient", "delta", None), strict=True):
         assert all(said is not None and was is not None for said, was in stage.buckets.values()), stage
         assert {name.split()[0] for name in stage.buckets} == ({prefix} if prefix else set())

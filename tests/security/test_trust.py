@@ -270,7 +270,7 @@ def test_the_open_places_of_torch_hold_what_they_are_said_to(trusted: Callable[[
         module = sys.modules[place]
         for name, found in vars(module).items():
             of_kind = isinstance(found, type) and base is not None and issubclass(found, base)
-            if read_trust_policy().refusal(f"{place}.{name}", wanted.kind) is None:
+            if read_trust_policy().why_not_trusted(f"{place}.{name}", wanted.kind) is None:
                 assert of_kind if base else callable(found), f"{place}.{name}"
                 assert import_trusted(f"{place}.{name}", wanted) is found
             elif (name[0] != "_" and of_kind) or (base is None and name.endswith(("_loss", "entropy"))):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddprun.engine.no_trace import no_trace
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.sync.buffers import BufferUse, clone_buffers, is_counter, probe_buffer_use
 from tests.engine.running import events, lines, run_pipeline, weights
 
@@ -263,7 +263,7 @@ def test_a_probe_leaves_no_trace() -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with no_trace(torch.device("cpu"), model):
+        with preserve_state(torch.device("cpu"), model):
             return model(torch.randn(4, 3)).sum(), clone_buffers(model)
 
     found = probe_buffer_use(model, forward)

@@ -92,12 +92,12 @@ class Listening(Tracker):
         self.closed = False
         self.fail_at = fail_at
 
-    def step(self, step: StepInfo) -> None:
+    def log_step(self, step: StepInfo) -> None:
         if step.record.step == self.fail_at:
             raise ConnectionError("the server is gone")
         self.steps.append(step.record.step)
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_eval_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.measured |= values
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -119,8 +119,8 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> Non
     makers = [("good", lambda: good), ("bad", lambda: bad), ("broken", broken)]
     it = Trackers(makers, lambda name, why: told.append((name, why)))
     for step in range(1, 5):
-        it.step(StepInfo(record_of(step), {}))
-    it.metrics(4, {"accuracy": 0.5})
+        it.log_step(StepInfo(record_of(step), {}))
+    it.log_eval_metrics(4, {"accuracy": 0.5})
     assert it.close({"status": "done"}) == []
     assert (good.steps, good.measured, good.closed) == ([1, 2, 3, 4], {"accuracy": 0.5}, True)
     assert (bad.steps, bad.closed) == ([1], False)
@@ -140,7 +140,7 @@ def test_one_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyP
     it = Trackers([("hanging", hanging)], lambda name, why: None)
     started = time.monotonic()
     for step in range(1, 101):
-        it.step(StepInfo(record_of(step), {}))
+        it.log_step(StepInfo(record_of(step), {}))
     assert it.close({}) == ["hanging"]
     assert time.monotonic() - started < 15, "it hangs for 30 s"
     assert it.dropped["hanging"] > 90

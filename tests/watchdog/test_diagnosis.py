@@ -5,15 +5,19 @@ from dataclasses import replace
 import pytest
 
 from ddprun.watchdog.hang import describe_activity, diagnose, headline
-from ddprun.watchdog.status_page import RankStatus, Wait
+from ddprun.watchdog.status_page import RankStatus, UnfinishedCollective
 from ddprun_hooks.errors import format_ranks
 
 
-def wait(index: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None) -> Wait:
-    return Wait(index, f"sequence {index}", number, ranks, peers, "all_reduce", "bucket 0 of gradients", 4.0)
+def wait(
+    index: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None
+) -> UnfinishedCollective:
+    return UnfinishedCollective(
+        index, f"sequence {index}", number, ranks, peers, "all_reduce", "bucket 0 of gradients", 4.0
+    )
 
 
-def seen(rank: int, issued: tuple[int, ...], *waits: Wait) -> RankStatus:
+def seen(rank: int, issued: tuple[int, ...], *waits: UnfinishedCollective) -> RankStatus:
     return RankStatus(
         rank=rank,
         pid=100 + rank,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddprun_hooks.comm.groups import Collective, RankGroup
+from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup
 from ddprun_hooks.payload import ParamSlice
 
 RestOfStack = Callable[[Tensor, tuple[ParamSlice, ...] | None, Tensor | None], Awaitable[Tensor]]
@@ -60,15 +60,17 @@ class Communicator:
         """The same ranks: `all_reduce`, `all_gather` and `reduce_scatter` go through shared memory."""
         return Communicator(self.group, self._rest_of_stack, via_shared_memory=True)
 
-    def all_reduce(self, tensor: Tensor) -> Collective:
+    def all_reduce(self, tensor: Tensor) -> CollectiveRequest:
         """Sum `tensor` (any shape) over the ranks, in place; gives `tensor`."""
-        return Collective(self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory)
+        return CollectiveRequest(
+            self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory
+        )
 
-    def all_reduce_max(self, tensor: Tensor) -> Collective:
+    def all_reduce_max(self, tensor: Tensor) -> CollectiveRequest:
         """Elementwise maximum of `tensor` (any shape) over the ranks, in place; gives `tensor`."""
-        return Collective(self.group, "all_reduce", tensor, tensor, take_max=True)
+        return CollectiveRequest(self.group, "all_reduce", tensor, tensor, take_max=True)
 
-    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
         """Gather `tensor` of every rank, in rank order.
 
         Args:
@@ -80,11 +82,11 @@ class Communicator:
         """
         total = self.size * tensor.numel() if sizes is None else sum(sizes)
         output = tensor.new_empty(total)
-        return Collective(
+        return CollectiveRequest(
             self.group, "all_gather", tensor, output, sizes=sizes, via_shared_memory=self.via_shared_memory
         )
 
-    def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Collective:
+    def all_to_all(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
         """Send the i-th part of `tensor` to rank i; gives the parts sent to this rank, in rank order.
 
         Args:
@@ -99,7 +101,9 @@ class Communicator:
                 f"all_to_all cuts {tensor.numel()} elements into {self.size} equal parts: pad them"
             )
         mine = tensor.numel() // self.size if sizes is None else sizes[self.rank]
-        return Collective(self.group, "all_to_all", tensor, tensor.new_empty(self.size * mine), sizes=sizes)
+        return CollectiveRequest(
+            self.group, "all_to_all", tensor, tensor.new_empty(self.size * mine), sizes=sizes
+        )
 
     async def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum the parts of `tensor` over the ranks; gives this rank's part of the sum.
@@ -118,7 +122,7 @@ class Communicator:
             return tensor
         if self.via_shared_memory:
             output = tensor.new_empty(mine)
-            return await Collective(
+            return await CollectiveRequest(
                 self.group, "reduce_scatter", tensor, output, sizes=sizes, via_shared_memory=True
             )
         parts = (await self.all_to_all(tensor, sizes)).view(self.size, mine)
@@ -127,9 +131,9 @@ class Communicator:
             total = total.add_(part)
         return total.to(tensor.dtype)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Collective:
+    def broadcast(self, tensor: Tensor, source: int) -> CollectiveRequest:
         """Overwrite `tensor` with that of rank `source`, in place; gives `tensor`."""
-        return Collective(self.group, "broadcast", tensor, tensor, source=source)
+        return CollectiveRequest(self.group, "broadcast", tensor, tensor, source=source)
 
 
 def view_per_rank(gathered: Tensor, size: int) -> Tensor:

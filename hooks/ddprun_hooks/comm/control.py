@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, PendingCollective, observed_wait
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveHandle, CollectiveObserver, observed_wait
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.errors import DisagreementError, format_ranks
 
@@ -21,7 +21,7 @@ class PendingMessage:
 
     _work: dist.Work
     _gathered: list[Tensor]
-    _pending: PendingCollective
+    _pending: CollectiveHandle
 
     def wait(self) -> Tensor:
         """Every rank's message: shape (world size, length), float64."""

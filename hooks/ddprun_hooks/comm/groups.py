@@ -39,7 +39,7 @@ Transport = Literal["network", "shared_memory"]
 
 
 @dataclass(slots=True, eq=False)
-class Collective:
+class CollectiveRequest:
     """A collective that a hook asks for: `await` it to have it done. It is a request: the queue decides on
     which process group it travels and when it starts, so that all ranks issue collectives in one order.
     """
@@ -53,7 +53,7 @@ class Collective:
     via_shared_memory: bool = False
     take_max: bool = False  # all-reduce to the largest value instead of the sum
 
-    def __await__(self) -> Generator[Collective, Tensor, Tensor]:
+    def __await__(self) -> Generator[CollectiveRequest, Tensor, Tensor]:
         return (yield self)
 
 
@@ -84,12 +84,12 @@ class RankGroup:
         """Number of ranks."""
         return len(self.hosts)
 
-    def sequence(self, collective: Collective, round_index: int) -> CollectiveSequence:
+    def sequence(self, collective: CollectiveRequest, round_index: int) -> CollectiveSequence:
         """What observes a collective of this round."""
         sequences = self.sequences.get("shared_memory" if collective.via_shared_memory else "network", ())
         return sequences[round_index] if round_index < len(sequences) else CollectiveSequence()
 
-    def launch(self, collective: Collective, round_index: int) -> dist.Work | Future[None]:
+    def launch(self, collective: CollectiveRequest, round_index: int) -> dist.Work | Future[None]:
         """Start a collective on the group of its round, which must exist."""
         tensor, output, sizes = collective.tensor, collective.output, collective.sizes
         if collective.via_shared_memory:
@@ -129,7 +129,7 @@ class RankGroup:
                 return group.broadcast([tensor], options)
         raise HookSetupError(f'"{collective.op}" goes through shared memory only')
 
-    def wire_bytes(self, collective: Collective) -> int:
+    def wire_bytes(self, collective: CollectiveRequest) -> int:
         """Bytes this rank sends, for the ring algorithms that Gloo and NCCL use on large tensors.
 
         All-reduce: 2(n-1)/n of the tensor; all-gather: (n-1) shards; all-to-all: (n-1)/n of the tensor
@@ -150,7 +150,7 @@ class RankGroup:
                 return size if (self.rank - collective.source) % n != n - 1 else 0
         return 0
 
-    def between_hosts_bytes(self, collective: Collective) -> int:
+    def between_hosts_bytes(self, collective: CollectiveRequest) -> int:
         """The part of `wire_bytes` that leaves this rank's host."""
         here, n = self.hosts[self.rank], self.size
         if collective.via_shared_memory:
@@ -160,7 +160,7 @@ class RankGroup:
         leaves = self.hosts[(self.rank + 1) % n] != here
         return self.wire_bytes(collective) if leaves else 0
 
-    def _part_bytes(self, collective: Collective, rank: int) -> int:
+    def _part_bytes(self, collective: CollectiveRequest, rank: int) -> int:
         """Size of the part of an all-to-all that goes to `rank`, in bytes."""
         if collective.sizes is None:
             return collective.tensor.nbytes // self.size

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ddprun_hooks.payload import Payload
 
 
-class PendingCollective:
+class CollectiveHandle:
     """A handle to one issued collective, by which who issued it tells the observer that it has ended. It has
     failed if a `with` block of it, which starts it or waits for it, raises. The classes here observe nothing;
     those of an observer are derived from them.
@@ -37,11 +37,11 @@ class CollectiveSequence:
 
     def issue(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
-    ) -> PendingCollective:
+    ) -> CollectiveHandle:
         """This rank issues the sequence's next collective now: an `op`, and `payload`, or in words `what` it
         carries. `peers`: the ranks it waits for; None: those of the sequence that have not issued theirs.
         """
-        return PendingCollective()
+        return CollectiveHandle()
 
 
 class CollectiveObserver:

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ddprun_hooks.config import trust
-from ddprun_hooks.config.messages import format_message, suggest
+from ddprun_hooks.config.messages import closest_match, format_message
 from ddprun_hooks.errors import ImportPathError
 
 
@@ -53,7 +53,7 @@ def _resolve_attribute(
     for part in path:
         trust_policy.admit_step(owner, where, part, kind)
         if not hasattr(owner, part):
-            suggestion = suggest(part, dir(owner))
+            suggestion = closest_match(part, dir(owner))
             raise ImportPathError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))
         owner = getattr(owner, part)
         where = f"{where}.{part}"

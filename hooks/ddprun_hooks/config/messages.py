@@ -37,7 +37,7 @@ BOUND_ERROR_TYPES = {
 }
 
 
-def suggest(word: str, candidates: Iterable[str]) -> str | None:
+def closest_match(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate that `word` was most likely meant to be, without regard to case; None if none is near."""
     by_lower: dict[str, str] = {}
     for candidate in candidates:
@@ -61,7 +61,7 @@ def unknown_option(owner: str, key: str, known: Sequence[str]) -> MessageParts:
     """An option that `owner` does not have."""
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
-    return f'{owner} has no option "{key}"', allowed_values(known), suggest(key, known)
+    return f'{owner} has no option "{key}"', allowed_values(known), closest_match(key, known)
 
 
 def describe_value(value: Any) -> str:

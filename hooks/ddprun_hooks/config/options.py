@@ -20,7 +20,14 @@ from pydantic import (
 )
 
 from ddprun_hooks.config.import_path import installed_entry_points
-from ddprun_hooks.config.messages import allowed_values, combine, expected, format_message, problem, suggest
+from ddprun_hooks.config.messages import (
+    allowed_values,
+    closest_match,
+    combine,
+    expected,
+    format_message,
+    problem,
+)
 
 Role = Literal["codec", "reducer", "alone"]
 """`codec`: changes the payload and passes it on. `reducer`: carries the payload over the ranks and ends the
@@ -118,7 +125,7 @@ def unknown_hook_message(name: str) -> str:
     """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_hook_names()]
     allowed = allowed_values([*known, "or an import path such as package.module.name"])
-    return format_message(f'unknown hook "{name}"', allowed, suggest(name, known))
+    return format_message(f'unknown hook "{name}"', allowed, closest_match(name, known))
 
 
 Options = TypeVar("Options", bound=HookOptions)

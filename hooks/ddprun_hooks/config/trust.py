@@ -132,7 +132,7 @@ class TrustPolicy:
         listed = (FOLDER_PREFIX + prefix if prefix in self.in_folder else prefix for prefix in self.prefixes)
         return f"{TRUST_VARIABLE} allows {', '.join(listed)}"
 
-    def refusal(self, name: str, kind: str = "") -> str | None:
+    def why_not_trusted(self, name: str, kind: str = "") -> str | None:
         """Why a name, as a user wrote it or from `callable_full_names`, is not trusted; None if it is.
         `kind` is that of the choice for which it is named, as `model`; "" is any.
         """
@@ -150,7 +150,7 @@ class TrustPolicy:
         """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
         if self.restricts_imports and any(part.startswith("_") for part in name.split(".")):
             return "a part that begins with _ is private"
-        return self.refusal(name, kind)
+        return self.why_not_trusted(name, kind)
 
     def admit_name(self, name: str, kind: str = "") -> None:
         """Judge a name before anything is imported: raises UntrustedError if it is not trusted."""
@@ -173,7 +173,7 @@ class TrustPolicy:
             # A module under another name than its own is an alias, and looking into it may run its code.
             # Looking into torch runs none of its code, and what is found there is judged by itself.
             alias = owner.__name__ != where and not (owner.__name__ + ".").startswith("torch.")
-            if alias and (reason := self.refusal(owner.__name__)):
+            if alias and (reason := self.why_not_trusted(owner.__name__)):
                 raise UntrustedError(
                     f'"{where}" is the module {owner.__name__}: {reason}', self.allowed_message()
                 )
@@ -199,7 +199,7 @@ class TrustPolicy:
 
     def _admit_origins(self, name: str, found: Any, kind: str = "") -> None:
         for origin in callable_full_names(found):
-            if reason := self.refusal(origin, kind):
+            if reason := self.why_not_trusted(origin, kind):
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
 
 

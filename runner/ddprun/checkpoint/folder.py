@@ -164,11 +164,11 @@ def commit(
     _synced(folder / MANIFEST)
     sync_folder(folder)
     if target.exists():  # of an attempt that was undone, or damaged
-        remove(replaced)
+        remove_tree(replaced)
         target.rename(replaced)
     folder.rename(target)
     sync_folder(root)
-    remove(replaced)
+    remove_tree(replaced)
     return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
 
 
@@ -240,12 +240,12 @@ def prune(root: Path, keep: int) -> None:
         if step == finite:
             continue
         gone = root / f".{checkpoint_name(step)}.old"
-        remove(gone)  # of a run that was killed while it deleted one
+        remove_tree(gone)  # of a run that was killed while it deleted one
         try:
             (root / checkpoint_name(step)).rename(gone)  # never seen half deleted
         except OSError:
             continue
-        remove(gone)
+        remove_tree(gone)
 
 
 def most_severe_nonfinite(found: Iterable[str | None]) -> str | None:
@@ -266,7 +266,7 @@ def set_aside(root: Path, step: int, why: str) -> Path:
     """Rename a checkpoint that cannot be resumed from to `step-….why`: it is kept, and no longer counts."""
     path = root / checkpoint_name(step)
     aside = root / f"{path.name}.{why}"
-    remove(aside)
+    remove_tree(aside)
     return path.rename(aside)
 
 
@@ -277,10 +277,10 @@ def clear_unfinished(root: Path) -> None:
         if entry.name == f".{name}.{_REPLACED}" and not (root / name).exists():
             entry.rename(root / name)
         elif re.fullmatch(r"\.step-\d{8,}\..+", entry.name):
-            remove(entry)
+            remove_tree(entry)
 
 
-def remove(path: Path) -> None:
+def remove_tree(path: Path) -> None:
     """Delete a folder with all that is in it, or what stands in its place; never what a link leads to."""
     if path.is_symlink() or path.is_file():
         with suppress(OSError):

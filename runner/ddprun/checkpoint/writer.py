@@ -242,7 +242,7 @@ class CheckpointWriter:
                 return checkpoint, None, False
             except OSError as error:
                 problems.append((self._cannot_write(error), False))
-        folder.remove(job.unfinished)
+        folder.remove_tree(job.unfinished)
         return None, *problems[0]
 
     def _cannot_write(self, error: OSError) -> str:
@@ -260,7 +260,7 @@ class CheckpointWriter:
         if decided and self.store.get(verdict) == b"send":
             names = [path.name for part in job.parts for path in folder.part_paths(job.unfinished, part)]
             folder.send_files(self.control, 0, job.unfinished, names)
-        folder.remove(job.unfinished)
+        folder.remove_tree(job.unfinished)
 
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:

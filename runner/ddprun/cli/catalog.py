@@ -46,13 +46,13 @@ def catalog(what: str | None, form: str) -> int:
     KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
     from ddprun.config.catalog import KIND_HEADINGS, KINDS, entries_named, entries_of_kind
-    from ddprun_hooks.config.messages import format_message, suggest
+    from ddprun_hooks.config.messages import closest_match, format_message
 
     if what is not None and what not in KIND_HEADINGS:
         entries = entries_named(what)
         if not entries:
             text = f'"{what}" is neither a kind nor the name of an entry'
-            text = format_message(text, suggestion=suggest(what, _words()))
+            text = format_message(text, suggestion=closest_match(what, _words()))
             raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
         if form == "json":
             click.echo(json.dumps(entries, indent=1))

@@ -27,13 +27,13 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
     Exit code 0 if every file can run (warnings do not count), 2 if not.
     """
     from ddprun.cli import printing
-    from ddprun.config import Fault, PipelineError, load
+    from ddprun.config import PipelineError, PipelineFault, load
 
     if resolved and (len(pipelines) > 1 or form != "text"):
         raise click.UsageError("--resolved takes one pipeline and no --format")
-    faults: list[Fault] = []
+    faults: list[PipelineFault] = []
     for path in pipelines:
-        found: tuple[Fault, ...]
+        found: tuple[PipelineFault, ...]
         try:
             loaded = load(path, overrides)
             found, good = loaded.warnings, True

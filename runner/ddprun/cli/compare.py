@@ -16,7 +16,7 @@ from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import is_terminal, say
 
 if TYPE_CHECKING:
-    from ddprun.compare.hosts import ComparisonHosts
+    from ddprun.compare.hosts import HostCoordinator
     from ddprun.compare.runs import Variant, VariantRuns
 
 _RUNS = Path("runs") / "compare"
@@ -130,7 +130,7 @@ def _compare(
     turn: int,
     arguments: Sequence[str],
     form: str,
-    hosts: "ComparisonHosts | None",
+    hosts: "HostCoordinator | None",
 ) -> int:
     """Run the variants, and show on the first host what differs; gives the exit code."""
     from ddprun.cli import printing

@@ -53,13 +53,13 @@ class _Commands(click.Group):
         word = args[0]
         command = self.get_command(ctx, word)
         if command is None:
-            from ddprun_hooks.config.messages import format_message, suggest
+            from ddprun_hooks.config.messages import closest_match, format_message
 
             problem = '"{}" is neither a command nor a pipeline file'
             if _is_key_value(word):
                 hint = f"write ddprun PIPELINE {_as_option(word)}"
                 raise click.UsageError(f"{problem.format(_without_secret(word))}: {hint}")
-            text = format_message(problem.format(word), suggestion=suggest(word, self.commands))
+            text = format_message(problem.format(word), suggestion=closest_match(word, self.commands))
             raise click.UsageError(text)
         if any("--set" in param.opts for param in command.params):
             for given in filter(_is_key_value, _positional_arguments(args[1:], command)):

@@ -8,7 +8,7 @@ from typing import IO, Any, Self
 
 import click
 
-from ddprun.config.faults import Fault
+from ddprun.config.faults import PipelineFault
 from ddprun.standard_streams import is_terminal, say
 
 
@@ -17,14 +17,14 @@ def use_color(stream: IO[str]) -> bool:
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def print_faults(faults: Iterable[Fault], stream: IO[str] | None = None) -> None:
+def print_faults(faults: Iterable[PipelineFault], stream: IO[str] | None = None) -> None:
     """Print faults for a reader, one below the other; by default on stderr."""
     stream = stream or sys.stderr
     for fault in faults:
         click.echo(_styled(fault), file=stream, color=use_color(stream))
 
 
-def _styled(fault: Fault) -> str:
+def _styled(fault: PipelineFault) -> str:
     head, _, quoted = str(fault).partition("\n")
     where, _, message = head.partition(": ")
     tone = "yellow" if fault.severity == "warning" else "red"
@@ -46,12 +46,12 @@ _FAULT_KEYS = (
 )
 
 
-def to_json_data(fault: Fault) -> dict[str, Any]:
+def to_json_data(fault: PipelineFault) -> dict[str, Any]:
     """A fault for `--format json`."""
     return {key: getattr(fault, key) for key in _FAULT_KEYS}
 
 
-def github_annotation(fault: Fault) -> str:
+def github_annotation(fault: PipelineFault) -> str:
     """A fault as a workflow command, which GitHub shows beside the line."""
     properties = {"title": "ddprun"}
     message = f"{fault.path}: {fault.message}" if fault.path else fault.message

@@ -35,14 +35,19 @@ def report(
     from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
-    from ddprun.report.predicted import MAX_PREDICTION_BYTES, Prediction, PredictionFileError, compare_stages
+    from ddprun.report.predicted import (
+        MAX_PREDICTION_BYTES,
+        PredictionFile,
+        PredictionFileError,
+        compare_stages,
+    )
     from ddprun.telemetry.reader import Run
 
-    chosen = _steps(steps)
+    chosen = _parse_step_range(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
         prediction = (
-            Prediction.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted is not None else None
+            PredictionFile.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted is not None else None
         )
         found = [Run(folder) for folder in runs]
         digests = [digest_run(run) for run in found]
@@ -69,7 +74,7 @@ def report(
     return EXIT_SUCCESS
 
 
-def _steps(text: str | None) -> tuple[int, int] | None:
+def _parse_step_range(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, colon, high = text.partition(":")

@@ -24,7 +24,7 @@ from ddprun.cli.run import (
 from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
-    from ddprun.compare.hosts import ComparisonHosts
+    from ddprun.compare.hosts import HostCoordinator
     from ddprun.config import LoadedPipeline
     from ddprun.predict.links import Links
     from ddprun.tune.choose import Floors
@@ -128,7 +128,7 @@ def tune(
     return join_hosts_and_run("tune", rendezvous, [loaded.digest()], partial(_search, request, output, form))
 
 
-def _search(request: "SearchRequest", output: Path, form: str, hosts: "ComparisonHosts | None") -> int:
+def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoordinator | None") -> int:
     from ddprun.cli import printing
     from ddprun.config import PipelineError
     from ddprun.launch.meeting import HostsError

@@ -45,7 +45,7 @@ class HostMessage(BaseModel):
     steps: Annotated[int, Field(ge=1)] = 1
 
 
-class ComparisonHosts:
+class HostCoordinator:
     """This host's connection to the others, for `compare` or `tune`; `flags` are torchrun's."""
 
     def __init__(self, command: str, flags: Mapping[str, str]) -> None:
@@ -93,7 +93,7 @@ class ComparisonHosts:
             return None
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            found = doctor_links.measure(
+            found = doctor_links.measure_host_link(
                 PrefixStore("link", self._group.store), self.index, backend, device, _COLLECTIVE_TIMEOUT_S
             )
         except (RuntimeError, ValueError) as error:
@@ -136,7 +136,7 @@ class ComparisonHosts:
 
 
 def join_hosts_and_run(
-    command: str, flags: Mapping[str, str], inputs: Sequence[Any], work: Callable[[ComparisonHosts], int]
+    command: str, flags: Mapping[str, str], inputs: Sequence[Any], work: Callable[[HostCoordinator], int]
 ) -> int:
     """Meet the other hosts, which run the same command, and do this host's part; gives the exit code.
 
@@ -145,7 +145,7 @@ def join_hosts_and_run(
     """
     hosts, code = None, EXIT_FAILURE
     try:
-        hosts = ComparisonHosts(command, flags)
+        hosts = HostCoordinator(command, flags)
         hosts.check_same_inputs(inputs)
         code = work(hosts)
     except meeting.HostsError as error:

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
-from ddprun.compare.hosts import ComparisonHosts
+from ddprun.compare.hosts import HostCoordinator
 from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, load
@@ -192,7 +192,7 @@ def run_all(
     turn_steps: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
-    hosts: ComparisonHosts | None = None,
+    hosts: HostCoordinator | None = None,
 ) -> list[VariantRuns]:
     """Run the variants in turns of `turn_steps`, under one seed after the other, and read what they left.
 
@@ -217,7 +217,7 @@ async def _take_turns(
     turn_steps: int,
     arguments: Sequence[str],
     progress: Callable[[str], None],
-    hosts: ComparisonHosts | None,
+    hosts: HostCoordinator | None,
 ) -> None:
     """Run the last run of each variant; no process is left afterwards."""
     draw, order, turns = random.Random(0), list(range(len(sides))), 0
@@ -247,7 +247,7 @@ async def _take_turns(
 
 
 def _start(
-    side: VariantRuns, turns: str, arguments: Sequence[str], hosts: ComparisonHosts | None
+    side: VariantRuns, turns: str, arguments: Sequence[str], hosts: HostCoordinator | None
 ) -> Popen[bytes]:
     """Start the last run of a variant; `turns` tells it how to reach the scheduler."""
     run, overrides = side.runs[-1], [*side.variant.overrides, "timings.every=1"]

@@ -1,7 +1,7 @@
 """What a pipeline file may say: `load` gives the checked `Pipeline`. Imports no torch, and no user code."""
 
 from ddprun.config.choices import Choice
-from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.load import LoadedPipeline, load
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Compile, DataPair, Ddp, Launch, Loader

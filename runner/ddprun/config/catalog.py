@@ -83,7 +83,7 @@ def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
     shown = signatures.written_name(torch_kind, name)
     length = signatures.length_option(name) if torch_kind == "schedule" else None
     entry = entry_from_model(kind, shown, signatures.torch_options_model(torch_kind, name))
-    for option, item in zip(entry["options"], signatures.parameters(torch_kind, name), strict=True):
+    for option, item in zip(entry["options"], signatures.torch_options(torch_kind, name), strict=True):
         option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
     summary = f"{signatures.docstring_summary(torch_kind, name)}."
     return entry | {"source": "torch", "description": summary}

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.load import LoadedPipeline
 from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
@@ -72,7 +72,7 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
     return bool(sides[0] != sides[1])
 
 
-def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[Fault]:
+def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[PipelineFault]:
     was: Any = to_plain_data(old) | _fixed_parts(old)
     now: Any = loaded.as_dict() | _fixed_parts(loaded.pipeline)
     for path, why in _UNCHANGEABLE_KEYS.items():
@@ -89,7 +89,7 @@ def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
 
 def _stage_faults(
     loaded: LoadedPipeline, old: Pipeline, next_stage: int, begun_stage: int | None
-) -> Iterator[Fault]:
+) -> Iterator[PipelineFault]:
     """Faults of changed stages that are done or have begun; only the length of one that runs may change."""
     new = loaded.pipeline
     touched = max(next_stage, -1 if begun_stage is None else begun_stage + 1)
@@ -110,7 +110,7 @@ def _stage_faults(
                 yield _change_fault(loaded, path, was, is_now, "the stage has begun with it")
 
 
-def _change_fault(loaded: LoadedPipeline, path: str, was: Any, now: Any, why: str) -> Fault:
+def _change_fault(loaded: LoadedPipeline, path: str, was: Any, now: Any, why: str) -> PipelineFault:
     text = f"{flow_yaml(now)} here, and {flow_yaml(was)} in the checkpoint: {why}"
     return loaded.fault(path, text, "leave it as it was, or start a new run")
 

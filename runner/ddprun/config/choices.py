@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from ddprun.config import built_ins, signatures
 from ddprun.config.errors import validate
-from ddprun.config.faults import allowed_values, suggest
+from ddprun.config.faults import allowed_values, closest_match
 from ddprun.config.signatures import TorchKind
 from ddprun.options import CustomValidator, KeyPath, combine, expected, problem, unknown_name
 from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
@@ -149,7 +149,7 @@ def is_dotted_name(name: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() and not keyword.iskeyword(part) for part in parts)
 
 
-def _untrusted_objects(value: Any, at: KeyPath) -> Iterator[ValidationError]:
+def _untrusted_object_errors(value: Any, at: KeyPath) -> Iterator[ValidationError]:
     """Objects in the options of an import path that `DDPRUN_TRUSTED` does not allow."""
     if wanted := parse_object_ref(value):
         at = (*at, wanted.key)
@@ -161,7 +161,7 @@ def _untrusted_objects(value: Any, at: KeyPath) -> Iterator[ValidationError]:
         value = wanted.options
     if isinstance(value, Mapping | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _untrusted_objects(item, (*at, key))
+            yield from _untrusted_object_errors(item, (*at, key))
 
 
 def parse_choice(kind_name: str, value: Any) -> Choice:
@@ -203,14 +203,14 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if not is_dotted_name(name):
             raise make_error(f'"{name}" is not an import path', "write package.module.name")
         _require_trusted(kind.name, name, f'"{name}"', make_error)
-        if errors := list(_untrusted_objects(options, (name,))):
+        if errors := list(_untrusted_object_errors(options, (name,))):
             raise combine(errors)
         return Choice(kind.name, name, options, "dotted")
     if model := kind.options_of(name):
         settings = validate(model, options, name, owner=name, context=VALIDATION_CONTEXT)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "built-in", settings)
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
-        if reason := signatures.refusal(kind.torch_kind, found):
+        if reason := signatures.why_not_offered(kind.torch_kind, found):
             raise make_error(f"{found} is not offered: {reason}")
         checked = validate(signatures.torch_options_model(kind.torch_kind, found), options, name, owner=name)
         return Choice(kind.name, found, {key: getattr(checked, key) for key in options}, "torch")
@@ -225,7 +225,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         text = f'unknown {kind.name} "{name}": torch is not installed, so its names are unknown'
         raise make_error(text, "install torch")
     of_torch = signatures.class_names(kind.torch_kind) if kind.torch_kind else ()
-    near = suggest(name, kind.names()) or suggest(name, of_torch)
+    near = closest_match(name, kind.names()) or closest_match(name, of_torch)
     raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed_names()), near)
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ddprun.config.faults import Fault, allowed_values, suggest
+from ddprun.config.faults import PipelineFault, allowed_values, closest_match
 from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
@@ -100,7 +100,9 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
     return problem(text, hint or allowed, None if hint else near, on_key=True)
 
 
-def validation_faults(error: ValidationError, root: Node, redact: Callable[[str], str]) -> list[Fault]:
+def validation_faults(
+    error: ValidationError, root: Node, redact: Callable[[str], str]
+) -> list[PipelineFault]:
     """Errors of a validation as faults, but mere consequences; `redact` gets values before they are cut."""
     made = []
     for item in error.errors(include_url=False):
@@ -136,7 +138,7 @@ def _sentence(
             return f"must hold {bound} {items}, got {context['actual_length']}", None, None
         case "literal_error":
             known = re.findall(r"'([^']*)'", context["expected"])
-            return f"unknown value {word}", allowed_values(known), suggest(word.strip('"'), known)
+            return f"unknown value {word}", allowed_values(known), closest_match(word.strip('"'), known)
         case "missing":
             return "is required", None, None
         case "string_pattern_mismatch":

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ddprun_hooks.config.messages import allowed_values as allowed_values
+from ddprun_hooks.config.messages import closest_match as closest_match
 from ddprun_hooks.config.messages import format_message
-from ddprun_hooks.config.messages import suggest as suggest
 
 Severity = Literal["error", "warning"]
 
@@ -17,7 +17,7 @@ _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class PipelineFault:
     """One fault of a pipeline file or of an override."""
 
     file: str  # the file as the user named it, or `--set 2` for the second override
@@ -45,7 +45,9 @@ class Fault:
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
-    def redacted(self, redact_text: Callable[[str], str], redact_line: Callable[[str], str]) -> "Fault":
+    def redacted(
+        self, redact_text: Callable[[str], str], redact_line: Callable[[str], str]
+    ) -> "PipelineFault":
         """The fault with its words and its quoted line passed through these functions."""
         quoted = redact_line(self.source_line)
         caret = 0
@@ -86,6 +88,6 @@ def _escaped(text: str) -> str:
 class PipelineError(Exception):
     """Faults of a pipeline that cannot run, warnings too, in the file's order; `str()` is for a terminal."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[PipelineFault]) -> None:
         self.faults = tuple(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))

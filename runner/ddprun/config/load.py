@@ -18,7 +18,7 @@ from ddprun.config import resolved as resolving
 from ddprun.config.built_ins import Mlp
 from ddprun.config.checks import find_conflicts
 from ddprun.config.choices import Choice
-from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.reader import read_file
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.secrets import (
@@ -57,12 +57,12 @@ class LoadedPipeline:
     # file that started it.
     folder: Path
     pipeline: Pipeline
-    warnings: tuple[Fault, ...]
+    warnings: tuple[PipelineFault, ...]
     overrides: tuple[str, ...] = field(repr=False)
     root: Node = field(repr=False, compare=False)  # the file's tree with the overrides applied
     secrets: Secrets = field(repr=False, compare=False)  # whatever a run writes or shows passes through it
 
-    def fault(self, key_path: str, problem: str, allowed: str | None = None) -> Fault:
+    def fault(self, key_path: str, problem: str, allowed: str | None = None) -> PipelineFault:
         """A fault that only a run can see, at a key path such as `optimizer.sgd.lr`, or at the nearest key
         above it that the file or an override has; if they have none, it is one of the whole file.
         """
@@ -105,7 +105,7 @@ class LoadedPipeline:
 
     def _fill_placeholders(self, path: KeyPath, value: Any) -> Any:
         """Plain data with its placeholders replaced; a PipelineError names variables that are not set."""
-        faults: list[Fault] = []
+        faults: list[PipelineFault] = []
 
         def fill(at: KeyPath, text: str) -> str:
             missing = [name for name in dict.fromkeys(referenced_variables(text)) if name not in os.environ]
@@ -159,7 +159,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     except TrustSettingError as error:
         problem, _, allowed = str(error).partition("; ")
         problem = problem.removeprefix(f"{TRUST_VARIABLE}: ")
-        raise PipelineError([Fault(file=TRUST_VARIABLE, problem=problem, allowed=allowed)]) from None
+        raise PipelineError([PipelineFault(file=TRUST_VARIABLE, problem=problem, allowed=allowed)]) from None
     result = read_file(path)
     faults = list(result.faults)
     if result.root is None:
@@ -185,12 +185,12 @@ def _segments(key_path: str) -> KeyPath:
     return tuple(segment for segment, _ in parse_path(key_path)) if key_path else ()
 
 
-def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[Fault]]:
+def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline | None, list[PipelineFault]]:
     """Validate the tree: the pipeline, if it is valid, and all faults; cross checks skip faulty keys."""
     assert isinstance(root.value, dict)
     faulty = {key for key, entry in root.value.items() if _has_fault_below(entry.node)}
     data = {"name": _name_of(path), **root.data()}
-    faults: list[Fault] = []
+    faults: list[PipelineFault] = []
     pipeline: Pipeline | None = None
     model = pipeline_with_cluster_keys(data)
     try:
@@ -227,6 +227,6 @@ def _name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".")[:200] or "pipeline"
 
 
-def _sorted(faults: list[Fault]) -> list[Fault]:
+def _sorted(faults: list[PipelineFault]) -> list[PipelineFault]:
     """The file's faults from its top, then those of the overrides, none twice."""
     return sorted(dict.fromkeys(faults), key=lambda fault: (fault.order, fault.line, fault.column))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ddprun.config.faults import Fault, PipelineError
+from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.reader import MAX_BYTES, MAX_DEPTH, parse_yaml
 from ddprun.config.secrets import Secrets
 from ddprun.config.tree import (
@@ -31,13 +31,13 @@ def _override_error(place: Place, path: KeyPath, problem: str, allowed: str | No
     return PipelineError([place.fault(format_path(path), problem, allowed)])
 
 
-def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Fault]]:
+def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[PipelineFault]]:
     """The tree with each override applied in turn, and the faults of those that were not."""
-    faults: list[Fault] = []
+    faults: list[PipelineFault] = []
     for number, text in enumerate(overrides, start=1):
         try:
             _, segments, value = _parse_override(text, Source.from_text(f"--set {number}", number, text))
-            root = _set(root, (), _join_dotted_names(root, segments), value)
+            root = _set(root, (), _join_import_path_segments(root, segments), value)
         except PipelineError as refused:
             faults += refused.faults
     return root, faults
@@ -52,13 +52,13 @@ def key_of(text: str) -> str:
 def override_path(root: Node, text: str) -> KeyPath:
     """Where an override's value is in a tree that it was applied to; a PipelineError if it is none."""
     _, segments, _ = _parse_override(text, Source.from_text("--set", 1, text))
-    return tuple(segment for segment, _ in _join_dotted_names(root, segments))
+    return tuple(segment for segment, _ in _join_import_path_segments(root, segments))
 
 
 def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
     """Read options `name`, each `KEY=[A, B, C]`: keys as written, and values; raises a PipelineError."""
     found: list[tuple[str, list[Any]]] = []
-    faults: list[Fault] = []
+    faults: list[PipelineFault] = []
     for number, text in enumerate(texts, start=1):
         try:
             key, segments, value = _parse_override(text, Source.from_text(f"{name} {number}", number, text))
@@ -99,7 +99,7 @@ def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment],
     return key, segments, result.root or Node(Place(source, 1, end + 1), None)
 
 
-def _join_dotted_names(root: Node, segments: list[_PathSegment]) -> list[_PathSegment]:
+def _join_import_path_segments(root: Node, segments: list[_PathSegment]) -> list[_PathSegment]:
     """Join the segments that together are one import path in the file."""
     joined: list[_PathSegment] = []
     node: Node | None = root
@@ -125,7 +125,7 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
         return value
     (key, place), *rest = segments
     if isinstance(key, int):
-        items = _items(node, path, place, key)
+        items = _checked_items(node, path, place, key)
         items[key] = _set(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
     mapping = _mapping(node, path, place, key)
@@ -141,7 +141,7 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
     return Node(node.place if node else place, {**mapping, key: Entry(key_place, child)})
 
 
-def _items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
+def _checked_items(node: Node | None, path: KeyPath, place: Place, index: int) -> list[Node]:
     if node is None or not isinstance(node.value, list):
         problem = "is not a list in the file" if node else "is not in the file"
         raise _override_error(place, path, problem, f"set {format_path(path)} itself")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ddprun.config.faults import Fault, suggest
+from ddprun.config.faults import PipelineFault, closest_match
 from ddprun.config.scalars import parse_scalar
 from ddprun.config.tree import Entry, KeyPath, Node, Place, Source, format_path
 from ddprun_hooks.config.messages import describe_value
@@ -68,7 +68,7 @@ class ReadResult:
     """Result of reading a text: the root node, if there is one, and the faults found so far."""
 
     root: Node | None
-    faults: list[Fault]
+    faults: list[PipelineFault]
 
 
 def read_file(path: Path) -> ReadResult:
@@ -81,7 +81,7 @@ def read_file(path: Path) -> ReadResult:
         return ReadResult(None, [_unreadable_file_fault(path, error)])
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
-        fault = Fault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
+        fault = PipelineFault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
         return ReadResult(None, [fault])
     try:
         text = raw.decode("utf-8-sig")
@@ -95,7 +95,7 @@ def read_file(path: Path) -> ReadResult:
     root = result.root
     if (root is None and not result.faults) or (root is not None and root.value is None):
         hint = "`ddprun init` writes one to start from"
-        result.faults.append(Fault(file=name, problem="the file is empty", allowed=hint))
+        result.faults.append(PipelineFault(file=name, problem="the file is empty", allowed=hint))
     elif root is not None and not isinstance(root.value, dict):
         got = "a list" if isinstance(root.value, list) else "a single value"
         colon = "put a space after the colon" if root.text and ":" in root.text else None
@@ -142,7 +142,7 @@ class _Builder:
     line: int
     column: int  # where the text starts in the source
     damaged: bool  # characters of the text were replaced by `_DAMAGED`
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[PipelineFault] = field(default_factory=list)
     anchors: dict[str, Node | None] = field(default_factory=dict)  # None while an anchor's value is read
     nodes: int = 0
 
@@ -274,7 +274,7 @@ class _Builder:
         return None
 
 
-def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
+def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> PipelineFault:
     """A syntax error in the reader's words instead of the scanner's."""
     mark = error.problem_mark or error.context_mark
     place = builder.place(mark.line, mark.column) if mark else builder.place(0, 0)
@@ -291,15 +291,15 @@ def _syntax_fault(builder: _Builder, error: yaml.MarkedYAMLError) -> Fault:
     return place.fault("", f"not valid YAML: {problem}", allowed)
 
 
-def _unreadable_file_fault(path: Path, error: OSError) -> Fault:
+def _unreadable_file_fault(path: Path, error: OSError) -> PipelineFault:
     name = str(path)
     if isinstance(error, FileNotFoundError):
         folder = path.parent
         others = {entry.stem: entry for entry in folder.glob("*.y*ml")} if folder.is_dir() else {}
-        near = suggest(path.stem, others)
+        near = closest_match(path.stem, others)
         suggestion = str(others[near]) if near else None
-        return Fault(file=name, problem="there is no such file", suggestion=suggestion)
+        return PipelineFault(file=name, problem="there is no such file", suggestion=suggestion)
     if isinstance(error, IsADirectoryError):
-        return Fault(file=name, problem="this is a directory", allowed="name a pipeline file in it")
+        return PipelineFault(file=name, problem="this is a directory", allowed="name a pipeline file in it")
     reason = (error.strerror or str(error)).lower()
-    return Fault(file=name, problem=f"the file cannot be read: {reason}")
+    return PipelineFault(file=name, problem=f"the file cannot be read: {reason}")

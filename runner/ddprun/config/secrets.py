@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun.config.faults import Fault
+from ddprun.config.faults import PipelineFault
 from ddprun.config.tree import KeyPath, map_strings
 from ddprun_hooks.config.trust import TRUST_VARIABLE
 
@@ -140,7 +140,7 @@ class Secrets:
         """As `redact`, for a line that may be no YAML; values of keys with a secret's name are masked."""
         return self.redact(_KEY_AND_VALUE.sub(_masked, line))
 
-    def redact_faults(self, faults: Iterable[Fault]) -> list[Fault]:
+    def redact_faults(self, faults: Iterable[PipelineFault]) -> list[PipelineFault]:
         """The faults as they may be shown."""
         # Cached: many faults quote the same line.
         redact, redact_line = functools.cache(self.redact), functools.cache(self.redact_line)

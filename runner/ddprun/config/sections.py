@@ -10,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from ddprun.config.built_ins import parse_batch_key
 from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, parse_choice, parse_schedule
 from ddprun.config.errors import validate
-from ddprun.config.faults import suggest
+from ddprun.config.faults import closest_match
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -449,7 +449,7 @@ def parse_buffers(value: Any) -> BufferSettings:
         hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
         raise make_error(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
     if name not in BUFFER_TIMES:
-        near = suggest(name, [*BUFFER_TIMES, "every"])
+        near = closest_match(name, [*BUFFER_TIMES, "every"])
         raise make_error(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
     settings = validate(BUFFER_TIMES[name], {} if options is None else options, name, owner=name)
     reduction = settings.reduce if isinstance(settings, BufferReductionOptions) else "broadcast"

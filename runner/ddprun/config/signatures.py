@@ -56,7 +56,7 @@ _LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class TorchOption:
     """One option of a torch class."""
 
     name: str
@@ -81,7 +81,7 @@ def torch_version() -> str | None:
 
 def class_names(kind: TorchKind) -> tuple[str, ...]:
     """Every class that a pipeline may name, in torch's spelling; empty without torch."""
-    return tuple(name for name in _classes(kind) if refusal(kind, name) is None)
+    return tuple(name for name in _classes(kind) if why_not_offered(kind, name) is None)
 
 
 def find_class(kind: TorchKind, name: str) -> str | None:
@@ -93,7 +93,7 @@ def find_class(kind: TorchKind, name: str) -> str | None:
 
 
 @functools.cache
-def refusal(kind: TorchKind, name: str) -> str | None:
+def why_not_offered(kind: TorchKind, name: str) -> str | None:
     """Why a class of torch is not offered; None if it is."""
     reason = _NOT_OFFERED[kind].get(name)
     if reason is None and kind == "loss":
@@ -105,7 +105,7 @@ def refusal(kind: TorchKind, name: str) -> str | None:
 
 
 @functools.cache
-def parameters(kind: TorchKind, name: str) -> tuple[Parameter, ...]:
+def torch_options(kind: TorchKind, name: str) -> tuple[TorchOption, ...]:
     """The options that a file can give a class that `find_class` returned."""
     init = _method(_parse(_classes(kind)[name]), name, "__init__")
     return _parameters(init, kind) if init else ()
@@ -119,7 +119,7 @@ def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
             Annotated[Any, CustomValidator(functools.partial(_check_value, item.schema), item.schema)],
             ... if item.required else None,
         )
-        for item in parameters(kind, name)
+        for item in torch_options(kind, name)
     }
     return create_model(name, __base__=Options, **fields)
 
@@ -164,7 +164,7 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
         return None
     if name not in _classes("schedule"):
         return None
-    for parameter in parameters("schedule", name):
+    for parameter in torch_options("schedule", name):
         if parameter.name in _LENGTH_OPTIONS:
             return None if given.get(parameter.name) is not None else parameter.name
     return None
@@ -172,7 +172,7 @@ def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | 
 
 def tensor_options(loss: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    found = ((item.name, item.schema.get("anyOf", [item.schema])) for item in parameters("loss", loss))
+    found = ((item.name, item.schema.get("anyOf", [item.schema])) for item in torch_options("loss", loss))
     return frozenset(name for name, forms in found if any(form is _TENSOR_SCHEMA for form in forms))
 
 
@@ -246,7 +246,7 @@ def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:
     return None
 
 
-def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]:
+def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ...]:
     arguments = init.args
     positional = arguments.posonlyargs + arguments.args
     without_default = [None] * (len(positional) - len(arguments.defaults))
@@ -260,7 +260,7 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[Parameter, ...]
         if argument.arg in _IGNORED_PARAMETERS[kind] or schema is None:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTH_OPTIONS)
-        found.append(Parameter(argument.arg, schema, required, ast.unparse(default) if default else ""))
+        found.append(TorchOption(argument.arg, schema, required, ast.unparse(default) if default else ""))
     return tuple(found)
 
 

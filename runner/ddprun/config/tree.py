@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddprun.config.faults import Fault, Severity
+from ddprun.config.faults import PipelineFault, Severity
 from ddprun.config.scalars import Scalar
 from ddprun.options import KeyPath as KeyPath
 
@@ -46,8 +46,8 @@ class Place:
         allowed: str | None = None,
         suggestion: str | None = None,
         severity: Severity = "error",
-    ) -> Fault:
-        return Fault(
+    ) -> PipelineFault:
+        return PipelineFault(
             file=self.source.name,
             order=self.source.order,
             line=self.line,

@@ -141,7 +141,7 @@ def _measure_pair(
     store = dist.PrefixStore(f"link/{backend}/{pair[0]}-{pair[1]}", group.store)
     try:
         with exit_on_timeout(links.MAX_MEASURING_S + 2 * timeout_s):
-            return asdict(links.measure(store, pair.index(group.index), backend, device, timeout_s))
+            return asdict(links.measure_host_link(store, pair.index(group.index), backend, device, timeout_s))
     except (RuntimeError, ValueError) as error:
         return first_line(error)
 

@@ -245,7 +245,7 @@ class LinkMeasurement:
     both_by_bytes: Sequence[tuple[int, float]]
 
 
-def measure(
+def measure_host_link(
     store: dist.Store, rank: int, backend: str, device: torch.device, timeout_s: float
 ) -> LinkMeasurement:
     """Measure with the other host of a pair, which has to call this, too; both get the result.

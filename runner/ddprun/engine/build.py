@@ -31,12 +31,12 @@ from ddprun.config.choices import CHOICE_KINDS, parse_object_ref
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, format_path, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
-from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, belongs_to_model, model_alone
+from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, loss_joins_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
 from ddprun.sync.frozen import trainable_parameters
-from ddprun.zoo.data import DATASETS, DataError, Split
+from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
 from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
 from ddprun_hooks.config.import_path import import_trusted
@@ -251,7 +251,7 @@ def build_data(loaded: LoadedPipeline) -> Data:
     return Data(build_dataset(loaded, "data.train", data.train).train, held_out)
 
 
-def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
+def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEvalSplit:
     """The data that a choice names: training data, and evaluation data if a built-in brings some."""
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if chosen.source == "built-in":
@@ -264,7 +264,7 @@ def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> Split:
         raise chosen.error(chosen.describe_result(made), "expected a map-style or iterable PyTorch dataset")
     if not is_iterable(made) and not hasattr(made, "__len__"):
         raise chosen.error(f'"{chosen.name}" has no __len__', "a map-style dataset has one")
-    return Split(made, None)
+    return TrainEvalSplit(made, None)
 
 
 def data_errors(loaded: LoadedPipeline, path: str, choice: Choice | None) -> ErrorFactory:
@@ -368,7 +368,7 @@ def join_model_and_loss(
     the file says. A PipelineError: nothing is left to train, or both have a parameter or buffer of one name.
     """
     joined = model
-    if belongs_to_model(loss):
+    if loss_joins_model(loss):
         joined = ModelWithLoss(model, loss.to(device=device, dtype=dtype))
         of_model = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
         of_loss = {f"loss.{name}" for name, _ in chain(loss.named_parameters(), loss.named_buffers())}

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
-from ddprun.engine.samples import BatchError, Collate, Share, collate, digest_of
+from ddprun.engine.samples import BatchError, Collate, SampleShard, collate, digest_of
 from ddprun.engine.seeding import preserve_rng_state, seed_cpu_generators, seed_everything
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
@@ -99,7 +99,7 @@ class Feed:
         self.iterable = is_iterable(self.dataset)
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
-        self._share = Share(self.rank, self.world_size, loader.sharded)
+        self._share = SampleShard(self.rank, self.world_size, loader.sharded)
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self.differing_ranks: list[int] = []  # that read other first samples than rank 0, once compared
@@ -522,7 +522,7 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
 
     samples: Iterable[Any]
     batch_size: int
-    share: Share
+    share: SampleShard
     skip: int  # leave out so many samples of the epoch
     already_read: int  # so many of these are not in `samples` any more
     drop_last: bool

@@ -22,7 +22,7 @@ from ddprun.engine.data import (
     require_equal_lengths,
 )
 from ddprun.engine.objective import ForwardResult, Objective
-from ddprun.engine.samples import BatchError, Share, collate, digest_of, sharding_mechanism_name
+from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
 from ddprun.engine.save import pipeline_path, saved_step, write_weights
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import (
@@ -52,7 +52,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
     with swap_in_averaged_weights(session):
-        found, samples = measure(session, held_out, stage.metrics, f"{stage.path}.metrics")
+        found, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
     shown = _report(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": samples}
@@ -65,7 +65,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     assert wanted is not None, "the stage evaluates"
     with model_for_evaluation(session):
         held_out = session.runtime.held_out
-        found, _ = measure(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
+        found, _ = evaluate_metrics(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
         evaluations.step = state.step
         shown = _report(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
@@ -147,12 +147,12 @@ def _report(session: Session, stage: Stage, found: dict[str, float]) -> str:
     """Hand on what was measured; gives it as text."""
     state, reporter = session.state, session.reporter
     state.metrics = found
-    reporter.trackers.metrics(state.step, found)
+    reporter.trackers.log_eval_metrics(state.step, found)
     reporter.events.info("evaluated", stage=stage.index, step=state.step, **found)
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
 
-def measure(
+def evaluate_metrics(
     session: Session, held_out: HeldOutData, metrics: Sequence[Choice], path: str
 ) -> tuple[dict[str, float], int]:
     """The loss and these metrics, which are at `path` in the file, and how many samples they are of; equal on
@@ -267,12 +267,12 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     compared = mine[: loader.batch_size if loader.sharded else 1]
     sharded = len(set(lengths)) > 1
     sharded = sharded or _is_sharded(session, held_out, lambda: [dataset[one] for one in compared])
-    share = Share(runtime.ranks.rank, runtime.ranks.size, sharded)
+    share = SampleShard(runtime.ranks.rank, runtime.ranks.size, sharded)
     mine, samples_per_rank = share.of(mine), lengths if sharded else share.counts(lengths[0])
     padding = mine or range(len(dataset))
     padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
     batches = DataLoader(
-        BatchDataset(dataset, None, runtime.feed.collate),
+        BatchDataset(dataset, None, runtime.main_feed.collate),
         sampler=[list(indices) for indices, _ in padded],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
@@ -290,7 +290,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
     _require_samples(held_out, all_gather_number(control, len(first), "samples to evaluate on"))
-    share = Share(runtime.ranks.rank, ranks, _is_sharded(session, held_out, lambda: first))
+    share = SampleShard(runtime.ranks.rank, ranks, _is_sharded(session, held_out, lambda: first))
     numbered = enumerate(chain(first, samples))
     padding: Sequence[tuple[int, Any]] = []
     while True:
@@ -303,7 +303,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
         padding = padding or own or read
         for part, count in _padded_batches(own, samples_per_rank, size, padding):
             numbers, items = zip(*part, strict=True)
-            yield collate(items, numbers, runtime.feed.collate), count
+            yield collate(items, numbers, runtime.main_feed.collate), count
 
 
 def _padded_batches(
@@ -311,13 +311,13 @@ def _padded_batches(
 ) -> Iterator[tuple[Sequence[_T], int]]:
     """This rank's samples in each pass, and how many count; `padding` serves a rank that has none left."""
     taken = 0
-    for size in batch_sizes(samples_per_rank, max_size):
+    for size in common_batch_sizes(samples_per_rank, max_size):
         part = own[taken : taken + size]
         taken += len(part)
         yield part or [padding[index % len(padding)] for index in range(size)], len(part)
 
 
-def batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
+def common_batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[int]:
     """The size of each forward pass, at most `max_size`: every rank that has samples left takes so many."""
     left, sizes = list(samples_per_rank), list[int]()
     while any(left):
@@ -350,7 +350,7 @@ def _is_sharded(session: Session, held_out: HeldOutData, first: Callable[[], Seq
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif differing:
-        how, feed = sharding_mechanism_name(held_out.dataset), runtime.feed
+        how, feed = sharding_mechanism_name(held_out.dataset), runtime.main_feed
         again = feed.differing_ranks == differing and sharding_mechanism_name(feed.dataset) == how
         size = runtime.ranks.size
         reporter.report_differing_data("held-out data", differing, size, how, again=again, held_out=True)

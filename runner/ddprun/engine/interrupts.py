@@ -102,7 +102,7 @@ def _name_of_handler(handler: object) -> str:
 
 
 @dataclass(slots=True)
-class TimeSliceClient:
+class ComparisonSliceClient:
     """Runs that are compared take turns on one machine, so that what disturbs it disturbs all alike.
 
     `ddprun compare` starts its runs at once. Each stops after every so many steps until it is its turn again;

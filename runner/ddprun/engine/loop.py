@@ -16,7 +16,7 @@ for each step:
     end_step_and_read_messages
                           this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
-    between_steps         act on what all ranks know by them:
+    act_on_messages       act on what all ranks know by them:
                           progress; fail or stop                        sync_us of the next step
                           evaluate_in_stage, if the stage asks for it   no step's time
                           checkpoint, clocks                            sync_us of the next step
@@ -128,7 +128,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
         exchanged = sync_after_step(run, stage_step)
         state.step = step  # from here on `current_step` is the next one
         agreed_steps = end_step_and_read_messages(run, exchanged)
-        end = between_steps(run, agreed_steps, exchanged)
+        end = act_on_messages(run, agreed_steps, exchanged)
         if end == "stopped" or end == "failed":
             return end
         if end == "stop alone":
@@ -378,7 +378,7 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
     return agreed_steps
 
 
-def between_steps(
+def act_on_messages(
     run: StageRun, agreed_steps: Sequence[AgreedSteps], exchanged: bool
 ) -> Literal["continue", "stopped", "failed", "stop alone"]:
     """Act on what the messages of all ranks said, alike on all of them; gives whether to

@@ -52,7 +52,7 @@ class FunctionalLoss(nn.Module):
         return self._function(output, target, **self._options)
 
 
-def belongs_to_model(loss: object) -> TypeGuard[nn.Module]:
+def loss_joins_model(loss: object) -> TypeGuard[nn.Module]:
     """Whether a loss is joined with the model: a module with parameters, buffers or code of the user's."""
     if not isinstance(loss, nn.Module):
         return False

@@ -16,8 +16,8 @@ from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.model_with_loss import belongs_to_model
-from ddprun.engine.no_trace import no_trace
+from ddprun.engine.model_with_loss import loss_joins_model
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
@@ -179,7 +179,7 @@ class Objective:
         weight: Callable[[Any], Any] | None = None,
     ) -> None:
         self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
-        self._joined = belongs_to_model(loss)
+        self._joined = loss_joins_model(loss)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
@@ -361,7 +361,7 @@ def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, autom
         fixed_rng = seeding.RepeatableRng(precision.device)
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with no_trace(precision.device, model, objective.loss), fixed_rng():
+        with preserve_state(precision.device, model, objective.loss), fixed_rng():
             model.train()
             load_buffers(model, buffers)
             loss = objective(model, content).loss
@@ -372,7 +372,7 @@ def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, autom
 
 def warmup_pass(model: nn.Module, objective: Objective, feed: Feed, *, backward: bool) -> None:
     """Two passes without a trace on the first batch: a model may go another way once it has been called."""
-    with no_trace(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
+    with preserve_state(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
         content = objective.precision.to_device(feed.first_batch())
         for _ in range(2):
@@ -402,7 +402,7 @@ def settle_bucket_layout(
     replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]
 ) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
-    with no_trace(objective.precision.device, replica.model, objective.loss):
+    with preserve_state(objective.precision.device, replica.model, objective.loss):
         content = objective.precision.to_device(feed.first_batch())
 
         def make_unused_error(names: Sequence[str]) -> PipelineError:

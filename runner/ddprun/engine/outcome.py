@@ -246,7 +246,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     write_failure_summary(context, {"rank": ranks.rank, "message": headline})
     if session is not None:
         session.reporter.trackers.close_as_failed()
-    if ranks.holds_store:
+    if ranks.hosts_store:
         time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
     return claimed.exit_code
 
@@ -261,7 +261,7 @@ def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | N
     append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
     if session is not None:
         session.reporter.trackers.close_as_failed()
-    if ranks.holds_store or not ranks.is_on_another_host(first):
+    if ranks.hosts_store or not ranks.is_on_another_host(first):
         time.sleep(_LAUNCHER_REACTION_S)
 
 

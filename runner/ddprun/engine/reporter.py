@@ -254,7 +254,7 @@ def open_trackers(
         sent: Counter[tuple[str, str]] = Counter()
         for trace in traces:
             sent[trace.kind, ",".join(trace.hooks) or "all_reduce"] += trace.wire_bytes
-        trackers.step(StepInfo(record, sent))
+        trackers.log_step(StepInfo(record, sent))
 
     recorder.on_step_record = observe
 

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SampleShard:
     """A rank's samples: every `ranks`-th from its number on; of data that shards itself, all it reads."""
 
     rank: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddprun.config import Pipeline, StepStage, StepStageSettings
-from ddprun.sync.plan import BufferPlan, Effect, PlanProgress, ReplicaConsistency, Transfers, is_due
+from ddprun.sync.plan import BufferPlan, DueTransfers, Effect, PlanProgress, ReplicaConsistency, is_due
 
 Moment = Literal["begin", "before_forward", "backward", "after_step", "evaluate", "end", "once"]
 """`begin`, `end`: before a stage's first step and after its last. `evaluate`: in an evaluation inside it.
@@ -42,7 +42,7 @@ class Audit:
     at_end: bool = False  # the stage has just made ranks equal
 
 
-Action = SendBuffers | Transfers | Equalize | Audit | Literal["send gradients", "compare frozen", "mutate"]
+Action = SendBuffers | DueTransfers | Equalize | Audit | Literal["send gradients", "compare frozen", "mutate"]
 """`send gradients`: backward averages them among the plan's ranks. `compare frozen`: make those frozen
 parameters equal that differ. `mutate`: each rank changes its own weights."""
 
@@ -131,7 +131,7 @@ class StageSequence:
         if synchronized and step != self.steps:  # after the last step no other would use it
             yield from self._mutate(step)
 
-    def stop(self) -> Transfers:
+    def stop(self) -> DueTransfers:
         """The stage ends before its last step: only what is in flight is applied."""
         return self.progress.finish(reconcile=False)[0]
 

@@ -1,4 +1,4 @@
-"""What a run's stages work with: Runtime (what stays), RunState (what changes), Reporter (what you see)."""
+"""What a run works with: RunComponents (what stays), RunState (what changes), Reporter (what you see)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
-from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
+from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
@@ -47,7 +47,7 @@ _CLOCKS_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
-class Runtime:
+class RunComponents:
     """What `engine/setup.py` builds once for all stages; checkpoints have what it learns (`state_dict`)."""
 
     loaded: LoadedPipeline
@@ -82,7 +82,7 @@ class Runtime:
     profiler: Profiler  # torch's; of no step if the pipeline does not ask for it (`timings.profile`)
     compiler: GraphCompiler | None = None  # None: the model is not compiled
     checkpoints: CheckpointWriter | None = None  # None: none are taken (`keep: 0`)
-    time_slices: TimeSliceClient = field(default_factory=TimeSliceClient)
+    time_slices: ComparisonSliceClient = field(default_factory=ComparisonSliceClient)
 
     def set_timing_detail(self, *, detailed: bool) -> None:
         """A step begins; `detailed`: it gets a record, so GPU marks and gradient times are taken in it."""
@@ -97,7 +97,7 @@ class Runtime:
         return self.shown_dir / path.relative_to(self.run_dir) if inside else path
 
     @property
-    def feed(self) -> Feed:
+    def main_feed(self) -> Feed:
         """The training data of all stages that name none of their own."""
         return self.feeds.main
 
@@ -195,7 +195,7 @@ class RunState:
 class Session:
     """One run, as its stages see it."""
 
-    runtime: Runtime
+    runtime: RunComponents
     state: RunState
     reporter: Reporter
     clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock

@@ -26,7 +26,7 @@ from ddprun.engine.objective import (
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import sharding_mechanism_name
-from ddprun.engine.session import RunState, Runtime, Session
+from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import has_train_eval_modes, load_weights
@@ -145,7 +145,7 @@ def build_session(
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
     _check_shared_memory(loaded, feeds, ranks, place.backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
-    runtime = Runtime(
+    runtime = RunComponents(
         loaded=loaded,
         run_dir=run_dir,
         shown_dir=shown_dir,
@@ -235,7 +235,7 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
     if shortage is None:
         return
     text = f"{ranks.host}: {shortage.message}"
-    if shortage.certain:
+    if shortage.is_fatal:
         raise loaded.error("loader.workers", text, f"workers: 0, or {dev_shm.REMEDY}")
     if here.local_rank == 0:
         print_stderr(f"ddprun: warning: {text}: {dev_shm.REMEDY}")

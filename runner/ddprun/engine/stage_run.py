@@ -30,7 +30,7 @@ from ddprun.sync.exchanger import (
     initialize_optimizer_state,
     temporary_values,
 )
-from ddprun.sync.plan import Transfers
+from ddprun.sync.plan import DueTransfers
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.records import StageStarted
 from ddprun.telemetry.writer import log_event
@@ -219,7 +219,7 @@ def execute_action(run: StageRun, action: Action, step: int) -> None:
     """Do on this rank what the stage's sequence says, after `step` steps of the run."""
     session, runtime = run.session, run.session.runtime
     match action:
-        case Transfers():
+        case DueTransfers():
             run.synchronizer.run(action)
         case SendBuffers(names):
             runtime.buffers.send(names)

@@ -25,7 +25,7 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.nonfinite import Nonfinite
-from ddprun.engine.session import Evaluations, Runtime, Session
+from ddprun.engine.session import Evaluations, RunComponents, Session
 from ddprun.host.rank_files import report_checkpoint
 from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.records import CheckpointWritten
@@ -81,7 +81,7 @@ def _parts(session: Session) -> dict[str, Any]:
         "position": session.state.cursor,
         "optimizer": runtime.optimizer,
         "precision": runtime.precision,
-        "feed": runtime.feed,
+        "feed": runtime.main_feed,
         "stage_feeds": runtime.feeds,
         "hooks": runtime.stacks,
         "buffers_seen": runtime.buffers,
@@ -221,7 +221,7 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
 # Taking checkpoints.
 
 
-def open_checkpoints(runtime: Runtime, token: str) -> CheckpointWriter | None:
+def open_checkpoints(runtime: RunComponents, token: str) -> CheckpointWriter | None:
     """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
     pipeline, ranks, records = runtime.loaded.pipeline, runtime.ranks, runtime.records
     keep, timeout_s = pipeline.checkpoint.keep, pipeline.launch.timeout_s

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.config import Fault, LoadedPipeline, PipelineError
+from ddprun.config import LoadedPipeline, PipelineError, PipelineFault
 from ddprun.config.patterns import abbreviated_list, matches, unmatched
 from ddprun.run_files import encodable_path
 
@@ -101,7 +101,7 @@ def parameter_groups(
         return trained
     found: list[dict[str, Any]] = []
     taken = set[Tensor]()
-    faults: list[Fault] = []
+    faults: list[PipelineFault] = []
     for index, group in enumerate(groups):
         path = f"groups[{index}].match"
         try:

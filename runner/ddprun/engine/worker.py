@@ -23,7 +23,7 @@ from ddprun import (
 from ddprun.config import LoadedPipeline
 from ddprun.engine.compiling import as_compile_error
 from ddprun.engine.evaluate import discard_stale_best, evaluate
-from ddprun.engine.interrupts import SignalRequests, TimeSliceClient
+from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
     FailureContext,
@@ -147,7 +147,7 @@ def _run(
         resume(session)
         discard_stale_best(session)
     local_ranks = environment.local_world_size
-    session.runtime.time_slices = TimeSliceClient.from_environment(ranks.rank, local_ranks)
+    session.runtime.time_slices = ComparisonSliceClient.from_environment(ranks.rank, local_ranks)
     signals.report_replaced_handlers(session.reporter.report_handlers)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
@@ -214,7 +214,7 @@ def make_rank_watchdog(
         size=environment.world_size,
         host=os.uname().nodename,
         peers=lambda: ranks().peers(),
-        holds_store=lambda: ranks().holds_store,
+        hosts_store=lambda: ranks().hosts_store,
         claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
         log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
         publish_report=speak,

@@ -23,7 +23,7 @@ from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
 from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
 from ddprun.sync.frozen import trainable_parameters
-from ddprun.sync.plan import ReplicaConsistency, SyncPlan, Transfer, Transfers
+from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
 from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
@@ -424,7 +424,7 @@ class _Planner:
                 return self._buffer_sends(moment, names)
             case "send gradients":
                 return self._gradient_sends(moment)
-            case Transfers(started=started):
+            case DueTransfers(started=started):
                 chosen = (self._plan.transfers[index] for index in started)
                 return tuple(send for one in chosen for send in self._transfer_sends(moment, one))
             case Equalize(what, source):

@@ -20,8 +20,8 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
-from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
@@ -218,7 +218,7 @@ def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, fee
         model.train()
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             # A model that looks at values cannot run without them: then it runs with them.
-            with suppress(Exception), no_trace(precision.device, model, objective.loss):
+            with suppress(Exception), preserve_state(precision.device, model, objective.loss):
                 ready = _params_in_ready_order(model, objective, content, _on_meta)
         if ready is None:
             ready = _params_in_ready_order(model, objective, content, lambda value: value)

@@ -214,7 +214,7 @@ class TrafficSimulator:
             groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
             collectives = [trace.collectives for trace in traces]
             legs = tuple(_merge_legs(collectives, groups, self.ranks_represented))
-            sent = _sent_bytes(traces, self.ranks_represented)
+            sent = _sent_bytes_by_rank(traces, self.ranks_represented)
             self._simulated_buckets[key] = replace(bucket, sent=sent, legs=legs, state=state)
         return self._simulated_buckets[key]
 
@@ -290,7 +290,7 @@ def _broadcast_sources(loaded: LoadedPipeline) -> set[int]:
     return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
 
 
-def _sent_bytes(
+def _sent_bytes_by_rank(
     traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks_represented: tuple[int, ...]
 ) -> SentBytes:
     """What each simulated rank has sent; None: nothing."""
@@ -326,4 +326,4 @@ def _merge_legs(
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
         nbytes = max(leg.bytes for leg in row if leg is not None)
-        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes(row, ranks_represented))
+        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes_by_rank(row, ranks_represented))

@@ -37,7 +37,7 @@ class ShmShortage(NamedTuple):
     """There is not enough room."""
 
     message: str  # what is missing, in one line
-    certain: bool  # loading processes cannot even be started; else batches that are large may not fit
+    is_fatal: bool  # loading processes cannot even be started; else batches that are large may not fit
 
 
 def shm_space(folder: Path = SHM_FOLDER) -> ShmSpace | None:
@@ -87,4 +87,4 @@ def nccl_shortage(ranks: int, space: ShmSpace | None) -> ShmShortage | None:
         return None
     free = format_binary_bytes(space.free)
     text = f"/dev/shm has {free} free, which may be too little for NCCL between {ranks} GPUs"
-    return ShmShortage(text, certain=False)
+    return ShmShortage(text, is_fatal=False)

@@ -110,14 +110,14 @@ def _prepare_restarts(arguments: Any) -> bool:
     return True
 
 
-def is_elastic(config: LaunchConfig) -> bool:
+def restarts_allowed(config: LaunchConfig) -> bool:
     """Whether ranks may be started again."""
     return config.max_restarts > 0 or config.min_nodes < config.max_nodes
 
 
 def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousParameters:
     """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
-    defaults = _ELASTIC_CONF if is_elastic(config) and config.rdzv_backend != "static" else {}
+    defaults = _ELASTIC_CONF if restarts_allowed(config) and config.rdzv_backend != "static" else {}
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

@@ -29,7 +29,7 @@ from ddprun.host import network, processes, rank_files
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import check_launch
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
-from ddprun.launch.flags import flags_from_file, is_elastic, silence_torchelastic, torchrun_arguments
+from ddprun.launch.flags import flags_from_file, restarts_allowed, silence_torchelastic, torchrun_arguments
 from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import say
@@ -96,12 +96,12 @@ def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfi
         loaded.pipeline.launch.timeout_s,
         network.address_towards(endpoint) if multi_host else None,
         partial(_exit_without_other_hosts, folder) if multi_host else None,
-        partial(network.endpoint_answers, endpoint) if multi_host and is_elastic(config) else None,
+        partial(network.endpoint_answers, endpoint) if multi_host and restarts_allowed(config) else None,
     )
     try:
         with watchdog:
             try:
-                _run_agent(agent, elastic=is_elastic(config))
+                _run_agent(agent, elastic=restarts_allowed(config))
             except ChildFailedError:
                 processes.hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:

@@ -43,7 +43,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.backend == "static":
         return _static(parameters)
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
-        return _c10d(parameters)
+        return _create_c10d_handler(parameters)
     return rendezvous.get_rendezvous_handler(parameters)
 
 
@@ -119,7 +119,7 @@ def _static(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
 
-def _c10d(parameters: RendezvousParameters) -> RendezvousHandler:
+def _create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     store = _open_rendezvous_store(parameters)
     handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
     # The store for ranks listens on one address, too.

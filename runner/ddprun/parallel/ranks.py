@@ -82,9 +82,9 @@ class Ranks:
         return dist.PrefixStore("ddprun", self._base_store)
 
     @property
-    def holds_store(self) -> bool:
+    def hosts_store(self) -> bool:
         """Whether the store ends with this process: rank 0's, unless torchelastic's agent holds it."""
-        return self.rank == 0 and self.size > 1 and _rank_0_holds_store()
+        return self.rank == 0 and self.size > 1 and _rank_0_hosts_store()
 
     @property
     def placement(self) -> Placement:
@@ -97,7 +97,7 @@ class Ranks:
                 base = open_store(
                     os.environ["MASTER_ADDR"],
                     int(os.environ["MASTER_PORT"]),
-                    serve=self.rank == 0 and _rank_0_holds_store(),
+                    serve=self.rank == 0 and _rank_0_hosts_store(),
                     timeout=self.timeout,
                     world_size=self.size,
                 )
@@ -162,7 +162,7 @@ class Ranks:
 
     def watch_store_query(self) -> AbstractContextManager[None]:
         """Context around a query to the store, which the watchdog sees: a query has no timeout of its own."""
-        holder = [0] if _rank_0_holds_store() else []
+        holder = [0] if _rank_0_hosts_store() else []
         return observed_wait(self._joining, "ask", "the ranks' store", holder)
 
     def peers(self) -> dict[int, PeerStatusAddress]:
@@ -252,10 +252,10 @@ class Ranks:
 
 def _store_prefix() -> str:
     """Prefix of this start's keys: a launcher's store outlives ranks, and only one host counts starts."""
-    if _rank_0_holds_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if _rank_0_hosts_store() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return "start"
     return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _rank_0_holds_store() -> bool:
+def _rank_0_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -6,7 +6,7 @@ from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Leg
 from ddprun.predict.costs import LinearCost
 from ddprun.predict.links import LinkLevel
-from ddprun.predict.timeline import MAX_SIMULATED_ROUNDS, BucketTransfer, Collective, round_count
+from ddprun.predict.timeline import MAX_SIMULATED_ROUNDS, BucketTransfer, SimulatedCollective, round_count
 
 _ROUND_WORK_US = 20.0  # of a core, for each round of a collective on one rank, before fitting
 _BYTE_US = 1e-3  # of a core, for each byte that a rank sends and receives, before fitting
@@ -26,7 +26,7 @@ class StackCosts:
 
 def collective_of(
     leg: Leg, hosts: int, stack: StackCosts, queue: str = "", *, on_cpu: bool, drifted: bool = False
-) -> Collective:
+) -> SimulatedCollective:
     """The collective of a leg; `drifted`: all ranks of a host may be later than those of another."""
     rounds = round_count(leg.op, leg.ranks, use_trees=not on_cpu)
     sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
@@ -35,7 +35,7 @@ def collective_of(
     level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
     nbytes = leg_bytes(leg, hosts)
     messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
-    found = Collective(work_us, nbytes, messages=messages, wake_us=stack.wake_us, queue=queue)
+    found = SimulatedCollective(work_us, nbytes, messages=messages, wake_us=stack.wake_us, queue=queue)
     if not sent or not on_cpu:
         return replace(found, latency_counts={level: rounds if sent else 0})
     one_way_bytes = 0.0
@@ -66,7 +66,7 @@ def control_message(world: WorldShape) -> BucketTransfer:
     """The control message of all ranks."""
     level: LinkLevel = "across" if world.hosts > 1 else "within"
     rounds = world.ranks - 1
-    collective = Collective(
+    collective = SimulatedCollective(
         work_us=0.0,
         bytes_by_level={level: _CONTROL_BYTES * rounds},
         rounds=min(rounds, MAX_SIMULATED_ROUNDS),

@@ -15,7 +15,7 @@ from ddprun.predict.collectives import StackCosts, collective_of
 from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, Lateness, LinearCost, StageCosts
 from ddprun.predict.instructions import MICRO_STEP_PARTS, StepCosts, settings_of
 from ddprun.predict.links import Links
-from ddprun.predict.model import CostModel, hooks_key, sends
+from ddprun.predict.model import CostModel, hooks_key, sends_anything
 from ddprun.predict.timeline import Machine
 
 _MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
@@ -32,7 +32,7 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         for stage, found in zip(explained.stages, costs.stages, strict=True)
         if stage.settings is not None and found.steps
     ]
-    silent = [pair for pair in pairs if not sends(pair[0])] or pairs
+    silent = [pair for pair in pairs if not sends_anything(pair[0])] or pairs
     with_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is not None]
     without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]
     share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
@@ -51,7 +51,7 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
     by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
     for stage, found in pairs:
-        if sends(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
+        if sends_anything(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
             by_key.setdefault(hooks_key(stage), []).append((stage, found))
     slowdown = 1.0
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
@@ -73,7 +73,7 @@ def _own_work(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dic
     work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
     for stage, found in pairs:
         share, own_us, times = core_share, sum(found.parts.values()), _times(stage)
-        if on_cpu and found.cpu_us and own_us > 0 and not sends(stage):
+        if on_cpu and found.cpu_us and own_us > 0 and not sends_anything(stage):
             share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
         for part in PARTS_WITHOUT_EXCHANGE:
             work[part] += share * found.parts[part] * found.steps / times[part] / steps

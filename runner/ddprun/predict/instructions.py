@@ -11,14 +11,14 @@ from ddprun.explain.traffic import Bucket
 from ddprun.predict.collectives import StackCosts, collective_of, control_message
 from ddprun.predict.costs import Lateness
 from ddprun.predict.timeline import (
-    Await,
+    AwaitTransfers,
     BucketTransfer,
-    Collective,
+    Compute,
     Instruction,
     LastRankWait,
     Machine,
-    Send,
-    Work,
+    SimulatedCollective,
+    StartTransfer,
 )
 
 MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
@@ -59,38 +59,38 @@ class InstructionGenerator:
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
         work = self.costs.own_work_us[settings.plan.gradients is not None]
         for micro in range(settings.accumulate):
-            yield Work(work["data_us"], "data_us")
+            yield Compute(work["data_us"], "data_us")
             if any(exchange.moment == "before_forward" for exchange in exchanges):
                 yield from self._send(exchanges, "before_forward", "buffers", 0.0)
-                yield Await("buffers")
-            yield Work(work["forward_us"], "forward_us")
+                yield AwaitTransfers("buffers")
+            yield Compute(work["forward_us"], "forward_us")
             if trains and micro < settings.accumulate - 1:
-                yield Work(work["backward_us"], "backward_us")
+                yield Compute(work["backward_us"], "backward_us")
         if trains:
             yield from self._backward(exchanges, work["backward_us"])
-        yield Work(work["optimizer_us"], "optimizer_us")
+        yield Compute(work["optimizer_us"], "optimizer_us")
         if delay:
-            yield Await("sync", delay)
+            yield AwaitTransfers("sync", delay)
         after = [exchange for exchange in exchanges if exchange.moment == "after_step"]
         if after:
             nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets or ())
-            yield Work(_CHANGE_US * nbytes, "sync_us")
+            yield Compute(_CHANGE_US * nbytes, "sync_us")
             late_us = self._last_rank_wait_us(steps_since_exchange)
             yield from self._send(exchanges, "after_step", "sync", late_us)
         if after and not delay:
-            yield Await("sync")
+            yield AwaitTransfers("sync")
         if settings.plan.gradients != "all":  # where each step has a control message, nobody waits for it
-            yield Await("control", settings.plan.control_delay_steps)
+            yield AwaitTransfers("control", settings.plan.control_delay_steps)
             if after and self.world.ranks > 1:
-                yield Send(control_message(self.world))
-        yield Work(work["sync_us"] + work["other_us"], "sync_us")
+                yield StartTransfer(control_message(self.world))
+        yield Compute(work["sync_us"] + work["other_us"], "sync_us")
 
     def _send(
         self, exchanges: Sequence[PlannedExchange], moment: Moment, queue: str, late_us: float
     ) -> Iterator[Instruction]:
         for exchange in exchanges:
             for bucket in (exchange.buckets or ()) if exchange.moment == moment else ():
-                yield Send(self._transfer(exchange, bucket, queue, late_us))
+                yield StartTransfer(self._transfer(exchange, bucket, queue, late_us))
 
     def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
         late_us, done = self._last_rank_wait_us(1), 0.0
@@ -99,11 +99,11 @@ class InstructionGenerator:
             for bucket in (exchange.buckets or ()) if exchange.moment == "backward" else ():
                 ready = max([shares.get(name, 1.0) for name in bucket.params] or [1.0])
                 if ready > done:
-                    yield Work(whole_us * (ready - done), "backward_us")
+                    yield Compute(whole_us * (ready - done), "backward_us")
                     done = ready
-                yield Send(self._transfer(exchange, bucket, "gradient", late_us))
-        yield Work(whole_us * (1 - done), "backward_us")
-        yield Await("gradient")
+                yield StartTransfer(self._transfer(exchange, bucket, "gradient", late_us))
+        yield Compute(whole_us * (1 - done), "backward_us")
+        yield AwaitTransfers("gradient")
 
     def _last_rank_wait_us(self, steps: int) -> float:
         """How long a rank waits for the last one: less if they share cores, which it then has."""
@@ -114,11 +114,11 @@ class InstructionGenerator:
     ) -> BucketTransfer:
         """The transfer of a bucket, through the stage's hooks or past them."""
         stack = self.stack if exchange.route.uses_hooks else self.costs.default_stack
-        phases: list[Work | LastRankWait | Collective] = []
+        phases: list[Compute | LastRankWait | SimulatedCollective] = []
         legs, on_cpu = bucket.legs or (), self.costs.on_cpu
         for index in range(len(legs) + 1):
             if index < len(stack.hook_costs):
-                phases.append(Work(stack.hook_costs[index].at(bucket.bytes)))
+                phases.append(Compute(stack.hook_costs[index].at(bucket.bytes)))
             if index == 0 and legs:
                 phases.append(LastRankWait(late_us))
             if index < len(legs):

@@ -108,7 +108,7 @@ class CostModel:
         """
         if stack is None:
             known = self.stacks.get(hooks_key(stage), self.costs.default_stack)
-            stack = known if sends(stage) else StackCosts()
+            stack = known if sends_anything(stage) else StackCosts()
         machine = self.machine(world, links)
         instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), overlap_steps(stage)
@@ -150,7 +150,7 @@ class CostModel:
 
     def has_measured_hooks(self, stage: StageExplanation) -> bool:
         """Whether the run had steps with the stage's hooks."""
-        return not sends(stage) or hooks_key(stage) in self.stacks
+        return not sends_anything(stage) or hooks_key(stage) in self.stacks
 
     def machine(self, world: WorldShape, links: Links) -> Machine:
         """What the ranks of a world share."""
@@ -169,7 +169,7 @@ def hooks_key(stage: StageExplanation) -> str:
     return repr(settings_of(stage).hook_specs)
 
 
-def sends(stage: StageExplanation) -> bool:
+def sends_anything(stage: StageExplanation) -> bool:
     """Whether any rank sends anything in the stage's steps."""
     return any(bucket.legs for _, _, bucket in stage.step_buckets())
 

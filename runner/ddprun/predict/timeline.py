@@ -24,7 +24,7 @@ _EPSILON_US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Compute:
     """Computation, in microseconds of a core (or of a GPU) that nobody else uses."""
 
     us: float
@@ -39,7 +39,7 @@ class LastRankWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class SimulatedCollective:
     """One collective."""
 
     work_us: float  # of this rank: copies, sums, system calls
@@ -70,27 +70,27 @@ class BucketTransfer:
     """A bucket and the phases of its exchange: hooks, waiting for the last rank, and collectives."""
 
     name: str
-    phases: tuple[Work | LastRankWait | Collective, ...]
+    phases: tuple[Compute | LastRankWait | SimulatedCollective, ...]
     queue: str = "gradient"
     on_training_thread: bool = True  # its first work
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class StartTransfer:
     """The training thread hands over a bucket."""
 
     transfer: BucketTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Await:
+class AwaitTransfers:
     """The training thread waits for the buckets of a queue that were sent so many steps ago, or earlier."""
 
     queue: str = "gradient"
     steps_ago: int = 0
 
 
-Instruction = Work | Send | Await
+Instruction = Compute | StartTransfer | AwaitTransfers
 
 
 @dataclass(slots=True)
@@ -174,20 +174,20 @@ class StepSimulator:
         start, busy_before, step = self._now, dict(self._busy_us), SimulatedStep()
         for instruction in instructions:
             match instruction:
-                case Work():
+                case Compute():
                     self._compute(instruction, step)
-                case Send(transfer):
+                case StartTransfer(transfer):
                     times = TransferTimes(transfer.name, self._now - start)
                     step.transfers.append(times)
                     active = _ActiveTransfer(transfer, times, self._step, start)
                     own = transfer.phases[0] if transfer.phases and transfer.on_training_thread else None
-                    if isinstance(own, Work):
+                    if isinstance(own, Compute):
                         active.phase = 0
                         self._compute(own, step)
                     self._active_transfers.append(active)
                     self._enter_next_phase(active)
                     self._advance_transfer(active)
-                case Await(queue, steps_ago):
+                case AwaitTransfers(queue, steps_ago):
                     last = self._step - steps_ago
                     for one in list(self._active_transfers):
                         while one.transfer.queue == queue and one.step <= last and not one.done:
@@ -196,7 +196,7 @@ class StepSimulator:
         step.links_busy_us = {level: us - busy_before[level] for level, us in self._busy_us.items()}
         return step
 
-    def _compute(self, work: Work, step: SimulatedStep) -> None:
+    def _compute(self, work: Compute, step: SimulatedStep) -> None:
         left = work.us
         while left > _EPSILON_US:
             left = self._advance_time(left, work.part, step)
@@ -234,7 +234,7 @@ class StepSimulator:
         match awaited.transfer.phases[awaited.phase]:
             case LastRankWait():
                 return "late"
-            case Work():
+            case Compute():
                 return "hooks"
         soon = self._now + _EPSILON_US
         if awaited.wire_until_us > soon:
@@ -252,12 +252,12 @@ class StepSimulator:
                 return
             one.work_left_us = 0.0
             phase = one.transfer.phases[one.phase]
-            if isinstance(phase, Collective) and one.round < phase.rounds:
+            if isinstance(phase, SimulatedCollective) and one.round < phase.rounds:
                 self._begin_round(one, phase)
             else:
                 self._enter_next_phase(one)
 
-    def _begin_round(self, one: _ActiveTransfer, collective: Collective) -> None:
+    def _begin_round(self, one: _ActiveTransfer, collective: SimulatedCollective) -> None:
         """A collective puts its next message on its links."""
         one.round += 1
         end = self._now
@@ -303,17 +303,17 @@ class StepSimulator:
             self._active_transfers.remove(one)
         else:
             match one.transfer.phases[one.phase]:
-                case Work(us):
+                case Compute(us):
                     one.work_left_us = us
                 case LastRankWait(us):
                     one.resumes_us = self._now + us
-                case Collective(queue=queue):
+                case SimulatedCollective(queue=queue):
                     one.running = self._threads[queue] < self._machine.workers
                     if one.running:
                         self._threads[queue] += 1
                     else:
                         self._waiting[queue].append(one)
-        if isinstance(before, Collective):
+        if isinstance(before, SimulatedCollective):
             if self._waiting[before.queue]:
                 waited = self._waiting[before.queue].popleft()
                 waited.running, waited.resumes_us = True, self._now

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ddprun.report.parts import STEP_PARTS
-from ddprun.telemetry.reader import Run, between
+from ddprun.telemetry.reader import Run, steps_between
 from ddprun.telemetry.records import PARTS, BucketRecord, MachineRecord, StageStarted, StepRecord, Straggler
 from ddprun.units import format_bytes
 
@@ -427,7 +427,7 @@ def _read_spread(
     """How long steps take apart from their mean: percentiles of each stage, and the slow steps."""
     slow = list[SlowStep]()
     for stage in digest.stages:
-        of_stage = between(digest.run.recorded_steps, stage.first_step, stage.last_step + 1)
+        of_stage = steps_between(digest.run.recorded_steps, stage.first_step, stage.last_step + 1)
         ms_by_sort: dict[bool, dict[int, float]] = {False: {}, True: {}}
         for step in filter(is_timed, of_stage):
             synced = columns["mean_loss"].at_step(step) is not None

@@ -19,7 +19,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
 from ddprun.run_files import parse_json
-from ddprun.telemetry.reader import between
+from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
 from ddprun.units import format_count, format_duration
 
@@ -116,7 +116,7 @@ class _PredictedStage(BaseModel):
     predicted: _Predicted | None = None
 
 
-class Prediction(BaseModel):
+class PredictionFile(BaseModel):
     """What `ddprun explain --link … --format json` printed, as far as it is needed."""
 
     v: Literal[1]
@@ -126,7 +126,7 @@ class Prediction(BaseModel):
     stages: list[_PredictedStage]
 
     @classmethod
-    def read(cls, data: bytes) -> "Prediction":
+    def read(cls, data: bytes) -> "PredictionFile":
         """Parse a prediction file, which anybody may have written; raises PredictionFileError."""
         if len(data) > MAX_PREDICTION_BYTES:
             raise PredictionFileError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
@@ -221,7 +221,7 @@ class MeasuredStage:
                 shares.append(line.cpu_us / working_us)
         return median(shares or [1.0])
 
-    def compare_with(self, prediction: Prediction) -> StageComparison:
+    def compare_with(self, prediction: PredictionFile) -> StageComparison:
         """Compare the stage with a prediction, if that is of the same stage."""
         started = self.digest.run.started
         one = next((stage for stage in prediction.stages if stage.stage == self.stage.index), None)
@@ -329,7 +329,7 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
     wanted = {
         step
         for stage in digest.stages
-        for step in between(digest.recorded_steps, stage.first_step, stage.last_step + 1)[WARM_UP:]
+        for step in steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)[WARM_UP:]
         if step in digest.sampled_steps
     }
     found = {stage.index: MeasuredStage(digest, stage) for stage in digest.stages}
@@ -358,7 +358,7 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
     return {index: one for index, one in found.items() if one.step_records}
 
 
-def compare_stages(digest: RunDigest, prediction: Prediction) -> list[StageComparison]:
+def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageComparison]:
     """Compare each stage of a run with a prediction."""
     return [one.compare_with(prediction) for one in read_measured_stages(digest).values()]
 

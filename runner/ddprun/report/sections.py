@@ -65,7 +65,7 @@ def make_sections(
         "Stages": _per_run_section(_stages_section),
         "Predicted and measured": partial(_predicted_section, predicted),
         "Communication": _per_run_section(_communication_section),
-        "Gradients": _per_run_section(_gradients_section, lambda digest: digest.bucket_completions),
+        "Gradients": _per_run_section(_bucket_completion_section, lambda digest: digest.bucket_completions),
         "Memory and load": _per_run_section(_machine_section, lambda digest: digest.machine),
         "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
         "Stragglers": _per_run_section(_stragglers_section),
@@ -409,7 +409,7 @@ def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
     return f"step {shown.step:,}" + (f": {about}" if about else "")
 
 
-def _gradients_section(digest: RunDigest) -> Iterator[Block]:
+def _bucket_completion_section(digest: RunDigest) -> Iterator[Block]:
     rows: list[list[Any]] = []
     for bucket, one in digest.bucket_completions.items():
         total = one.completed_by.total()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import replace_atomically
-from ddprun.telemetry.reader import Run, between, event_name
+from ddprun.telemetry.reader import Run, event_name, steps_between
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import dumps
 
@@ -79,7 +79,9 @@ def _choose_steps(run: Run) -> range | set[int]:
         return range(1, last + 1)
     intervals = max(1, room // length)
     starts = [1 + round(index * (last - length) / max(1, intervals - 1)) for index in range(intervals)]
-    return run.profiled_steps.union(*(between(run.recorded_steps, start, start + length) for start in starts))
+    return run.profiled_steps.union(
+        *(steps_between(run.recorded_steps, start, start + length) for start in starts)
+    )
 
 
 def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Event]:

@@ -206,7 +206,7 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class DueTransfers:
     """Transfers of a plan, by their index in it."""
 
     applied: Sequence[int]  # that were in flight
@@ -223,7 +223,7 @@ class PlanProgress:
         self.steps_since_start = [0] * len(plan.transfers)  # of each transfer: steps since it started last
         self.in_flight: set[int] = set()  # indices of transfers that have started and are not applied
 
-    def after_step(self, step: int) -> tuple[Transfers, Effect]:
+    def after_step(self, step: int) -> tuple[DueTransfers, Effect]:
         """Advance by a step of the optimizer; gives also the effect on the ranks' parameters."""
         transfers = self.plan.transfers
         if not transfers:
@@ -236,7 +236,7 @@ class PlanProgress:
             self.steps_since_start[index] = 0
             if transfers[index].delay:
                 self.in_flight.add(index)
-        return Transfers(finishing, starting), self._effect(starting)
+        return DueTransfers(finishing, starting), self._effect(starting)
 
     def _effect(self, starting: Sequence[int]) -> Effect:
         plan = self.plan
@@ -251,7 +251,7 @@ class PlanProgress:
             return "host"
         return "hosts_apart" if plan.gradients == "host" else "apart"
 
-    def finish(self, *, reconcile: bool) -> tuple[Transfers, Effect]:
+    def finish(self, *, reconcile: bool) -> tuple[DueTransfers, Effect]:
         """The stage is over: apply what is in flight; if to `reconcile`, after a last short round."""
         since, transfers = self.steps_since_start, self.plan.transfers
         unchanged = {index for index, steps in enumerate(since) if not steps}
@@ -263,10 +263,10 @@ class PlanProgress:
         for index in starting:
             since[index] = 0
         effect: Effect = "common" if reconcile and (finishing or starting) else "nothing"
-        return Transfers(finishing, starting, unchanged, at_end=True), effect
+        return DueTransfers(finishing, starting, unchanged, at_end=True), effect
 
 
-_NO_TRANSFERS = Transfers((), ())
+_NO_TRANSFERS = DueTransfers((), ())
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
 from ddprun.sync.frozen import FrozenParameters
-from ddprun.sync.plan import OuterOptimizer, PlanProgress, SyncPlan, Transfer, Transfers
+from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
 from ddprun_hooks.buckets import ParameterBuckets
 from ddprun_hooks.comm.groups import (
     GroupRequirement,
@@ -98,7 +98,7 @@ class Synchronizer:
             state[index] = {"since": 0} | ({"momentum": own["momentum"]} if "momentum" in own else {})
         return state
 
-    def run(self, chosen: Transfers) -> None:
+    def run(self, chosen: DueTransfers) -> None:
         """Apply the transfers that are in flight, and start others."""
         transfers, at_end = self.plan.transfers, chosen.at_end
         for index in chosen.applied:
@@ -124,7 +124,7 @@ class Synchronizer:
             for delta in self._deltas.values():
                 delta.store_momentum(self.outer_momentum)
 
-    def _equalize_frozen(self, chosen: Transfers) -> None:
+    def _equalize_frozen(self, chosen: DueTransfers) -> None:
         """Compare frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
         index = self._frozen_check_index
         if index is None:

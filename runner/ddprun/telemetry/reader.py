@@ -183,7 +183,7 @@ class Run:
             for record in self.profiler_records(rank)
         }
         ends = {step for interval in intervals for step in interval}
-        return ends.union(*(between(self.recorded_steps, first, last + 1) for first, last in intervals))
+        return ends.union(*(steps_between(self.recorded_steps, first, last + 1) for first, last in intervals))
 
     @cached_property
     def clocks(self) -> "Clocks":
@@ -245,7 +245,7 @@ def _step_of(line: bytes) -> int:
     return int(found[1])
 
 
-def between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
+def steps_between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
     """The steps from `low` up to, but not including, `high`; `steps` are in order."""
     return steps[bisect_left(steps, low) : bisect_left(steps, high)]
 

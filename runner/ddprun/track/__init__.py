@@ -50,10 +50,10 @@ class Tracker(Plugin):
     def __init__(self, options: Any, run: RunInfo) -> None:
         """Begin; `options` are the `Options` of its class, as the pipeline has them."""
 
-    def step(self, step: StepInfo) -> None:
+    def log_step(self, step: StepInfo) -> None:
         """A step has ended, and its record is complete."""
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_eval_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """An evaluation has measured these finite values after so many steps."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -71,11 +71,11 @@ class CurveTracker(Tracker):
         """Add a point to each of these curves."""
         raise NotImplementedError
 
-    def step(self, step: StepInfo) -> None:
+    def log_step(self, step: StepInfo) -> None:
         if step.record.step % self._every == 0:
             self.add(step.record.step, curves(step))
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_eval_metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.add(step, {f"evaluate/{name}": value for name, value in values.items()})
 
 

@@ -70,15 +70,15 @@ class Trackers:
             found[worker.name] += worker.dropped
         return found
 
-    def step(self, step: StepInfo) -> None:
+    def log_step(self, step: StepInfo) -> None:
         for worker in self._threads:
-            worker.put(lambda tracker: tracker.step(step))
+            worker.put(lambda tracker: tracker.log_step(step))
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_eval_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Pass on what an evaluate stage has measured, as far as it is finite."""
         values = finite_only(values)
         for worker in self._threads:
-            worker.put(lambda tracker: tracker.metrics(step, values))
+            worker.put(lambda tracker: tracker.log_eval_metrics(step, values))
 
     def close(self, summary: Mapping[str, Any], within_s: float | None = None) -> list[str]:
         """Let them flush; gives those that did not end in time."""

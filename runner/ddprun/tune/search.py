@@ -20,7 +20,7 @@ from typing import Any
 
 from ddprun import __version__
 from ddprun.compare import runs as compare
-from ddprun.compare.hosts import ComparisonHosts, HostMessage
+from ddprun.compare.hosts import HostCoordinator, HostMessage
 from ddprun.compare.runs import VariantRuns
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.resolved import flow_yaml
@@ -125,7 +125,7 @@ class Search:
     """One search; `say` takes a line for the user, `progress` what is going on now."""
 
     def __init__(
-        self, request: SearchRequest, say: Say, progress: Say, hosts: ComparisonHosts | None = None
+        self, request: SearchRequest, say: Say, progress: Say, hosts: HostCoordinator | None = None
     ) -> None:
         self._request, self._say, self._progress, self._hosts = request, say, progress, hosts
         self._start_time_s = time.monotonic()

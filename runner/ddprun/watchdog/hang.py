@@ -59,7 +59,7 @@ class RunContext:
     size: int
     host: str
     peers: Callable[[], Mapping[int, PeerStatusAddress]]  # ranks that have joined
-    holds_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
+    hosts_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
     # Claim to be the one that prints the report, among all hosts; True if nobody can be asked.
     claim_report: Callable[[], bool]
     log_path: Callable[[], Path | None]  # this rank's log; None if there is no run folder yet
@@ -106,7 +106,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueColl
         if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
             break
         time.sleep(0.05)
-    if context.holds_store():
+    if context.hosts_store():
         time.sleep(_STORE_LINGER_S)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from ddprun.standard_streams import print_stderr
-from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, Wait
-from ddprun_hooks.comm.observer import CollectiveObserver, CollectiveSequence, PendingCollective
+from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, UnfinishedCollective
+from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
@@ -83,7 +83,7 @@ NO_OP_LISTENER = EngineListener()
 
 
 @dataclass(slots=True, eq=False)
-class WatchedCollective(PendingCollective):
+class WatchedCollective(CollectiveHandle):
     """One collective of this rank."""
 
     sequence: "WatchedSequence"
@@ -153,10 +153,10 @@ class OverdueCollective:
     age_s: float
 
     @property
-    def status_entry(self) -> Wait:
+    def status_entry(self) -> UnfinishedCollective:
         """For the status page."""
         pending, sequence = self.pending, self.pending.sequence
-        return Wait(
+        return UnfinishedCollective(
             index=sequence.index,
             name=sequence.name,
             number=pending.number,

@@ -58,7 +58,7 @@ class _Page(ctypes.LittleEndianStructure):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class UnfinishedCollective:
     """A collective that a rank has issued and that has not ended."""
 
     index: int  # index of its sequence
@@ -73,7 +73,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    waits: Sequence[Wait] = ()
+    waits: Sequence[UnfinishedCollective] = ()
     at: str = ""
 
 
@@ -93,7 +93,7 @@ class RankStatus:
     phase: str
     phase_age_s: float
     issued: tuple[int, ...]  # collectives issued, by sequence
-    waits: tuple[Wait, ...]  # what the rank waits for, oldest first
+    waits: tuple[UnfinishedCollective, ...]  # what the rank waits for, oldest first
     at: str  # where its training thread is in Python code
     reported: bool  # it has reported a hang in its log
 
@@ -165,7 +165,7 @@ class StatusPage:
         if index < MAX_SEQUENCES:
             self._issued[index] = count
 
-    def write_heartbeat(self, waits: Sequence[Wait] = (), at: str = "") -> None:
+    def write_heartbeat(self, waits: Sequence[UnfinishedCollective] = (), at: str = "") -> None:
         """A sign of life, with what this rank waits for and where its training thread is."""
         text = _NOTE_ADAPTER.dump_json(_Note(waits, at))
         self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"

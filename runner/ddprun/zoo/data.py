@@ -19,14 +19,14 @@ class DataError(ValueError):
     """Data that cannot be had; the message says which and why."""
 
 
-class Split(NamedTuple):
+class TrainEvalSplit(NamedTuple):
     """What to train on, and what is held out (None: nothing is)."""
 
     train: Dataset[tuple[Tensor, ...]]
     evaluate: Dataset[tuple[Tensor, ...]] | None
 
 
-def digits(*, held_out: float | None, split_seed: int, folder: Path) -> Split:
+def digits(*, held_out: float | None, split_seed: int, folder: Path) -> TrainEvalSplit:
     """1,797 handwritten digits: float32 images (1, 8, 8) with values 0 to 1, int64 labels 0 to 9.
 
     UCI Machine Learning Repository, https://doi.org/10.24432/C50P49 (CC BY 4.0). The order is shuffled with
@@ -42,7 +42,7 @@ def digits(*, held_out: float | None, split_seed: int, folder: Path) -> Split:
 
 def synthetic(
     *, samples: int, shape: Sequence[int], dtype: str, classes: int, held_out: int, folder: Path
-) -> Split:
+) -> TrainEvalSplit:
     """Random samples, always the same ones, with random int64 labels: normal inputs, or tokens for int64."""
     generator = torch.Generator().manual_seed(0)
     size = (samples + held_out, *shape)
@@ -54,7 +54,7 @@ def synthetic(
     return _split(inputs, labels, samples)
 
 
-def text(*, files: Sequence[str], context: int, held_out: float | None, folder: Path) -> Split:
+def text(*, files: Sequence[str], context: int, held_out: float | None, folder: Path) -> TrainEvalSplit:
     """Bytes of local files in sorted order, cut into windows of `context` that do not overlap.
 
     A sample is (window, window moved on by one byte), both int64 of shape (context,). The last share of the
@@ -70,7 +70,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
         raise DataError(
             f"{len(data)} bytes are too few for one window of {context} bytes (context) and the byte after it"
         )
-    return Split(train, rest if len(rest) else None)
+    return TrainEvalSplit(train, rest if len(rest) else None)
 
 
 class Windows(Dataset[tuple[Tensor, ...]]):
@@ -89,9 +89,9 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         return window[:-1], window[1:]
 
 
-def _split(inputs: Tensor, labels: Tensor, keep: int) -> Split:
+def _split(inputs: Tensor, labels: Tensor, keep: int) -> TrainEvalSplit:
     held = TensorDataset(inputs[keep:], labels[keep:]) if keep < len(labels) else None
-    return Split(TensorDataset(inputs[:keep], labels[:keep]), held)
+    return TrainEvalSplit(TensorDataset(inputs[:keep], labels[:keep]), held)
 
 
 def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
@@ -116,4 +116,4 @@ def _read(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-DATASETS: dict[str, Callable[..., Split]] = {"digits": digits, "text": text, "synthetic": synthetic}
+DATASETS: dict[str, Callable[..., TrainEvalSplit]] = {"digits": digits, "text": text, "synthetic": synthetic}

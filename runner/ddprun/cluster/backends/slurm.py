@@ -70,7 +70,7 @@ _RESERVED_OPTIONS = {
 }  # options of sbatch's that are ddprun's to set, and what to do instead
 
 
-def _check_time(value: Any) -> str | int | None:
+def _check_time_limit(value: Any) -> str | int | None:
     """A time, in Slurm's own ways to write it; a ValidationError if it is none."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
@@ -135,7 +135,7 @@ class Slurm(Cluster):
         cpus: PositiveInt | None = None
         """CPUs of each host, for all of its ranks; null is what the cluster gives."""
 
-        time: Annotated[str | int | None, CustomValidator(_check_time, _TIME_SCHEMA)] = None
+        time: Annotated[str | int | None, CustomValidator(_check_time_limit, _TIME_SCHEMA)] = None
         """How long the job may take: minutes, "HH:MM:SS" or "D-HH:MM:SS"; null is the partition's limit."""
 
         partition: _SlurmName | None = None

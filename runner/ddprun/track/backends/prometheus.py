@@ -59,7 +59,7 @@ class Prometheus(Tracker):
         if options.port is not None:
             self._server, _ = start_http_server(options.port, addr=options.address, registry=registry)
 
-    def step(self, step: StepInfo) -> None:
+    def log_step(self, step: StepInfo) -> None:
         record = step.record
         self._steps.inc()
         self._samples.inc(record.samples)
@@ -79,7 +79,7 @@ class Prometheus(Tracker):
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def log_eval_metrics(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._evaluation_metrics.labels(name).set(value)
         self._write()

@@ -15,8 +15,8 @@ from ddprun.config import load
 from ddprun.engine.build import build_data
 from ddprun.engine.compiling import compile_model
 from ddprun.engine.feeds import open_feeds
-from ddprun.engine.no_trace import no_trace
 from ddprun.engine.objective import Objective, Precision, warmup_pass
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.seeding import seed_everything
 from tests.engine.running import lines, run_pipeline, weights
 
@@ -260,7 +260,7 @@ class Version(nn.Linear):
 
 def test_extra_state_that_cannot_be_set_is_left_alone() -> None:
     """As torch's own `load_state_dict` leaves it."""
-    with no_trace(torch.device("cpu"), module := Version(2, 2)):
+    with preserve_state(torch.device("cpu"), module := Version(2, 2)):
         module.bias.data.zero_()
     assert module.bias.abs().sum()
 
@@ -284,7 +284,7 @@ def test_copies_are_as_connected_as_what_they_stand_for() -> None:
     log, busy, weight = module.one.log, module.busy, module.one.weight.detach().clone()
 
     def passes() -> None:
-        with no_trace(torch.device("cpu"), module, None, max):
+        with preserve_state(torch.device("cpu"), module, None, max):
             assert module.one.log is module.other.log
             assert module.one.log is not log
             assert module.busy is busy

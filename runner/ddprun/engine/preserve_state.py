@@ -14,7 +14,7 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))  # attributes of every module: parame
 
 
 @contextmanager
-def no_trace(device: torch.device, *owners: Any) -> Iterator[None]:
+def preserve_state(device: torch.device, *owners: Any) -> Iterator[None]:
     """Context around passes that are no part of training: afterwards `owners` and all generators of random
     numbers are as they were.
 
