@@ -64,7 +64,7 @@ def test_references_are_filled_for_a_run_and_stay_in_what_is_written(
 ) -> None:
     """Whole strings and parts of strings, at any depth; what is written keeps the name."""
     found = loaded(pipeline(DATA), base=False)
-    options = found.fill_placeholders("data", found.pipeline.train_data()).options
+    options = found.expand_env_and_folder("data", found.pipeline.train_data()).options
     assert options["url"] == "https://reader:hunter2-hunter2@host/x"
     assert options["api_token"] == CANARY
     assert options["nested"][0]["headers"]["auth_token"] == f"Bearer {CANARY}"
@@ -448,7 +448,7 @@ def test_with_a_limit_only_named_variables_are_filled_in(
     monkeypatch.setenv("SERVER", "data.example")
     monkeypatch.setenv("HF_TOKEN", "hf-0123456789")
     found = loaded("", asked)
-    assert found.fill_placeholders("data", found.pipeline.data).options == {
+    assert found.expand_env_and_folder("data", found.pipeline.data).options == {
         "url": "https://data.example",
         "token": "hf-0123456789",
     }

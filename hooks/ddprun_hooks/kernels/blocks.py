@@ -153,8 +153,8 @@ def _quantise(x, FORMAT):
     scaled = tl.math.div_rn(x, divisors[:, None])
     scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
     if FORMAT == "fp8":
-        codes = _to_fp8(scaled)
-        decoded = _from_fp8(codes)
+        codes = _encode_e4m3(scaled)
+        decoded = _decode_e4m3(codes)
     else:
         rounded = scaled + _ROUNDING_CONSTANT
         codes = rounded.to(tl.int32, bitcast=True)
@@ -164,7 +164,7 @@ def _quantise(x, FORMAT):
 
 
 @triton.jit
-def _to_fp8(x):
+def _encode_e4m3(x):
     """The nearest codes of e4m3, ties to even, of |x| <= 448."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -177,7 +177,7 @@ def _to_fp8(x):
 
 
 @triton.jit
-def _from_fp8(codes):
+def _decode_e4m3(codes):
     size = (codes & 0x7F) << 20
     value = size.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     bits = tl.where(size == 0x7F << 20, 0x7FC00000, value.to(tl.int32, bitcast=True))
@@ -210,7 +210,7 @@ def _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WH
     codes = tl.load(to_codes + at, mask).to(tl.int32)
     scales = tl.load(to_scales + rows, None if WHOLE else first + rows < blocks_per_share)
     if FORMAT == "fp8":
-        values = _from_fp8(codes)
+        values = _decode_e4m3(codes)
     else:
         if FORMAT == "int4":
             codes = tl.reshape(tl.join(codes << 4, codes), [ROWS, COLS])

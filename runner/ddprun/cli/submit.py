@@ -86,7 +86,7 @@ def submit(
     job = cluster(_backend_options(loaded, to, cluster), Submission(loaded, overrides, given, modules))
     if loaded.secrets.redact(job.text) != job.text:
         raise click.UsageError(f"{pipeline} holds a secret under {to}, which the job would show")
-    if missing := job.missing_variables(loaded.referenced_variables()):
+    if missing := job.unset_in_job(loaded.referenced_variables()):
         them = "it" if len(missing) == 1 else "them"
         way_out = f"; {cluster.variables_source} passes {them} on" if cluster.variables_source else ""
         names = ", ".join(missing)

@@ -141,7 +141,7 @@ class Cluster(Plugin):
         """Show the output of the job with this id until it is over. Raises ClusterError."""
         raise NotImplementedError
 
-    def missing_variables(self, variables: Iterable[str]) -> list[str]:
+    def unset_in_job(self, variables: Iterable[str]) -> list[str]:
         """Which of these environment variables will certainly not be set in the job."""
         return []
 

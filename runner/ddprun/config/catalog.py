@@ -69,7 +69,7 @@ def entry_from_model(kind: str, name: str, model: type[BaseModel]) -> Entry:
         }
         for key, item in schema.get("properties", {}).items()
     ]
-    description = docs.summary(model)
+    description = docs.docstring_as_line(model)
     return {"kind": kind, "name": name, "source": "built-in", "description": description, "options": options}
 
 

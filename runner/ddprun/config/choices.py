@@ -123,7 +123,7 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
 
 
 @dataclass(frozen=True)
-class ObjectRef:
+class ObjectSpec:
     """An object that the options of an import path ask for."""
 
     name: str  # its import path
@@ -131,15 +131,15 @@ class ObjectRef:
     key: str  # the key of the mapping that asks for it
 
 
-def parse_object_ref(value: Any) -> ObjectRef | None:
+def parse_object_spec(value: Any) -> ObjectSpec | None:
     """Read `{package.module.name: {options}}` or `{ref: package.module.name}`; None: it is a plain value."""
     if not isinstance(value, Mapping) or len(value) != 1:
         return None
     ((key, inside),) = value.items()
     if key == "ref" and isinstance(inside, str) and is_dotted_name(inside):
-        return ObjectRef(inside, None, key)
+        return ObjectSpec(inside, None, key)
     if is_dotted_name(key) and (inside is None or isinstance(inside, Mapping)):
-        return ObjectRef(key, inside or {}, key)
+        return ObjectSpec(key, inside or {}, key)
     return None
 
 
@@ -151,7 +151,7 @@ def is_dotted_name(name: str) -> bool:
 
 def _untrusted_object_errors(value: Any, at: KeyPath) -> Iterator[ValidationError]:
     """Objects in the options of an import path that `DDPRUN_TRUSTED` does not allow."""
-    if wanted := parse_object_ref(value):
+    if wanted := parse_object_spec(value):
         at = (*at, wanted.key)
         make_error = functools.partial(problem, at=at, on_key=wanted.options is not None)
         try:

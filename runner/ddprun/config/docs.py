@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 
-def summary(model: type[BaseModel]) -> str:
+def docstring_as_line(model: type[BaseModel]) -> str:
     """A class's docstring as one line."""
     return " ".join((model.__doc__ or "").split())
 

@@ -94,7 +94,7 @@ def _with_references(schema: Any) -> Any:
 
 
 def _described(schema: Schema, model: type[BaseModel]) -> Schema:
-    if summary := docs.summary(model):
+    if summary := docs.docstring_as_line(model):
         schema["description"] = summary
     for name, text in docs.field_descriptions(model).items():
         if name in schema.get("properties", {}):

@@ -96,14 +96,14 @@ class LoadedPipeline:
             kept.pop(key, None)
         return {stage.name: {**kept, "steps": steps, **options}}
 
-    def fill_placeholders(self, key_path: str, value: Any) -> Any:
+    def expand_env_and_folder(self, key_path: str, value: Any) -> Any:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
         path = _segments(key_path)
         if isinstance(value, Choice):
-            return replace(value, options=self._fill_placeholders((*path, value.name), value.options))
-        return self._fill_placeholders(path, value)
+            return replace(value, options=self._expand_env_and_folder((*path, value.name), value.options))
+        return self._expand_env_and_folder(path, value)
 
-    def _fill_placeholders(self, path: KeyPath, value: Any) -> Any:
+    def _expand_env_and_folder(self, path: KeyPath, value: Any) -> Any:
         """Plain data with its placeholders replaced; a PipelineError names variables that are not set."""
         faults: list[PipelineFault] = []
 
@@ -129,7 +129,7 @@ class LoadedPipeline:
 
     def check_environment(self) -> None:
         """Raise a PipelineError that names every variable of the pipeline that is not set."""
-        self._fill_placeholders((), self.root.data())
+        self._expand_env_and_folder((), self.root.data())
 
     def resolved_yaml(self) -> str:
         """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""

@@ -13,7 +13,7 @@ from ddprun.config.tree import (
     Node,
     Place,
     Source,
-    chosen_name,
+    existing_choice_for,
     find_nearest,
     format_path,
     is_choice_path,
@@ -129,7 +129,7 @@ def _set(node: Node | None, path: KeyPath, segments: list[_PathSegment], value: 
         items[key] = _set(items[key], (*path, key), rest, value)
         return Node(node.place if node else place, items)
     mapping = _mapping(node, path, place, key)
-    if key not in mapping and (chosen := chosen_name(path, mapping, key)) is not None:
+    if key not in mapping and (chosen := existing_choice_for(path, mapping, key)) is not None:
         if normalize_name(chosen) != normalize_name(key):
             problem = f'the file chooses "{chosen}" here, and "{key}" would be a second choice'
             hint = f"set {format_path(path)} itself, as in '{format_path(path)}={{{key}: {{…}}}}'"

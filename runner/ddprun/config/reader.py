@@ -199,7 +199,7 @@ class _Builder:
     def fill_collection(self, node: Node, path: KeyPath, depth: int) -> None:
         """Read what a list or a mapping holds, up to its end."""
 
-        def child(event: Any, *step: str | int) -> Node:
+        def read_child(event: Any, *step: str | int) -> Node:
             read = self.build_node(event, (*path, *step), depth)
             node.node_count += read.node_count
             node.height = max(node.height, read.height + 1)
@@ -207,11 +207,11 @@ class _Builder:
 
         while not isinstance(event := self.events.get_event(), yaml.CollectionEndEvent):
             if isinstance(node.value, list):
-                node.value.append(child(event, len(node.value)))
+                node.value.append(read_child(event, len(node.value)))
             elif isinstance(node.value, dict):
-                key_node = child(event)
+                key_node = read_child(event)
                 key = self.checked_key(key_node, node.value, path)
-                value = child(self.events.get_event(), *(() if key is None else (key,)))
+                value = read_child(self.events.get_event(), *(() if key is None else (key,)))
                 if key is not None:
                     node.value[key] = Entry(key_node.place, value)
 

@@ -124,7 +124,7 @@ class ParameterGroup:
         return {"match": list(self.match), **self.options}
 
 
-class _Match(Options):
+class _ParameterPatterns(Options):
     match: Annotated[Patterns, Field(min_length=1)]
 
 
@@ -136,7 +136,7 @@ def _parse_parameter_group(value: Any) -> ParameterGroup:
     if not options:
         hint = "write {match: pattern, weight_decay: 0}"
         raise problem("a group needs options of its own", hint, at="match")
-    return ParameterGroup(validate(_Match, {"match": match}).match, options)
+    return ParameterGroup(validate(_ParameterPatterns, {"match": match}).match, options)
 
 
 ParameterGroups = Annotated[

@@ -106,7 +106,7 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     for depth, segment in enumerate(path):
         value, above = node.value, path[:depth]
         if isinstance(value, dict) and isinstance(segment, str):
-            name = segment if segment in value else chosen_name(above, value, segment)
+            name = segment if segment in value else existing_choice_for(above, value, segment)
             if name is None:
                 return NearestNode(node, key_place, tuple(path[depth:]), has_fault)
             node, key_place = value[name].node, value[name].key_place
@@ -119,7 +119,7 @@ def find_nearest(root: Node, path: Sequence[str | int]) -> NearestNode:
     return NearestNode(node, key_place, (), has_fault)
 
 
-def chosen_name(path: Sequence[str | int], keys: Iterable[str], key: str) -> str | None:
+def existing_choice_for(path: Sequence[str | int], keys: Iterable[str], key: str) -> str | None:
     """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
     in another spelling, or a second choice; None where `key` is something else.
     """

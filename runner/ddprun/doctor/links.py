@@ -137,7 +137,7 @@ def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
 def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
 
-    def why_closed(host: ListeningPorts, port: int) -> str:
+    def connection_problem(host: ListeningPorts, port: int) -> str:
         try:
             with socket.create_connection((host.address, port), timeout=_CONNECT_TIMEOUT_S) as one:
                 one.settimeout(_CONNECT_TIMEOUT_S)
@@ -149,7 +149,9 @@ def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[
         return "" if answer == host.token else "another program answers"
 
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
-        found = [host and (host.ports, pool.map(partial(why_closed, host), host.ports)) for host in hosts]
+        found = [
+            host and (host.ports, pool.map(partial(connection_problem, host), host.ports)) for host in hosts
+        ]
     return [[(port, why) for port, why in zip(*one, strict=True) if why] if one else [] for one in found]
 
 

@@ -27,7 +27,7 @@ from ddprun.config import (
     length_option,
     tensor_options,
 )
-from ddprun.config.choices import CHOICE_KINDS, parse_object_ref
+from ddprun.config.choices import CHOICE_KINDS, parse_object_spec
 from ddprun.config.signatures import torch_options_model
 from ddprun.config.tree import KeyPath, format_path, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
@@ -85,7 +85,7 @@ class ChoiceBuilder:
     def from_path(cls, loaded: LoadedPipeline, path: str, choice: Choice) -> "ChoiceBuilder":
         """A choice at a key path. The objects in the options of an import path are made."""
         key = tuple(segment for segment, _ in parse_path(path))
-        options = dict(loaded.fill_placeholders(path, choice).options)
+        options = dict(loaded.expand_env_and_folder(path, choice).options)
         if choice.source == "dotted":
             options = {
                 name: _build_option(loaded, value, (*key, choice.name, name))
@@ -199,7 +199,7 @@ class ChoiceBuilder:
 
 def _build_option(loaded: LoadedPipeline, value: Any, key: KeyPath) -> Any:
     """An option of an import path, with the objects that it refers to built, innermost first."""
-    wanted = parse_object_ref(value)
+    wanted = parse_object_spec(value)
     if wanted is not None:
         key = (*key, wanted.key)
         options = {
@@ -388,7 +388,7 @@ def build_optimizer(
     choice = choice or loaded.pipeline.optimizer
     options = []
     for index, group in enumerate(loaded.pipeline.groups):
-        own = loaded.fill_placeholders(f"groups[{index}]", dict(group.options))
+        own = loaded.expand_env_and_folder(f"groups[{index}]", dict(group.options))
         if choice.source == "torch":  # lists become what torch takes
             model_of = torch_options_model("optimizer", choice.name)
             read = model_of.model_validate({**choice.options, **own})

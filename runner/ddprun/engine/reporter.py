@@ -241,7 +241,7 @@ def open_trackers(
     run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()), started_in)
     makers = []
     for index, choice in enumerate(loaded.pipeline.track):
-        filled = loaded.fill_placeholders(f"track[{index}]", choice).options
+        filled = loaded.expand_env_and_folder(f"track[{index}]", choice).options
         changed = {key: value for key, value in filled.items() if value != choice.options[key]}
         assert choice.settings is not None
         options = choice.settings.model_copy(update=changed)

@@ -67,7 +67,7 @@ def resume(session: Session) -> None:
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     for note in notes:
         reporter.note(note)
-    shown = runtime.shown(checkpoint.path)
+    shown = runtime.display_path(checkpoint.path)
     reporter.events.info(
         "resumed",
         step=state.step,
@@ -114,7 +114,7 @@ def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> It
         kind, problem = "damaged", str(error)
     of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
     kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
-    problem += f" ({runtime.shown(checkpoint.path)})"
+    problem += f" ({runtime.display_path(checkpoint.path)})"
     if kind == "damaged":
         raise RunFolderError(f"the checkpoint of step {checkpoint.step} is damaged: {problem}")
     if kind:

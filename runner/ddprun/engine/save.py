@@ -43,7 +43,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     reporter = session.reporter
     make_buffers_equal(session, stage)
     with swap_in_averaged_weights(session):
-        target = session.runtime.shown(_write_on_rank_0(session, stage))
+        target = session.runtime.display_path(_write_on_rank_0(session, stage))
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
@@ -51,18 +51,22 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
 
 def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
     runtime, reporter = session.runtime, session.reporter
-    target = runtime.run_dir / encodable_path(runtime.loaded.fill_placeholders(f"{stage.path}.to", stage.to))
+    target = runtime.run_dir / encodable_path(
+        runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
+    )
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             pipeline = write_weights(session, target, only_trainable=stage.only == "trainable")
             usual = target.with_suffix(".yaml")
             if pipeline != usual:
-                note = f"{runtime.shown(usual)} was not written by save and is kept; the pipeline is in "
-                note += str(runtime.shown(pipeline))
+                note = (
+                    f"{runtime.display_path(usual)} was not written by save and is kept; the pipeline is in "
+                )
+                note += str(runtime.display_path(pipeline))
                 reporter.note(f"{stage.name}: {note}")
         except OSError as error:
-            problem = f"cannot write {runtime.shown(target)}: {error.strerror or error}"
+            problem = f"cannot write {runtime.display_path(target)}: {error.strerror or error}"
             if error.errno in _DISK_ERRNOS:
                 raise OutputWriteError(f"{stage.path}: {problem}") from None
             raise runtime.loaded.error(f"{stage.path}.to", problem) from None

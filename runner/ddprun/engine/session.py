@@ -91,7 +91,7 @@ class RunComponents:
         if self.gradient_times is not None:
             self.gradient_times.enabled = detailed
 
-    def shown(self, path: Path) -> Path:
+    def display_path(self, path: Path) -> Path:
         """A path as messages have it: in the run's folder, if it is there, as that was given."""
         inside = path.is_relative_to(self.run_dir)
         return self.shown_dir / path.relative_to(self.run_dir) if inside else path

@@ -340,7 +340,7 @@ def report_checkpoints(session: Session) -> None:
                 step=step,
                 seconds=seconds,
                 bytes=written.bytes,
-                folder=str(session.runtime.shown(written.path)),
+                folder=str(session.runtime.display_path(written.path)),
                 nonfinite=written.nonfinite,
             )
             log_event(reporter.events, event)

@@ -31,7 +31,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     wanted = loaded.pipeline.init
     if wanted is None:
         return
-    path = loaded.folder / encodable_path(loaded.fill_placeholders("init.file", wanted.file))
+    path = loaded.folder / encodable_path(loaded.expand_env_and_folder("init.file", wanted.file))
     try:
         read = load_file(path)
     except OSError as error:

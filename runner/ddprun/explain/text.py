@@ -47,7 +47,7 @@ def _head(explained: Explanation) -> Iterator[str]:
     if explained.probe.unknown_reasons.batch and is_external_code(pipeline.loss):
         what += f'; not counting "loss: {pipeline.loss.name}", which is not imported'
     yield from paragraph("Model", what)
-    yield from _compile_lines(explained)
+    yield from _compiled_graph_lines(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]
     if frozen:
         held_frozen = format_bytes(sum(one.nbytes for one in frozen))
@@ -70,7 +70,7 @@ def _head(explained: Explanation) -> Iterator[str]:
         yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
 
 
-def _compile_lines(explained: Explanation) -> Iterator[str]:
+def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
     """What torch.compile makes of the model: its graphs, where they are cut, and where they break."""
     settings, compiled = explained.loaded.pipeline.compile, explained.probe.compiled
     if settings is None:

@@ -115,7 +115,7 @@ class Synchronizer:
         for index in chosen.started:
             if index not in self._deltas:
                 self._exchange_without_hooks(transfers[index])
-        self._equalize_frozen(chosen)
+        self._compare_and_equalize_frozen(chosen)
         if any(transfers[index].equalizes for index in chosen.started):
             for index, delta in self._deltas.items():
                 if transfers[index].among == "host":
@@ -124,7 +124,7 @@ class Synchronizer:
             for delta in self._deltas.values():
                 delta.store_momentum(self.outer_momentum)
 
-    def _equalize_frozen(self, chosen: DueTransfers) -> None:
+    def _compare_and_equalize_frozen(self, chosen: DueTransfers) -> None:
         """Compare frozen parameters when an exchange of all ranks starts; make them equal when it ends."""
         index = self._frozen_check_index
         if index is None:

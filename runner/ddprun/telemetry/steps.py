@@ -61,7 +61,7 @@ class TraceTimes(NamedTuple):
     done: IntArray
 
     @classmethod
-    def of(cls, sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> "TraceTimes":
+    def from_traces(cls, sections: Sequence[int], traces: Sequence[BucketTrace[int]]) -> "TraceTimes":
         """From traces, and the section of each."""
         numbers = list[int]()
         for section, trace in zip(sections, traces, strict=True):
@@ -267,7 +267,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         step_us=[times[end - 1] - times[first] for first, end in pairwise(bounds)],
         parts_us=parts_us[:, : len(PARTS)],
         traces=traces,
-        trace_times=TraceTimes.of(sections, traces),
+        trace_times=TraceTimes.from_traces(sections, traces),
         hook_work=Intervals(*_table(work, 3)),
         waits=waiting,
         waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),

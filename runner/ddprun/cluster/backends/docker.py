@@ -135,7 +135,7 @@ class Docker(Cluster):
         command = submission.container_arguments(self.name, self._pipeline_path, hosts, names[0])
         self._configs = {name: self._container_config(node, name, command) for node, name in enumerate(names)}
 
-    def missing_variables(self, variables: Iterable[str]) -> list[str]:
+    def unset_in_job(self, variables: Iterable[str]) -> list[str]:
         return [name for name in variables if name not in self._options.env]
 
     def _container_config(self, node: int, name: str, command: Sequence[str]) -> dict[str, Any]:

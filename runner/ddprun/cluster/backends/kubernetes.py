@@ -261,7 +261,7 @@ class Kubernetes(Cluster):
         """The manifests, as `kubectl create -f -` reads them."""
         return yaml.dump_all(self.manifests, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
-    def missing_variables(self, variables: Iterable[str]) -> list[str]:
+    def unset_in_job(self, variables: Iterable[str]) -> list[str]:
         """All, unless a Secret is named, whose entries are not known here."""
         return [] if self._options.env_from is not None else list(variables)
 
