@@ -350,7 +350,9 @@ class StepRecorder:
         traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
         copy_findings_to_host(traces)
         self._accumulator.note_findings(traces)
-        self._count_traffic(traces, int(in_flight_us(TraceTimes.from_traces([0] * len(traces), traces), 1)[0]))
+        self._count_traffic(
+            traces, int(in_flight_us(TraceTimes.from_traces([0] * len(traces), traces), 1)[0])
+        )
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
         self._write("buckets", list(map(dumps, records)))
 
