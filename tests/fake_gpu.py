@@ -81,10 +81,10 @@ class FakeGpu(Gpu):
         self.events_made += 1
         return FakeEvent(self._clock)
 
-    def on_this_thread(self) -> AbstractContextManager[None]:
+    def device_guard(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def future(self) -> Future[Tensor]:
+    def new_future(self) -> Future[Tensor]:
         return Future()
 
     def pinned(self, nbytes: int) -> Tensor:

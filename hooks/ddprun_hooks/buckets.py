@@ -35,7 +35,7 @@ def view_complex_as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
-class ParameterBuckets:
+class TensorBuckets:
     """Named tensors in flat buckets of one dtype each, in the order in which they are given; empty ones are
     left out, complex ones are pairs of real numbers.
 

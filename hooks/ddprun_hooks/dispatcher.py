@@ -126,10 +126,10 @@ class BucketDispatcher:
             self._buckets.clear()
         self._buckets.append(bucket)
         if bucket.is_last():
-            _call_after_backward(self._note_gradients)
+            _call_after_backward(self._note_gradient_versions)
         return self._on_bucket(state, bucket)
 
-    def _note_gradients(self) -> None:
+    def _note_gradient_versions(self) -> None:
         """Gradients are complete; DDP's own callback, which writes the means to them, comes next."""
         params = [param for bucket in self._buckets for param in bucket.parameters()]
         versions = [None if param.grad is None else param.grad._version for param in params]

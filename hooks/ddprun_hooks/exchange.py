@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import ControlChannel
@@ -63,7 +63,7 @@ class Exchange:
         """
         gpu = Gpu(device) if device.type == "cuda" else None
         groups.check_shared_memory_device(device, [*gradients, *deltas, *plain])
-        placement = groups.Placement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
+        placement = groups.RankPlacement(dist.get_rank(), tuple(hosts), tuple(local_sizes))
         for requirements in (gradients, deltas, plain):  # before the groups of the first queue are made
             groups.check_placement(placement, requirements)
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
@@ -120,7 +120,7 @@ class Exchange:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors`, in place, with those of rank `source`, in flat messages of one dtype each."""
         named_tensors = {str(index): tensor for index, tensor in enumerate(tensors)}
-        buckets, stack = ParameterBuckets(named_tensors, BROADCAST_BUCKET_BYTES), broadcast_stack(source)
+        buckets, stack = TensorBuckets(named_tensors, BROADCAST_BUCKET_BYTES), broadcast_stack(source)
         for index, layout in enumerate(buckets.layouts):
             payload = Payload(buckets.flatten(index), layout.params, "parameters", layout.index)
             buckets.copy_to_tensors(index, self.plain_queue.send(payload, stack, []).wait())
@@ -138,7 +138,7 @@ class Exchange:
 
     def _run_exact(self, collective: groups.CollectiveRequest, what: str) -> int:
         """Wait for a collective past every queue; gives the bytes sent."""
-        pending = self.exact_group.sequence(collective, 0).issue(collective.op, what=what)
+        pending = self.exact_group.sequence(collective, 0).record_issued(collective.op, what=what)
         with pending:
             work = self.exact_group.launch(collective, 0)
             if isinstance(work, dist.Work):

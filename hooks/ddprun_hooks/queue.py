@@ -78,7 +78,7 @@ class HostCommQueue:
             future = self._send_at_once(bucket)
         else:
             future = bucket.future = Future()
-            self._post(bucket, None)
+            self._post_and_drain(bucket, None)
         trace.handed_over = now_us()
         return future
 
@@ -121,7 +121,7 @@ class HostCommQueue:
 
         return done.then(await_callback_at_exit(finish))
 
-    def _post(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
+    def _post_and_drain(self, bucket: "_BucketInFlight", result: Tensor | BaseException | None) -> None:
         """Handle an event of a bucket: it enters (None), or its collective's result or failure. If another
         thread is handling events, leave it to that one.
 
@@ -195,7 +195,7 @@ class HostCommQueue:
     def _on_collective_done(
         self, bucket: "_BucketInFlight", complete: "_CompletionCallback", future: Future[Any]
     ) -> None:
-        self._post(bucket, complete(future))
+        self._post_and_drain(bucket, complete(future))
 
     def _start_collective(
         self, bucket: "_BucketInFlight", collective: CollectiveRequest
@@ -206,7 +206,7 @@ class HostCommQueue:
         check_rounds(collective, round_index, len(available), bucket.stack)
         collective_trace = new_collective_trace(collective, round_index, now_us())
         bucket.trace.collectives.append(collective_trace)
-        pending = group.sequence(collective, round_index).issue(collective.op, bucket.payload)
+        pending = group.sequence(collective, round_index).record_issued(collective.op, bucket.payload)
         with pending:
             work = group.launch(collective, round_index)
         bucket.issued[group.name] += 1
@@ -301,7 +301,7 @@ class StreamQueue:
         trace: BucketTrace[StreamTimestamp] = new_trace(payload, stack, ready)
         trace.handed_over = ready
         traces.append(trace)
-        future = gpu.future()
+        future = gpu.new_future()
         stream.wait_event(ready.event)
         with gpu.use_stream(stream, current):
             gpu.record_stream(payload.tensor, stream)
@@ -353,7 +353,7 @@ class StreamQueue:
             if with_spans:
                 trace.spans.append(HookSpan(start, launched, "encode", False))
             trace.collectives.append(new_collective_trace(collective, round_index, launched))
-            pending = collective.group.sequence(collective, round_index).issue(collective.op, payload)
+            pending = collective.group.sequence(collective, round_index).record_issued(collective.op, payload)
             with pending:
                 collective.group.launch(collective, round_index).wait()  # with NCCL, the stream alone waits
             if with_spans:

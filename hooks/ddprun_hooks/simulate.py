@@ -17,7 +17,7 @@ from ddprun_hooks.stack import Stack
 
 
 def simulated_group(
-    name: str, placement: groups.Placement, requirements: groups.GroupRequirements
+    name: str, placement: groups.RankPlacement, requirements: groups.GroupRequirements
 ) -> groups.RankGroup:
     """`GroupFactory.make_group`'s group of a rank, over which nothing can be sent; raises HookSetupError."""
     # Shared memory would be made at once, where a process group is only a name here.

@@ -23,7 +23,7 @@ from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import merge_requirements
-from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host
+from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
@@ -99,7 +99,7 @@ class Handle(BucketDispatcher):
             # A stream ends them in their order.
             finished = list(itertools.takewhile(_payload_arrived, self._traces_with_findings))
             del self._traces_with_findings[: len(finished)]
-            copy_findings_to_host(finished)
+            read_finding_codes(finished)
             overflows = [
                 (trace.bucket, one.hook) for trace in finished for one in trace.findings if one.code == 1
             ]

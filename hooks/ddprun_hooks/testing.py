@@ -25,7 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import GroupFactory, GroupRequirement, GroupRequirements, Placement, RankGroup
+from ddprun_hooks.comm.groups import (
+    GroupFactory,
+    GroupRequirement,
+    GroupRequirements,
+    RankGroup,
+    RankPlacement,
+)
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 from ddprun_hooks.queue import HostCommQueue
@@ -206,7 +212,7 @@ def check_hooks(
             ("results and residuals do not add up to what came in", states, [PARAMS]),
             ("other buckets lose residuals", [merged] * ranks, halves),
         ):
-            came, left = _empty_residuals(hooks, hosts, begin, buckets)
+            came, left = _drain_residuals(hooks, hosts, begin, buckets)
             lost = (float((came - kept).norm()) - left) / float(came_in.norm())
             assert lost < 1e-12, f"{what}: {lost:.2g} is lost"
 
@@ -223,7 +229,7 @@ def check_hooks(
     run_hooks(hooks, ranks, rolled_back, hosts)
 
 
-def _empty_residuals(
+def _drain_residuals(
     hooks: AnyHook | Sequence[AnyHook],
     hosts: Sequence[str],
     states: Sequence[dict[str, Any]],
@@ -291,7 +297,7 @@ def run_ranks(
     process_groups: list[dist.ProcessGroup] = []
 
     def run(rank: int) -> None:
-        placement = Placement(rank, names, tuple(names.count(name) for name in names))
+        placement = RankPlacement(rank, names, tuple(names.count(name) for name in names))
         calls = itertools.count()
 
         def make_process_group(name: str, ranks: list[int]) -> Any:

@@ -60,7 +60,7 @@ class PluginRegistry:
     @property
     def reserved_names(self) -> frozenset[str]:
         """Names that installed packages cannot use."""
-        found = _import(self.reserved_by) if self.reserved_by else ()
+        found = _import_attribute(self.reserved_by) if self.reserved_by else ()
         return frozenset(getattr(found, "model_fields", found))
 
     def built_in(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class PluginRegistry:
         """All names."""
         return (*self.built_in(), *self.installed())
 
-    def targets(self, name: str) -> tuple[str, ...]:
+    def import_paths(self, name: str) -> tuple[str, ...]:
         """The import paths behind an installed plug-in's name: one, unless several packages claim it."""
         return installed_entry_points(self.entry_point_group)[name]
 
@@ -90,13 +90,13 @@ class PluginRegistry:
         """Import a plug-in's class. Raises ImportPathError if the installed one cannot or may not
         (UntrustedError) be imported, or is of another kind, and TrustSettingError.
         """
-        base = _import(self.base_class_name)
+        base = _import_attribute(self.base_class_name)
         if name in self.built_in():
             return _defined_in(f"{self.package}.{name}", base)
         words = f"a {self.kind} is a class derived from {self.base_class_name}"
         found = import_entry_point(self.entry_point_group, name, ExpectedObject(words, base, kind=self.kind))
         if not _is_derived(found, base):
-            shown = f'the installed {self.kind} "{name}" ({self.targets(name)[0]})'
+            shown = f'the installed {self.kind} "{name}" ({self.import_paths(name)[0]})'
             raise ImportPathError(f"{shown} is not a class derived from {self.base_class_name}")
         return found  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def _defined_in(module: str, base: type) -> type[Any]:
     return own
 
 
-def _import(name: str) -> Any:
+def _import_attribute(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

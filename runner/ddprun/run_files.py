@@ -120,7 +120,7 @@ def resume_command(run_dir: Path) -> str:
     return f"ddprun resume {shlex.quote(str(run_dir))}"
 
 
-def check_folder(folder: Path, name: str) -> None:
+def check_folder_if_exists(folder: Path, name: str) -> None:
     """Raise WrongFileTypeError if there is something of this name in a run that is not a folder."""
     with suppress(FileNotFoundError), _open_folder(folder, Path(name).parts):
         pass

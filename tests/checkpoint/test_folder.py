@@ -52,7 +52,7 @@ def test_older_ones_are_deleted(tmp_path: Path) -> None:
     folder.write_part(folder.unfinished_path(tmp_path, 2000, "dead"), "shared", encode(STATE))
     (tmp_path / "notes").mkdir()
     folder.prune(tmp_path, 2)
-    folder.clear_unfinished(tmp_path)
+    folder.recover_interrupted_writes(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00001500", "step-123456789"]
     assert folder.steps_in(tmp_path) == [123_456_789, 1500]
 
@@ -72,7 +72,7 @@ def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     write(tmp_path, token="a").path.rename(tmp_path / ".step-00000007.replaced")
     folder.write_part(folder.unfinished_path(tmp_path, 7, "b"), "shared", encode(STATE))
     assert folder.steps_in(tmp_path) == []
-    folder.clear_unfinished(tmp_path)
+    folder.recover_interrupted_writes(tmp_path)
     folder.verify(folder.open_checkpoint(tmp_path, 7))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 

@@ -219,7 +219,7 @@ def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     ranks[2].enqueue(30, parts(2))
     assert max(writer.enqueued_count for writer in ranks) == 3
     for writer in ranks:
-        writer.skip_to(3)
+        writer.report_missed_checkpoints(3)
     assert everyone(ranks, 30, wait=True).problem == "rank 1 had stopped before"
     outcome = ranks[0].outcomes.get(timeout=30)
     assert (outcome.step, outcome.problem) == (30, None)
@@ -283,10 +283,10 @@ def test_page_locked_memory_is_used_again_once_it_is_written() -> None:
     staging = PinnedStaging(gpu)
     weights = {f"w{index}": torch.randn(1000, index + 1) for index in range(40)}
     for round_number in range(3):
-        assert staging.begin()
-        assert not staging.begin(), "it is in use"
+        assert staging.try_acquire()
+        assert not staging.try_acquire(), "it is in use"
         copied = {name: staging.copy(tensor) for name, tensor in weights.items()}
-        staging.mark_all_started()
+        staging.fence_copies()
         staging.wait()
         assert all(torch.equal(copied[name], tensor) for name, tensor in weights.items())
         assert all(tensor.data_ptr() % 8 == 0 for tensor in copied.values())

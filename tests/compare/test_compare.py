@@ -31,7 +31,7 @@ from ddprun.compare.runs import (
 )
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import load
-from ddprun.report.blocks import format_alike
+from ddprun.report.blocks import format_with_equal_decimals
 from ddprun.report.digest import digest_run
 from ddprun.telemetry.reader import Run
 from tests.ranks import Running, ddprun
@@ -174,7 +174,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
         (mean - 4.303 * deviation / 3**0.5, mean + 4.303 * deviation / 3**0.5)
     )
     assert [row["chosen"] for row in table] == [False, False, True, False, False]
-    told = learning.sentences(table)
+    told = learning.comparison_sentences(table)
     assert told[0] == (
         "worse is faster (2.50 times as fast, 2.50 to 2.50), and learns worse: its held-out loss is 0.103 "
         "higher (+0.0654 to +0.141, 3 seeds)."
@@ -183,7 +183,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     assert told[1].endswith(" seeds would confirm a difference of that size.")
     assert told[-1] == "Choose unclear: it is the fastest that does not learn worse."
     assert (
-        learning.sentences(comparison_rows(sides[:2]))[-1]
+        learning.comparison_sentences(comparison_rows(sides[:2]))[-1]
         == "Stay with first: what is faster learns worse, or sends nothing."
     )
 
@@ -196,8 +196,8 @@ def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> Non
     assert row["learning"] == "one seed cannot tell"
     assert row["loss_difference"] == pytest.approx(-0.005)
     assert row["loss_difference_low"] is None
-    assert learning.conclusion(row) == "faster; one seed cannot tell how well it learns"
-    assert learning.sentences(table)[-1] == (
+    assert learning.speed_and_learning_verdict(row) == "faster; one seed cannot tell how well it learns"
+    assert learning.comparison_sentences(table)[-1] == (
         "other is the fastest; before you choose it, compare again with `--seeds 5`, to see whether it "
         "learns as well."
     )
@@ -213,8 +213,8 @@ def test_too_few_turns_say_how_many_more_it_takes(tmp_path: Path) -> None:
     table = comparison_rows([first, twin, other, failed])
     assert [row["turns_needed"] for row in table[1:]] == [2, 2, 6]
     assert table[1]["verdict"] == "noise: not known yet"
-    assert learning.conclusion(table[2]).startswith("too few turns to tell, 2 more needed")
-    told = learning.sentences(table)
+    assert learning.speed_and_learning_verdict(table[2]).startswith("too few turns to tell, 2 more needed")
+    told = learning.comparison_sentences(table)
     assert len(told) == 3
     assert told[0].startswith(
         "other needs 2 more turns to tell how fast it is (so far 2.00 times as fast, 2.00 to 2.00)"
@@ -234,7 +234,7 @@ def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
     summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 3}, "steps":', 1))
     table = comparison_rows([first, nothing, diverged])
     assert [row["verdict"] for row in table] == ["the first", "faster", "faster"]
-    assert learning.conclusion(table[2]) == "faster, and its loss is not finite"
+    assert learning.speed_and_learning_verdict(table[2]) == "faster, and its loss is not finite"
     assert [row["chosen"] for row in table] == [True, False, False]
 
 
@@ -334,10 +334,10 @@ def test_only_one_run_works_at_a_time() -> None:
                 ranks += [asyncio.create_task(asyncio.to_thread(rank, told, run, turns)) for _ in range(2)]
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(b'{"secret": "x", "run": 0, "rank": 0, "ranks": 9}\n')
-                await asyncio.wait_for(scheduler.wait_for_all(), 30)
+                await asyncio.wait_for(scheduler.wait_until_all_idle(), 30)
                 while left := list(scheduler.waiting_runs()):
                     for run in left:
-                        await scheduler.give_turn(run)
+                        await scheduler.run_one_turn(run)
                         order.append(run)
                 stranger.settimeout(20)
                 assert stranger.recv(1) == b""  # heard at the latest while turns were given
@@ -387,7 +387,7 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert other != [loss for _, loss in of_one]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "a band reaches from the lowest seed" in page
-    speeds = format_alike(row["steps_per_s"] for row in table)
+    speeds = format_with_equal_decimals(row["steps_per_s"] for row in table)
     assert "".join(f"<td>{speed}</td>" for speed in speeds) in page, "one speed"
     steps = list(Run(tmp_path / "out" / "0-seed-0").step_records(1))
     assert max(line.step_us for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import LoadedPipeline, PipelineError
-from ddprun.config.changes import check_changes, schedule_changed
+from ddprun.config.changes import check_and_list_changes, learning_rates_changed
 
 Load = Callable[..., LoadedPipeline]
 
@@ -22,7 +22,7 @@ stages:
 
 def compared(loaded: Load, *overrides: str, next_stage: int = 2, begun: int | None = 2) -> list[str]:
     before = loaded(TEXT).as_dict()
-    return check_changes(loaded(TEXT, *overrides), before, next_stage=next_stage, begun_stage=begun)
+    return check_and_list_changes(loaded(TEXT, *overrides), before, next_stage=next_stage, begun_stage=begun)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_a_stage_that_has_not_begun_is_free(loaded: Load) -> None:
 def test_when_learning_rates_are_followed_anew(loaded: Load, override: str, changed: bool) -> None:
     """Where the optimizer's settings, the schedule or the stage's length are others."""
     before: dict[str, Any] = loaded(TEXT).as_dict()
-    assert schedule_changed(loaded(TEXT, override), before, 2) is changed
+    assert learning_rates_changed(loaded(TEXT, override), before, 2) is changed

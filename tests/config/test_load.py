@@ -18,7 +18,7 @@ from ddprun.config import (
     load,
 )
 from ddprun.config.built_ins import Digits, Mlp, Synthetic
-from ddprun.config.load import _name_of
+from ddprun.config.load import _folder_safe_name
 
 Load = Callable[..., LoadedPipeline]
 PIPELINES = sorted((Path(__file__).parents[2] / "pipelines").glob("*.yaml"))
@@ -209,7 +209,7 @@ def test_a_fault_of_the_run_has_its_place(loaded: Load) -> None:
 )
 def test_a_pipeline_is_named_after_its_file(stem: str, name: str) -> None:
     """What a folder cannot be called is replaced."""
-    assert _name_of(Path(f"{stem}.yaml")) == name
+    assert _folder_safe_name(Path(f"{stem}.yaml")) == name
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)

@@ -41,7 +41,7 @@ def models() -> list[type[BaseModel]]:
 def test_every_error_has_a_sentence() -> None:
     """Each type of error that any value of any key can raise is told in words of our own."""
     for kind in ("optimizer", "schedule", "loss"):
-        for name in signatures.class_names(kind):
+        for name in signatures.offered_class_names(kind):
             signatures.torch_options_model(kind, name)
     seen: set[str] = set()
     for model in models():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddprun.config import length_option, signatures, tensor_options
+from ddprun.config import length_option_to_fill, signatures, tensor_options
 from ddprun.config.signatures import TorchKind
 
 MODULES: dict[TorchKind, str] = {
@@ -15,7 +15,7 @@ MODULES: dict[TorchKind, str] = {
     "schedule": "torch.optim.lr_scheduler",
     "loss": "torch.nn",
 }
-EVERY = [(kind, name) for kind in MODULES for name in signatures.class_names(kind)]
+EVERY = [(kind, name) for kind in MODULES for name in signatures.offered_class_names(kind)]
 
 
 def real(kind: TorchKind, name: str) -> Any:
@@ -29,7 +29,7 @@ def test_options_are_those_of_the_real_class(kind: TorchKind, name: str) -> None
     offered = {item.name: item for item in signatures.torch_options(kind, name)}
     assert offered.keys() <= takes.keys()
     needed = {key for key, item in takes.items() if item.default is item.empty} - {"params", "optimizer"}
-    assert {key for key, item in offered.items() if item.required} == needed - {length_option(name)}
+    assert {key for key, item in offered.items() if item.required} == needed - {length_option_to_fill(name)}
     assert not offered.keys() & {"params", "optimizer", "last_epoch", "verbose", "size_average", "reduce"}
 
 
@@ -41,10 +41,10 @@ def test_nothing_of_torch_is_missing() -> None:
         for name in optim.__all__
         if inspect.isclass(getattr(optim, name)) and issubclass(getattr(optim, name), optim.Optimizer)
     } - {"Optimizer"}
-    assert known == {*signatures.class_names("optimizer"), "LBFGS", "SparseAdam"}
+    assert known == {*signatures.offered_class_names("optimizer"), "LBFGS", "SparseAdam"}
     for name in schedules.__all__:
         if name != "LRScheduler":
-            assert (name in signatures.class_names("schedule")) != bool(
+            assert (name in signatures.offered_class_names("schedule")) != bool(
                 signatures.why_not_offered("schedule", name)
             )
     nn = importlib.import_module("torch.nn")
@@ -52,8 +52,10 @@ def test_nothing_of_torch_is_missing() -> None:
     assert len(losses) > 20
     for name in losses:
         if signatures.find_class("loss", name) == name:
-            assert (name in signatures.class_names("loss")) != bool(signatures.why_not_offered("loss", name))
-    offered = set(signatures.class_names("loss"))
+            assert (name in signatures.offered_class_names("loss")) != bool(
+                signatures.why_not_offered("loss", name)
+            )
+    offered = set(signatures.offered_class_names("loss"))
     assert offered >= {"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "HuberLoss"}
     assert not offered & {"CTCLoss", "TripletMarginLoss", "CosineEmbeddingLoss", "GaussianNLLLoss"}
 
@@ -75,7 +77,7 @@ def test_nothing_of_torch_is_missing() -> None:
 )
 def test_a_length_that_is_left_out_has_a_name(name: str, given: dict[str, Any], length: str | None) -> None:
     """The engine learns which option to fill with the stage's steps."""
-    assert length_option(name, given) == length
+    assert length_option_to_fill(name, given) == length
 
 
 def test_tensors_are_known() -> None:
@@ -98,12 +100,12 @@ def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(signatures, "torch_folder", lambda: None)
     monkeypatch.setattr(signatures, "_classes", lambda kind: {})
-    signatures._by_spelling.cache_clear()
+    signatures._class_by_spelling.cache_clear()
     try:
         with pytest.raises(ValidationError, match="torch is not installed"):
             parse_choice("optimizer", "sgd")
     finally:
-        signatures._by_spelling.cache_clear()
+        signatures._class_by_spelling.cache_clear()
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)

@@ -314,7 +314,7 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model, loss = build.build_model(loaded), build.build_loss(loaded)
     computes = Objective(loaded, loss, Precision("fp32", torch.device("cpu")))
-    return build.join_model_and_loss(loaded, model, loss, torch.device("cpu"), None), computes
+    return build.join_loss_and_freeze(loaded, model, loss, torch.device("cpu"), None), computes
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def model_of(folder: Path, more: str, *, compiled: bool = False) -> nn.Module:
     torch.manual_seed(0)
     model = build.build_model(loaded)
     load_weights(loaded, model)
-    return build.join_model_and_loss(loaded, model, None, torch.device("cpu"), None)
+    return build.join_loss_and_freeze(loaded, model, None, torch.device("cpu"), None)
 
 
 def fault(folder: Path, more: str) -> Any:

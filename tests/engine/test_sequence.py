@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import StepStage, load
-from ddprun.engine.sequence import Equalize, StageSequence, equalize
+from ddprun.engine.sequence import Equalize, StageActions, equalize
 from ddprun.sync.plan import BufferPlan, ReplicaConsistency
 from tests.engine.running import lines, run_pipeline
 
@@ -18,7 +18,7 @@ optimizer: {sgd: {lr: 0.1}}
 """
 
 
-def sequence(folder: Path, stages: str, steps: int | None, **replicas: Any) -> StageSequence:
+def sequence(folder: Path, stages: str, steps: int | None, **replicas: Any) -> StageActions:
     """Of the first stage, of a model whose buffers a and b change and are read."""
     (folder / "p.yaml").write_text(f"{PIPELINE}{stages}\n")
     pipeline = load(folder / "p.yaml").pipeline
@@ -27,10 +27,10 @@ def sequence(folder: Path, stages: str, steps: int | None, **replicas: Any) -> S
     settings = stage.effective_settings(pipeline)
     everywhere = settings.plan.gradients == "all"
     buffers = BufferPlan(settings.buffers, ("a", "b"), ("a", "b"), True, everywhere)
-    return StageSequence(pipeline, stage, settings, buffers, ReplicaConsistency(**replicas), steps)
+    return StageActions(pipeline, stage, settings, buffers, ReplicaConsistency(**replicas), steps)
 
 
-def told(found: StageSequence, steps: int) -> list[str]:
+def told(found: StageActions, steps: int) -> list[str]:
     """All of a stage in words: each action, with what ranks have in common when it comes."""
 
     def words(moment: str, action: Any) -> str:

@@ -13,7 +13,7 @@ from ddprun_hooks.builtin.cast import note_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
-from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host
+from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import PARAMS, contribution
@@ -93,7 +93,7 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
         done = Gpu(torch.device("cuda", 0)).record_timestamp()
         done.event.synchronize()  # as the clock does, which reads the payload's last mark
         trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)
-        copy_findings_to_host([trace])
+        read_finding_codes([trace])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [finding.code for finding in trace.findings] == [code]

@@ -59,8 +59,8 @@ def test_the_largest_values_are_those_of_a_stable_sort(
 
     monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", numel + 1)
     messages = [
-        largest.take_largest(given, torch.zeros_like(given), k),
-        topk.take_largest(given, torch.zeros_like(given), k),
+        largest.encode_largest(given, torch.zeros_like(given), k),
+        topk.encode_largest(given, torch.zeros_like(given), k),
     ]
     ours, torchs = (one[: 4 * k].view(torch.int32).sort().values for one in messages)
     assert torch.equal(ours, torchs)
@@ -114,7 +114,7 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
     wire, k = Int8(256), LARGE // 100
     ours = FusedBlockReduction(wire, given, residual, 0, 2)
     message = ours.encode()
-    sums = ours.sum_shares(message).repeat(2)
+    sums = ours.sum_and_encode(message).repeat(2)
     monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", LARGE + 1)
 
     def add_in_torch() -> None:
@@ -132,12 +132,12 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
         casts.launch_downcast(given, None, torch.bfloat16)
 
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "sum of two shares": (lambda: ours.sum_shares(message), add_in_torch),
+        "sum of two shares": (lambda: ours.sum_and_encode(message), add_in_torch),
         "decoding": (lambda: ours.decode(sums), decode_in_torch),
         "cast, and what overflows": (cast, cast_in_torch),
         "1 % largest": (
-            lambda: largest.take_largest(given, residual, k),
-            lambda: topk.take_largest(given, residual, k),
+            lambda: largest.encode_largest(given, residual, k),
+            lambda: topk.encode_largest(given, residual, k),
         ),
     }
     for what, (kernel, reference) in pairs.items():

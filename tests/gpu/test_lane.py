@@ -251,9 +251,9 @@ def staged() -> tuple[float, float, bool]:
     for _ in range(2):  # the first one page-locks memory
         torch.cuda.synchronize()
         start = time.monotonic()
-        assert staging.begin()
+        assert staging.try_acquire()
         copied = [staging.copy(tensor) for tensor in weights]
-        staging.mark_all_started()
+        staging.fence_copies()
         for tensor in weights:
             tensor.add_(100.0)  # the next step
         stalls.append(time.monotonic() - start)
@@ -278,7 +278,7 @@ def inputs() -> tuple[bool, bool, bool]:
     copies = CopyStream(gpu)
     given = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
     copies.copy_to_gpu(given)
-    copies.wait_for_copies()
+    copies.join_current_stream()
     torch.cuda.synchronize()
     sleep(cycles_of(300))
     moved = copies.copy_to_gpu(given)
@@ -286,7 +286,7 @@ def inputs() -> tuple[bool, bool, bool]:
     copied.record(copies._stream)
     computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     computed.record()
-    copies.wait_for_copies()
+    copies.join_current_stream()
     copied.synchronize()
     early = not computed.query()
     doubled = moved * 2

@@ -89,7 +89,9 @@ def differences(
             given = [one.clone() for one in payloads]
             all_ranks = [made(wire, given[rank], kept[rank], rank, ranks) for rank in range(ranks)]
             sent = torch.stack([one.encode().view(ranks, -1) for one in all_ranks])
-            sums = torch.cat([one.sum_shares(sent[:, rank].flatten()) for rank, one in enumerate(all_ranks)])
+            sums = torch.cat(
+                [one.sum_and_encode(sent[:, rank].flatten()) for rank, one in enumerate(all_ranks)]
+            )
             means = [one.decode(sums.clone()) for one in all_ranks]
             assert all(torch.equal(bits(one), bits(means[0])) for one in means)
             assert means[0].data_ptr() == given[0].data_ptr()
@@ -167,7 +169,7 @@ def of_cast(
     if large is not None:
         total[numel // 2] = large
     expected = find_overflow(name, own, total)
-    ours = overflow_finding(name, casts.launch_upcast(total, mean := own.clone(), flags))
+    ours = overflow_finding(name, casts.launch_upcast_and_check(total, mean := own.clone(), flags))
     if device != "cpu":
         torch.cuda.synchronize()  # codes are on their way to the host
     if int(ours.code) != (0 if expected is None else int(expected.code)):
@@ -188,7 +190,7 @@ def of_largest(
     with mock.patch.multiple(largest, _LAUNCH={**largest._LAUNCH, "TILE": tile}, _PROGRAMS=programs):
         for step in range(2):
             given = values(kind, numel, step).to(dtype)
-            message = largest.take_largest(given.to(device), ours, k).cpu()
+            message = largest.encode_largest(given.to(device), ours, k).cpu()
             expected += given
             order = torch.where(expected.isnan(), math.inf, expected.abs()).double()
             order[expected.isnan()] = torch.finfo(torch.float64).max
@@ -229,7 +231,7 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
             for module, name in (
                 (blocks, "launch_encode"),
                 (casts, "launch_downcast"),
-                (largest, "take_largest"),
+                (largest, "encode_largest"),
             )
         ]
         chosen = mock.patch.object(kernels, "can_handle_tensors", can_handle_tensors)

@@ -33,7 +33,7 @@ class Watched(CollectiveObserver, CollectiveSequence, CollectiveHandle):
     def new_sequence(self, name: str, ranks: Sequence[int]) -> "Watched":
         return self
 
-    def issue(
+    def record_issued(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
     ) -> "Watched":
         self.issued.append(what)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.builtin import cast
 from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8
-from ddprun_hooks.comm.groups import CollectiveRequest, Placement, RankGroup, merge_requirements
+from ddprun_hooks.comm.groups import CollectiveRequest, RankGroup, RankPlacement, merge_requirements
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
@@ -71,7 +71,7 @@ class Divisions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("specs", STACKS, ids=str)
 def test_a_hook_neither_waits_for_a_gpu_nor_mixes_devices(specs: Specs) -> None:
     stack = make_stack(specs)
-    placement = Placement(0, ("a", "a", "b", "b"), (2, 2, 2, 2))
+    placement = RankPlacement(0, ("a", "a", "b", "b"), (2, 2, 2, 2))
     group = simulated_group("world", placement, merge_requirements([stack.requirements]))
     with on_a_gpu(), mock.patch.object(Tensor, "data_ptr", lambda self: id(self)):
         for step in range(2):  # the second has residuals
@@ -118,7 +118,7 @@ def test_int8_scales_are_aligned_in_a_message(block: int) -> None:
     """With any number of values, odd numbers of blocks included."""
     spec: HookSpec = {"int8": {"block": block}}
     stack = make_stack(spec)
-    group = simulated_group("world", Placement(0, ("a",) * 3, (3,) * 3), stack.requirements)
+    group = simulated_group("world", RankPlacement(0, ("a",) * 3, (3,) * 3), stack.requirements)
     for numel in (1, block + 1, 7 * block - 5):
         layout = BucketLayout.from_tensors(0, torch.float32, {"w": torch.empty(numel)}.items())
         simulate(dummy_payload(layout, "gradient"), stack, group)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddprun_hooks import HookSetupError, ParamSlice
 from ddprun_hooks.builtin.hierarchical import param_slices_between, row_aligned_ends
 from ddprun_hooks.comm.control import open_control_channel
-from ddprun_hooks.comm.groups import GroupRequirement, Placement
+from ddprun_hooks.comm.groups import GroupRequirement, RankPlacement
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.exchange import Exchange
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
@@ -118,7 +118,7 @@ def test_the_ranks_of_each_host() -> None:
     """
 
     def blocks(hosts: str, sizes: Sequence[int], split: int | None = None) -> list[list[int]]:
-        return Placement(0, tuple(hosts), tuple(sizes)).split_by_host(split)
+        return RankPlacement(0, tuple(hosts), tuple(sizes)).split_by_host(split)
 
     assert blocks("abab", (2,) * 4) == [[0, 2], [1, 3]]
     assert blocks("abba", (2,) * 4) == [[0, 3], [1, 2]]

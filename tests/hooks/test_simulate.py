@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.communicator import Communicator
-from ddprun_hooks.comm.groups import GroupRequirement, Placement, RankGroup, requirements_within_hosts
+from ddprun_hooks.comm.groups import GroupRequirement, RankGroup, RankPlacement, requirements_within_hosts
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.errors import ExchangeError, HookSetupError
@@ -40,7 +40,7 @@ def on_hosts(ranks: int, hosts: int) -> tuple[str, ...]:
 
 def imagined(specs: Sequence[HookSpec], rank: int, names: tuple[str, ...]) -> Counted:
     stack = make_stack(specs)
-    layout = Placement(rank, names, tuple(names.count(name) for name in names))
+    layout = RankPlacement(rank, names, tuple(names.count(name) for name in names))
     return counted(
         simulate(
             dummy_payload(BUCKET, "gradient"), stack, simulated_group("world", layout, stack.requirements)
@@ -91,7 +91,7 @@ def test_the_ranks_of_a_host_alone() -> None:
         return counted(traces[0])
 
     for rank, found in enumerate(run_ranks(4, body, requirements=needs, hosts=names)):
-        group = simulated_group("world", Placement(rank, names, (2,) * 4), needs)
+        group = simulated_group("world", RankPlacement(rank, names, (2,) * 4), needs)
         legs = counted(simulate(dummy_payload(BUCKET, "delta"), make_stack(["fp16"]), group.splits[None][0]))
         assert legs == found
         assert legs[0][1] == "within.0"
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_host_alone() -> None:
 
 def test_a_broadcast_is_a_chain() -> None:
     """Every rank but the last passes the payload on once."""
-    layouts = [Placement(rank, on_hosts(4, 2), (2,) * 4) for rank in range(4)]
+    layouts = [RankPlacement(rank, on_hosts(4, 2), (2,) * 4) for rank in range(4)]
     groups = [simulated_group("plain", layout, {GroupRequirement("world"): 1}) for layout in layouts]
     traces = [simulate(dummy_payload(BUCKET, "parameters"), broadcast_stack(1), group) for group in groups]
     assert [trace.wire_bytes for trace in traces] == [0, 4 * NUMEL, 4 * NUMEL, 4 * NUMEL]
@@ -142,7 +142,7 @@ def test_a_hook_of_ones_own() -> None:
     sizes = unequal(NUMEL, 4)
     for rank, (legs, mean) in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
         payload = dummy_payload(BUCKET, "gradient")
-        group = simulated_group("world", Placement(rank, names, (2,) * 4), Everything().requirements())
+        group = simulated_group("world", RankPlacement(rank, names, (2,) * 4), Everything().requirements())
         assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), group)) == legs
         mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         assert torch.equal(payload.tensor[mine], mean[mine])
@@ -170,14 +170,14 @@ class Wrong(Hook):
 def test_a_wrong_hook_is_found_out(wrong: Wrong, words: str) -> None:
     """What would break a run at its first step breaks the rehearsal."""
     stack = Stack([("mine.Wrong", wrong)])
-    group = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
+    group = simulated_group("world", RankPlacement(0, ("a", "a"), (2, 2)), stack.requirements)
     with pytest.raises(ExchangeError, match=words):
         simulate(dummy_payload(BUCKET, "gradient"), stack, group)
 
 
 def test_ranks_that_lie_wrong_are_refused() -> None:
     """As a run refuses them."""
-    layout = Placement(0, on_hosts(4, 2), (2,) * 4)
+    layout = RankPlacement(0, on_hosts(4, 2), (2,) * 4)
     shared = make_stack(["shared_memory"])
     with pytest.raises(HookSetupError, match="on host 0, host 1: write hierarchical"):
         simulate(
@@ -203,7 +203,7 @@ async def past_its_communicator(payload: Payload, comm: Communicator) -> torch.T
 def test_a_hook_that_cannot_be_tried_without_other_ranks_is_named() -> None:
     """With what it raised."""
     stack = make_stack(past_its_communicator)
-    group = simulated_group("world", Placement(0, ("a", "a"), (2, 2)), stack.requirements)
+    group = simulated_group("world", RankPlacement(0, ("a", "a"), (2, 2)), stack.requirements)
     name = "tests.hooks.test_simulate.past_its_communicator"
     told = f'hook "{name}" cannot be tried without other ranks: ValueError: '
     with pytest.raises(ExchangeError, match=told):

@@ -15,7 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from ddprun.host.rank_files import remove_old_folders
+from ddprun.host.rank_files import remove_dead_launcher_folders
 from ddprun.watchdog.status_page import RankStatus, read_page
 from tests.engine.running import events, summary
 from tests.ranks import Finished, Running, free_port, is_running, shared_memory_of
@@ -331,7 +331,7 @@ def test_every_other_rank_exits_1_under_any_launcher(folder: Path, stopped: int)
             rank.kill()
             rank.communicate()
     with mock.patch.object(tempfile, "tempdir", str(folder / "tmp")):
-        remove_old_folders()  # as the next start of the same user does
+        remove_dead_launcher_folders()  # as the next start of the same user does
     assert temporary(folder) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.host import rank_files
-from ddprun.host.rank_files import launcher_folder, remove_old_folders
+from ddprun.host.rank_files import remove_dead_launcher_folders, temporary_launcher_folder
 
 OPEN = """
 import sys
@@ -49,11 +49,11 @@ def test_only_the_folder_of_a_launcher_that_is_gone_is_removed(temporary: Path) 
         dead.kill()
         dead.communicate(timeout=30)
         assert all(folder.is_dir() for folder in folders)
-        with launcher_folder() as own:
+        with temporary_launcher_folder() as own:
             assert own.is_dir()
             assert [folder.is_dir() for folder in folders] == [True, False]
         living.communicate(timeout=30)
-        remove_old_folders()
+        remove_dead_launcher_folders()
         assert list(temporary.iterdir()) == []
     finally:
         for process in (living, dead):
@@ -72,7 +72,7 @@ def test_a_folder_that_another_launcher_removes_is_made_again(monkeypatch: pytes
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", made_and_removed)
-    with launcher_folder() as folder:
+    with temporary_launcher_folder() as folder:
         assert str(folder) == made[1]
         assert folder.is_dir()
 
@@ -81,18 +81,18 @@ def test_the_end_of_a_run_is_left_for_the_launcher(temporary: Path, monkeypatch:
     """It gives the exit code then. Where it cannot be left, the rank gives it itself; a success that cannot
     be told is none.
     """
-    with launcher_folder() as folder:
+    with temporary_launcher_folder() as folder:
         monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(folder))
         assert rank_files.read_outcome(folder) is None
-        assert rank_files.report_outcome(3) == 0
+        assert rank_files.report_outcome_and_exit_code(3) == 0
         assert rank_files.read_outcome(folder) == 3
     monkeypatch.setenv(rank_files.SCRATCH_VARIABLE, str(temporary / "nowhere"))
-    assert (rank_files.report_outcome(3), rank_files.report_outcome(0)) == (3, 1)
+    assert (rank_files.report_outcome_and_exit_code(3), rank_files.report_outcome_and_exit_code(0)) == (3, 1)
     rank_files.report_checkpoint(5, True)
     rank_files.report_run_dir(temporary)
     assert rank_files.read_run_dir() is None
     monkeypatch.delenv(rank_files.SCRATCH_VARIABLE)
-    assert rank_files.report_outcome(3) == 3
+    assert rank_files.report_outcome_and_exit_code(3) == 3
 
 
 def test_only_children_that_do_not_fail_are_signalled(

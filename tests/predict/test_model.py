@@ -13,7 +13,7 @@ from ddprun.predict.costs import (
     PARTS_WITHOUT_EXCHANGE,
     Costs,
     CostsUnknownError,
-    Lateness,
+    LastRankLateness,
     LinearCost,
     StageCosts,
     costs_of_run,
@@ -413,12 +413,12 @@ def test_a_line_goes_through_its_points() -> None:
 def test_the_last_of_n_ranks_is_an_order_statistic() -> None:
     """Of one rank it is its mean; of many it goes to the largest; with steps it grows as sums do."""
     rank = [float(value) for value in range(101)]
-    late = Lateness([rank, rank])
+    late = LastRankLateness([rank, rank])
     assert late.expected_us(1, 1) == pytest.approx(0)
     assert late.expected_us(1, 2) == pytest.approx(100 / 6, rel=0.02)  # of two uniform draws from 0 to 100
     assert late.expected_us(1, 10_000) == pytest.approx(50, rel=0.01)
     assert late.expected_us(9, 2) == pytest.approx(3 * late.expected_us(1, 2))
-    always = Lateness([[10.0] * 5, [20.0] * 5])
+    always = LastRankLateness([[10.0] * 5, [20.0] * 5])
     assert always.expected_us(1, 1_000) == pytest.approx(5)
     assert always.expected_us(8, 1_000) == pytest.approx(40)
-    assert Lateness([]).expected_us(1, 4) == 0
+    assert LastRankLateness([]).expected_us(1, 4) == 0

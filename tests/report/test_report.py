@@ -20,9 +20,9 @@ import torch
 from ddprun.cli import main
 from ddprun.host.device import device_name
 from ddprun.report import html
-from ddprun.report.blocks import Table, format_alike
+from ddprun.report.blocks import Table, format_with_equal_decimals
 from ddprun.report.digest import Curve, RunDigest, SlowStep, digest_run, merge_seed_digests
-from ddprun.report.sentences import hook_balance, sentences, step_time_difference
+from ddprun.report.sentences import hook_balance, sentences_by_stage, step_time_difference
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
 from tests.engine.running import run_pipeline
@@ -101,7 +101,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
     """On made-up runs: one with a late rank, one without."""
-    late = sentences(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
+    late = sentences_by_stage(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
     assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
         "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
@@ -110,12 +110,12 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
         "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "
         "runs on the late rank's cores or GPU (saves at most 22% of a step).",
     ]
-    assert sentences(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
+    assert sentences_by_stage(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long.",
         "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
         "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training.",
     ]
-    assert sentences(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
+    assert sentences_by_stage(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
         "There was one rank, so no rank waited for another."
     )
 
@@ -129,7 +129,7 @@ def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         nothing = dict.fromkeys(PARTS, 0)
         file.write_text("".join(json.dumps(line | nothing) + "\n" for line in lines))
-    assert sentences(digest_run(Run(folder)))[""][0] == (
+    assert sentences_by_stage(digest_run(Run(folder)))[""][0] == (
         "A step took 10.0 ms on average; the records do not tell where the time went."
     )
     assert main(["report", str(folder)]) == 0, capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
         record["data_us"] += 10_000
     slower.write_text("".join(json.dumps(record) + "\n" for record in records))
     found = digest_run(Run(folder))
-    told = sentences(found)
+    told = sentences_by_stage(found)
     assert list(told) == ["stage 0, train", "stage 1, train (int8)", "stage 2, train (int8)"]
     assert [told[name][0].split(" on average")[0] for name in told] == [
         "A step took 10.0 ms",
@@ -214,7 +214,7 @@ def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, pa
             record["step_us"] += 10_000
             record[part] += 10_000
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = sentences(digest_run(Run(folder)))
+    told = sentences_by_stage(digest_run(Run(folder)))
     assert list(told.values())[slow][-1] == advice
 
 
@@ -242,7 +242,7 @@ def test_advice_puts_nothing_down_to_hooks_that_the_policy_does(
     text = events.read_text().replace('"stage": 1, "kind": "train", "sync": "every_step"', seldom)
     assert seldom in text
     events.write_text(text)
-    told = sentences(digest_run(Run(folder)))
+    told = sentences_by_stage(digest_run(Run(folder)))
     assert next(iter(told.values()))[-1].startswith(advice)
 
 
@@ -363,7 +363,7 @@ def test_steps_that_are_not_timed_count_in_curves_only(tmp_path: Path) -> None:
     found = digest_run(run, lambda step: step > 15)
     assert [us["steps"] for us in found.times.total_us_by_rank] == [5, 5]
     assert len(found.loss.steps) == 20
-    assert list(sentences(found)) == ["stage 1, train"]
+    assert list(sentences_by_stage(found)) == ["stage 1, train"]
     none = digest_run(run, lambda _: False)
     assert none.steps_per_s is None
     page = html.page([("some", found), ("none", none)], (["They differ."], []))
@@ -379,7 +379,7 @@ def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
     def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
         (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
         found = digest_run(Run(run))
-        return sentences(found)[""], words(page_of(found))
+        return sentences_by_stage(found)[""], words(page_of(found))
 
     parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
     other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
@@ -437,7 +437,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 )
 def test_numbers_of_a_column_have_as_many_decimals(values: list[Any], cells: list[str]) -> None:
     """So that a reader compares them by their place."""
-    assert format_alike(values) == cells
+    assert format_with_equal_decimals(values) == cells
 
 
 def test_quantities_are_aligned_right() -> None:
@@ -682,7 +682,7 @@ def test_whether_hooks_paid_follows_from_their_break_even(
     assert least == pytest.approx(80e6, rel=0.01)
     assert least * 1.05 < most < least * 1.2
     assert balance.paid is paid
-    (told,) = [text for text in sentences(found)[""] if text.startswith("Hooks")]
+    (told,) = [text for text in sentences_by_stage(found)[""] if text.startswith("Hooks")]
     assert told.startswith(
         "Hooks (`int8`) sent 75% less than plain all-reduce, 4.88 MB a step and rank, and took"
     )
@@ -764,7 +764,7 @@ def test_advice_names_first_what_loses_nothing(
     events.write_text(
         events.read_text().replace(f'"hosts": {json.dumps(["a"] * len(hosts))}', f'"hosts": {names}')
     )
-    *_, before, last = sentences(digest_run(Run(folder)))[""]
+    *_, before, last = sentences_by_stage(digest_run(Run(folder)))[""]
     if lossless is None:
         assert before == "No rank was late for long."
     else:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from ddprun.host import network, tcp_store
 from ddprun.host.network import interface_by_address
-from ddprun.launch.rendezvous import check_state, make_handler
+from ddprun.launch.rendezvous import check_pickled_state, make_handler
 from tests.launch.test_processes import ENDLESS, wait_for_steps
 from tests.namespaces import Host, hosts, needs_namespaces
 from tests.ranks import Running, free_port
@@ -166,7 +166,7 @@ def test_hosts_still_meet() -> None:
 def test_state_of_another_kind_is_refused(state: bytes) -> None:
     """Damaged or foreign, it is never loaded."""
     with pytest.raises(RendezvousStateError):
-        check_state(state)
+        check_pickled_state(state)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import LoadedPipeline, PipelineError, load
-from ddprun.engine.save import PIPELINE_HEADER, pipeline_path
+from ddprun.engine.save import PIPELINE_HEADER, replaceable_pipeline_path
 from ddprun.engine.worker import run_worker
 from ddprun.zoo.data import DataError, text
 from tests.ranks import as_processes, ddprun
@@ -114,9 +114,9 @@ def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
 def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str) -> None:
     """Whatever it is: a file, a link to one that save has written, a folder, or what would never answer."""
     weights, first = tmp_path / "m.safetensors", tmp_path / "m.yaml"
-    assert pipeline_path(weights) == first
+    assert replaceable_pipeline_path(weights) == first
     first.write_text(PIPELINE_HEADER + "seed: 0\n")
-    assert pipeline_path(weights) == first
+    assert replaceable_pipeline_path(weights) == first
     first.rename(tmp_path / "elsewhere.yaml")
     if other == "link":
         first.symlink_to("elsewhere.yaml")
@@ -127,9 +127,9 @@ def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str
     else:
         first.write_text("" if other == "empty" else "seed: 0\n")
     second = tmp_path / "m.safetensors.yaml"
-    assert pipeline_path(weights) == second
+    assert replaceable_pipeline_path(weights) == second
     second.write_text("seed: 1\n")
-    assert pipeline_path(weights) == tmp_path / "m.safetensors.2.yaml"
+    assert replaceable_pipeline_path(weights) == tmp_path / "m.safetensors.2.yaml"
 
 
 def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:

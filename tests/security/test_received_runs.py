@@ -21,7 +21,7 @@ from ddprun.config import load
 from ddprun.engine.outcome import append_to_rank_log, rank_log_path, write_summary
 from ddprun.run_files import (
     WrongFileTypeError,
-    check_folder,
+    check_folder_if_exists,
     names_in,
     open_file,
     parse_json,
@@ -266,7 +266,7 @@ def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> No
         (root / name).symlink_to(elsewhere)
     (root / "step-00000002").mkdir()
     checkpoints.set_aside(root, 2, "damaged")
-    checkpoints.clear_unfinished(root)
+    checkpoints.recover_interrupted_writes(root)
     checkpoints.prune(root, 0)
     assert [path.name for path in root.iterdir()] == ["step-00000002.damaged"]
     assert (elsewhere / "file").read_text() == KEPT
@@ -628,7 +628,10 @@ def test_a_folder_may_be_reached_through_links_and_what_is_in_it_may_not(tmp_pat
     with open_file(tmp_path / "run", "steps/x", "wb") as file:
         file.write(b"1")
     assert names_in(tmp_path / "run", "steps") == ["x"]
-    for call in (lambda: names_in(tmp_path / "run", "link"), lambda: check_folder(tmp_path / "run", "link")):
+    for call in (
+        lambda: names_in(tmp_path / "run", "link"),
+        lambda: check_folder_if_exists(tmp_path / "run", "link"),
+    ):
         with pytest.raises(WrongFileTypeError, match="link is a symbolic link, not a folder"):
             call()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddprun.sync.plan import OuterOptimizer
 from ddprun.sync.synchronizer import DeltaExchange
-from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.buckets import TensorBuckets
 
 
 def test_the_outer_momentum_is_where_the_parameters_are() -> None:
@@ -15,7 +15,7 @@ def test_the_outer_momentum_is_where_the_parameters_are() -> None:
     named = {"a": torch.zeros(3, device="meta"), "b": torch.zeros(2, 2, device="meta")}
     nothing: Any = None
     outer = OuterOptimizer(lr=0.7, momentum=0.9)
-    exchange = DeltaExchange(ParameterBuckets(named, 1e9), nothing, nothing, nothing, outer)
+    exchange = DeltaExchange(TensorBuckets(named, 1e9), nothing, nothing, nothing, outer)
     exchange.set_base()
     for load in (load_checkpoint, take_over):
         load(exchange)

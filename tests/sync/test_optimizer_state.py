@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.sync.exchanger import floating_state, initialize_optimizer_state, mean_optimizer_state
+from ddprun.sync.exchanger import averageable_state, initialize_optimizer_state, mean_optimizer_state
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_completed_state_is_that_before_a_first_step(name: str, options: dict[st
     assert {key: after[key] for key in after if key != "params"} == {
         key: before[key] for key in before if key != "params"
     }
-    assert floating_state(optimizers[0]), "there is state now"
+    assert averageable_state(optimizers[0]), "there is state now"
     for step in range(5):
         for model, optimizer in zip((one, other), optimizers, strict=True):
             inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ddprun.telemetry.steps import MarkBuffer, StepMarks, Traffic
+from ddprun.telemetry.steps import MarkBuffer, NonBackwardExchanges, StepMarks
 from ddprun_hooks.comm.trace import BucketTrace
 
 
@@ -21,7 +21,7 @@ class MadeStep:
 
     traces: list[BucketTrace[int]] = field(default_factory=list)
     gradients: Mapping[str, int] | None = None
-    sync: Traffic | None = None
+    sync: NonBackwardExchanges | None = None
     backward_end: int | None = None
     """One of the marks."""
 

@@ -34,7 +34,7 @@ from ddprun.telemetry.control_message import (
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import Traffic, resolve_steps
+from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads
@@ -97,7 +97,7 @@ def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
             step.backward_end = step.marks[-1]
         if chance.random() < 0.3:
             beside = [trace(0, now + 30, kind="delta"), trace(1, now + 40, 2, kind="delta")]
-            step.sync = Traffic(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
+            step.sync = NonBackwardExchanges(beside, beside, [(1000 * (now + 31), 1000 * (now + 50))])
         steps.append(step)
     return steps
 
@@ -121,7 +121,7 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     steps[0].traces, steps[0].backward_end = [trace(1, 700, 1)], steps[0].marks[-1]
     steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
     beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
-    steps[1].sync, steps[1].requests = Traffic(beside, beside, []), STOP
+    steps[1].sync, steps[1].requests = NonBackwardExchanges(beside, beside, []), STOP
     (message,), (numbers,), left = messages_of(steps, [3])
     assert (message.step, message.row, list(message.findings)) == (2, 1, steps[0].traces)
     assert numbers[LOSS_AT] == pytest.approx(0.1 * 2 + 0.2 * 3)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddprun.telemetry.reader import Clocks, NoRunError, Run
+from ddprun.telemetry.reader import MeasuredClockOffsets, NoRunError, Run
 from tests.report.made_up import make
 
 
@@ -30,12 +30,14 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
 def test_times_of_other_ranks_come_to_rank_0s_clock() -> None:
     """Clocks drift evenly between two measurements, and stay as they were outside of them."""
     ahead = 5e9  # that host has been up for longer
-    clocks = Clocks([1_000_000, 2_000_000], [[0.0, ahead], [0.0, ahead + 20]])
+    clocks = MeasuredClockOffsets([1_000_000, 2_000_000], [[0.0, ahead], [0.0, ahead + 20]])
     asked = (500_000, 1_000_000, 1_500_010, 2_000_020, 9_000_000)
     told = [round(clocks.on_rank0_clock(1, ahead + at), 3) for at in asked]
     assert told == pytest.approx([500_000, 1_000_000, 1_500_000, 2_000_000, 8_999_980], abs=0.1)
     assert [clocks.on_rank0_clock(0, at) for at in (500, 9_000_000)] == [500, 9_000_000]
-    moved = Clocks([1_000_000, 2_000_000], [[0.0, ahead], [0.0, 7.0]])  # started again on another host
+    moved = MeasuredClockOffsets(
+        [1_000_000, 2_000_000], [[0.0, ahead], [0.0, 7.0]]
+    )  # started again on another host
     assert moved.on_rank0_clock(1, ahead + 1_500_000) == 1_500_000
     assert moved.on_rank0_clock(1, 2_500_007) == 2_500_000
-    assert Clocks([], []).on_rank0_clock(3, 7.0) == 7.0
+    assert MeasuredClockOffsets([], []).on_rank0_clock(3, 7.0) == 7.0

@@ -43,11 +43,11 @@ class DeviceClock(Clock):
     def times(self, marks: list[tuple[int, int] | int]) -> list[int]:
         return [self.us(mark) for mark in marks]
 
-    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
+    def training_thread_hook_us(self, trace: BucketTrace[Any]) -> int:
         return 0
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> list[BucketTrace[int]]:
-        return [trace.in_microseconds(self.us) for trace in traces]
+        return [trace.convert_times_to_us(self.us) for trace in traces]
 
     def copy_to_host(self, number: torch.Tensor) -> torch.Tensor:
         return number

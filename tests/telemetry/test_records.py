@@ -18,12 +18,12 @@ from ddprun.telemetry.control_message import (
     SYNC_READY_AT,
     OwnMessages,
     all_ready_us,
-    mean_losses,
+    mean_losses_over_ranks,
     message_length,
     reported_bucket_indices,
 )
 from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.steps import RecordedStep, Traffic, resolve_steps, step_records
+from ddprun.telemetry.steps import NonBackwardExchanges, RecordedStep, resolve_steps, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, buffer_of
 
@@ -45,7 +45,7 @@ def step_of(number: int, *, buckets: int = 0, beside: int = 0, exchanged: bool =
         step.backward_end = 1000 * (begin + 400)
     if beside:
         sent = [trace(place, begin + 500 + place, "delta") for place in range(beside)]
-        step.sync = Traffic(sent, sent, [(1000 * (begin + 600), 1000 * (begin + 700))])
+        step.sync = NonBackwardExchanges(sent, sent, [(1000 * (begin + 600), 1000 * (begin + 700))])
     return step
 
 
@@ -81,7 +81,7 @@ def records_of(
     if us is not None:
         resolved.parts_us[:] = us
     losses: list[float | None] = [None] * len(steps)
-    for row, loss in zip(own.rows, mean_losses(messages), strict=True):
+    for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=True):
         losses[row] = loss
     all_ready = all_ready_us(
         resolved, own, messages if ready_times else None, buckets=buckets, offset_us=OFFSET_US

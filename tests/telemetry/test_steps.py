@@ -13,9 +13,9 @@ from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.steps import (
     Intervals,
     MarkBuffer,
+    NonBackwardExchanges,
     ResolvedSteps,
     TraceTimes,
-    Traffic,
     in_flight_us,
     resolve_steps,
     split_exposed_time,
@@ -47,8 +47,10 @@ def step_of(*laps: tuple[str, int], number: int = 1) -> MadeStep:
 
 def traffic(
     sent: Sequence[BucketTrace[int]], completed: Sequence[BucketTrace[int]], *waits: tuple[int, int]
-) -> Traffic:
-    return Traffic(list(sent), list(completed), [(1000 * start, 1000 * end) for start, end in waits])
+) -> NonBackwardExchanges:
+    return NonBackwardExchanges(
+        list(sent), list(completed), [(1000 * start, 1000 * end) for start, end in waits]
+    )
 
 
 def resolved(*steps: MadeStep) -> ResolvedSteps:
@@ -71,7 +73,7 @@ def in_backward(end_us: int, traces: Sequence[BucketTrace[int]], *all_ready_us: 
     return splits(resolved(step), all_ready_us)[0]
 
 
-def beside(exchanged: Traffic, *all_ready_us: float) -> Split:
+def beside(exchanged: NonBackwardExchanges, *all_ready_us: float) -> Split:
     step = step_of(("", 0), ("sync_us", 600))
     step.sync = exchanged
     return splits(resolved(step), all_ready_us)[0]
@@ -154,9 +156,9 @@ def made_up_step(number: int, start: int, chance: random.Random) -> tuple[MadeSt
                 begin_wait = chance.randint(at, now)
                 at = chance.randint(begin_wait, now)
                 waits.append((begin_wait, at))
-            earlier = step.sync or Traffic()
+            earlier = step.sync or NonBackwardExchanges()
             more = traffic(traces, traces, *waits)
-            step.sync = Traffic(
+            step.sync = NonBackwardExchanges(
                 earlier.sent + more.sent, earlier.completed + more.completed, earlier.waits + more.waits
             )
             all_ready += [float(chance.choice((0, chance.randint(begin - 50, now + 50)))) for _ in traces]
@@ -170,7 +172,7 @@ def plainly(step: MadeStep, all_ready: Sequence[float]) -> Split:
     hook = wait = wire = 0
     gradients = step.traces if step.backward_end is not None else []
     last = max((one.handed_over or 0 for one in gradients), default=0)
-    sync = step.sync or Traffic()
+    sync = step.sync or NonBackwardExchanges()
     exchanges = (
         (
             gradients,

@@ -10,19 +10,19 @@ import pytest
 
 from ddprun.run_files import open_file
 from ddprun.telemetry import writer as telemetry_writer
-from ddprun.telemetry.writer import _MAX_WAITING_RECORDS, Writer, dumps, event_log
+from ddprun.telemetry.writer import _MAX_WAITING_RECORDS, Writer, encode_json_line, event_log
 
 
 def test_not_a_number_becomes_null() -> None:
     """JSON knows no NaN; readers in other languages stop at it."""
-    line = dumps({"loss": float("nan"), "parts": [float("inf"), 1.5]})
+    line = encode_json_line({"loss": float("nan"), "parts": [float("inf"), 1.5]})
     assert json.loads(line) == {"loss": None, "parts": [None, 1.5]}
 
 
 @pytest.mark.parametrize("value", ["/data/\udcff", 2**70, "a\u2028b\u0085c\x9b", [1, {"deep": 2**64}]])
 def test_whatever_json_can_hold_is_one_line_of_ascii(value: Any) -> None:
     """A path that is not UTF-8, a number of more than 64 bits, what ends lines elsewhere; NaN beside it."""
-    found = dumps({"value": value, "loss": float("nan")}).decode("ascii")
+    found = encode_json_line({"value": value, "loss": float("nan")}).decode("ascii")
     assert found.splitlines() == [found.removesuffix("\n")]
     assert json.loads(found) == {"value": value, "loss": None}
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddprun.tune.choose import (
-    Floors,
+    QualityFloors,
     Trial,
     next_candidates,
     parse_quality_floors,
@@ -50,11 +50,11 @@ TRIALS = st.lists(
 
 @given(
     TRIALS,
-    st.builds(Floors, cosine=st.none() | st.floats(0.5, 1), loss=st.none() | st.floats(0, 0.5)),
+    st.builds(QualityFloors, cosine=st.none() | st.floats(0.5, 1), loss=st.none() | st.floats(0, 0.5)),
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 def test_the_winner_is_never_below_a_floor(
-    figures: Figures, made: list[dict[str, Any]], floors: Floors
+    figures: Figures, made: list[dict[str, Any]], floors: QualityFloors
 ) -> None:
     """Whatever was measured: it is faster beyond noise, came to its end, and holds every floor."""
     trials = [figures.trial(**one) for one in made]
@@ -78,9 +78,9 @@ def test_equal_costs_change_nothing(figures: Figures) -> None:
     file = figures.entry(1000)
     alike = [figures.entry(1000, **changes) for changes in CHANGES]
     assert predicted_winner(file, alike) is None
-    assert next_candidates(file, alike, [], Floors(), most=4, max_period=32) == []
+    assert next_candidates(file, alike, [], QualityFloors(), most=4, max_period=32) == []
     same = [figures.trial(1.0, verdict="no difference beyond noise", changes=one) for one in CHANGES]
-    assert pick_winner(same, Floors()) is None
+    assert pick_winner(same, QualityFloors()) is None
 
 
 def test_a_prediction_has_to_gain_more_than_it_may_miss(figures: Figures) -> None:
@@ -98,28 +98,32 @@ def test_of_equally_fast_ones_the_least_lossy_wins(figures: Figures) -> None:
     exact = figures.trial(2.00, changes={"hooks": ["shared_memory"]})
     lossy = figures.trial(2.02, reach=0.05, changes={"hooks": ["int4"]})
     rare = figures.trial(2.04, reach=0.05, changes={"sync": SYNC[2]})
-    assert pick_winner([rare, lossy, exact], Floors()) is exact
-    assert pick_winner([rare, lossy], Floors()) is lossy
+    assert pick_winner([rare, lossy, exact], QualityFloors()) is exact
+    assert pick_winner([rare, lossy], QualityFloors()) is lossy
     faster = figures.trial(2.5, changes={"sync": SYNC[2]})
-    assert pick_winner([faster, lossy, exact], Floors()) is faster
+    assert pick_winner([faster, lossy, exact], QualityFloors()) is faster
 
 
 @pytest.mark.parametrize(
     ("made", "floors", "words"),
     [
-        ({"verdict": "failed", "code": 3}, Floors(), "its run failed with exit code 3"),
-        ({"finite": False}, Floors(), "its loss is not finite"),
-        ({"cosine": 0.98}, Floors(cosine=0.99), "its cosine is 0.9800, the floor 0.99"),
-        ({"cosine": None}, Floors(cosine=0.99), "its cosine was not measured"),
-        ({"loss": 1.02}, Floors(loss=0.01), "its loss is +2.0%, the floor +1.0%"),
-        ({"loss": float("nan")}, Floors(loss=0.01), "its loss is +nan%"),
-        ({"loss": None}, Floors(loss=0.01), "its loss is not known"),
-        ({"changes": {"sync": SYNC[0]}}, Floors(cosine=0.99), "gradients are not averaged at every step"),
-        ({"loss": 1.01, "cosine": 0.99}, Floors(cosine=0.99, loss=0.0101), None),
+        ({"verdict": "failed", "code": 3}, QualityFloors(), "its run failed with exit code 3"),
+        ({"finite": False}, QualityFloors(), "its loss is not finite"),
+        ({"cosine": 0.98}, QualityFloors(cosine=0.99), "its cosine is 0.9800, the floor 0.99"),
+        ({"cosine": None}, QualityFloors(cosine=0.99), "its cosine was not measured"),
+        ({"loss": 1.02}, QualityFloors(loss=0.01), "its loss is +2.0%, the floor +1.0%"),
+        ({"loss": float("nan")}, QualityFloors(loss=0.01), "its loss is +nan%"),
+        ({"loss": None}, QualityFloors(loss=0.01), "its loss is not known"),
+        (
+            {"changes": {"sync": SYNC[0]}},
+            QualityFloors(cosine=0.99),
+            "gradients are not averaged at every step",
+        ),
+        ({"loss": 1.01, "cosine": 0.99}, QualityFloors(cosine=0.99, loss=0.0101), None),
     ],
 )
 def test_what_is_out_is_told_with_its_figure(
-    figures: Figures, made: dict[str, Any], floors: Floors, words: str | None
+    figures: Figures, made: dict[str, Any], floors: QualityFloors, words: str | None
 ) -> None:
     found = rejection_reason(figures.trial(2.0, **{"changes": {"hooks": ["int4"]}, **made}), floors)
     assert found == words if words is None else words in (found or "")
@@ -130,14 +134,14 @@ def test_what_learns_more_slowly_gains_less(figures: Figures) -> None:
     exact = figures.trial(2.0, changes={"hooks": ["shared_memory"]})
     rare = figures.trial(4.0, to_loss=1.5, changes={"sync": SYNC[2]})
     never = figures.trial(4.0, to_loss=0.0, changes={"sync": SYNC[1]})
-    assert pick_winner([rare, exact, never], Floors()) is exact
-    assert pick_winner([rare, never], Floors()) is rare
-    assert pick_winner([never], Floors()) is None
-    assert "never reaches the file's loss" in (rejection_reason(never, Floors()) or "")
+    assert pick_winner([rare, exact, never], QualityFloors()) is exact
+    assert pick_winner([rare, never], QualityFloors()) is rare
+    assert pick_winner([never], QualityFloors()) is None
+    assert "never reaches the file's loss" in (rejection_reason(never, QualityFloors()) or "")
     slower = figures.trial(4.0, to_loss=0.8, changes={"sync": SYNC[1]})
-    reason = rejection_reason(slower, Floors())
+    reason = rejection_reason(slower, QualityFloors())
     assert reason == "it takes 1.25 times as long as the file to reach the same loss"
-    assert pick_winner([rare, exact, never], Floors(loss=0.0)) is rare or never
+    assert pick_winner([rare, exact, never], QualityFloors(loss=0.0)) is rare or never
 
 
 def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
@@ -149,10 +153,11 @@ def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
     ]
     entries.append(figures.entry(990, hooks=["bf16"]))
     two_exact = [*entries, figures.entry(950, hooks=[{"hierarchical": {"hosts": 2}}])]
-    (_, other, *_) = next_candidates(file, two_exact, [], Floors(), most=4, max_period=32)
+    (_, other, *_) = next_candidates(file, two_exact, [], QualityFloors(), most=4, max_period=32)
     assert other.candidate.name == "hooks=[{hierarchical: {hosts: 2}}]"
     names = [
-        one.candidate.name for one in next_candidates(file, entries, [], Floors(), most=4, max_period=32)
+        one.candidate.name
+        for one in next_candidates(file, entries, [], QualityFloors(), most=4, max_period=32)
     ]
     assert names == [
         "hooks=[shared_memory]",
@@ -160,7 +165,7 @@ def test_a_round_has_the_best_of_each_kind(figures: Figures) -> None:
         "sync={local_sgd: {every: 32}}",
         "sync={local_sgd: {every: 8}}",
     ]
-    short = next_candidates(file, entries, [], Floors(), most=8, max_period=8)
+    short = next_candidates(file, entries, [], QualityFloors(), most=8, max_period=8)
     assert all(one.candidate.period <= 8 for one in short)
     assert len(short) == 6
 
@@ -172,7 +177,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
         figures.entry(us, **changes)
         for us, changes in zip((900, 700, 600, 500, 300, 200, 450), CHANGES, strict=True)
     ]
-    floors = Floors(loss=0.01)
+    floors = QualityFloors(loss=0.01)
 
     def after(*trials: Trial) -> list[str]:
         found = next_candidates(file, entries, trials, floors, most=8, max_period=32)
@@ -185,7 +190,7 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
     assert "sync={local_sgd: {every: 32}}" in after(crashed)
     for to_loss, goes_on in ((1.5, True), (0.9, False)):
         learned = figures.trial(4.0, to_loss=to_loss, changes={"sync": SYNC[1]})
-        found = next_candidates(file, entries, [learned], Floors(), most=8, max_period=32)
+        found = next_candidates(file, entries, [learned], QualityFloors(), most=8, max_period=32)
         assert (32 in {one.candidate.period for one in found}) == goes_on
     held = figures.trial(2.1, changes={"hooks": ["int4"]})
     assert after(fell, held) == ["sync={local_sgd: {every: 2}}, hooks=[int8]"]
@@ -194,13 +199,13 @@ def test_what_fell_rules_out_what_loses_more(figures: Figures) -> None:
 @pytest.mark.parametrize(
     ("texts", "floors"),
     [
-        ([], Floors()),
-        (["cosine=0.99"], Floors(cosine=0.99)),
-        (["loss=+1%", "cosine = 1"], Floors(1.0, 0.01)),
-        (["loss=0.5 %"], Floors(loss=0.005)),
+        ([], QualityFloors()),
+        (["cosine=0.99"], QualityFloors(cosine=0.99)),
+        (["loss=+1%", "cosine = 1"], QualityFloors(1.0, 0.01)),
+        (["loss=0.5 %"], QualityFloors(loss=0.005)),
     ],
 )
-def test_floors_are_read(texts: list[str], floors: Floors) -> None:
+def test_floors_are_read(texts: list[str], floors: QualityFloors) -> None:
     assert parse_quality_floors(texts) == floors
 
 

@@ -11,8 +11,8 @@ from ddprun.config import load
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.links import Links, parse_links
 from ddprun.tune.candidates import find_tuned_stage
-from ddprun.tune.choose import Floors
-from ddprun.tune.rounds import short_run_overrides, turn_and_run_steps
+from ddprun.tune.choose import QualityFloors
+from ddprun.tune.rounds import short_run_overrides, steps_per_turn_and_run
 from ddprun.tune.search import SearchOutcome, why_not_run
 from ddprun.tune.text import render_text, to_json_data
 from tests.report.made_up import STEP_US, make
@@ -45,7 +45,7 @@ def test_a_round_fits_the_time(
     stage_steps: int | None,
     expected: tuple[int, int] | None,
 ) -> None:
-    found = turn_and_run_steps(step_s, budget_s, longest, stage_steps)
+    found = steps_per_turn_and_run(step_s, budget_s, longest, stage_steps)
     assert found == expected
     if found is not None:
         turn, steps = found
@@ -117,7 +117,7 @@ def recorded(folder: Path, trials: int) -> SearchOutcome:
         tuned=figures.tuned,
         world=WorldShape(1, 2),
         links=Links(),
-        floors=Floors(),
+        floors=QualityFloors(),
         baseline=figures.entry(1000),
         entries=entries,
         unmeasured_stacks=(),
@@ -155,7 +155,7 @@ def test_what_keeps_training_the_same_comes_first(tmp_path: Path) -> None:
         tuned=figures.tuned,
         world=WorldShape(1, 2),
         links=Links(),
-        floors=Floors(),
+        floors=QualityFloors(),
         baseline=figures.entry(1000),
         entries=[],
         unmeasured_stacks=(),

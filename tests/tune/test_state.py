@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
+from ddprun.tune.state import FILE, Round, State, next_numbered_folder, resume_or_create_search
 
 INPUTS = "a" * 64
 ROUND = {
@@ -20,7 +20,7 @@ ROUND = {
 
 def told(runs: Path, inputs: str = INPUTS) -> tuple[Path, State, list[str]]:
     said: list[str] = []
-    folder, state = open_search(runs, "p", inputs, said.append)
+    folder, state = resume_or_create_search(runs, "p", inputs, said.append)
     return folder, state, said
 
 

@@ -10,7 +10,7 @@ import pytest
 from ddprun.cli import main
 from ddprun.config import load
 from ddprun.config.resolved import flow_yaml
-from ddprun.tune.write import Change, save, secret_overrides, tuned_text
+from ddprun.tune.write import Change, save, secret_override_keys, tuned_text
 
 HEAD = """# My pipeline.
 model: {mlp: {inputs: 64, hidden: [32], outputs: 10}}  # small
@@ -126,7 +126,7 @@ def test_overrides_are_written_but_no_secrets(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(own.replace("size: 3", "url: x"))
     loaded = load(tmp_path / "p.yaml", ("data.own.Data.url=https://me:hunter2@host",))
     assert "hunter2" not in tuned_text(loaded, [Change(*HOOKS, "")], [])
-    assert secret_overrides(loaded) == ["data.own.Data.url"]
+    assert secret_override_keys(loaded) == ["data.own.Data.url"]
 
 
 def test_a_file_is_no_more_readable_than_the_first(tmp_path: Path) -> None:

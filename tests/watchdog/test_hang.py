@@ -8,12 +8,12 @@ import torch
 from ddprun.engine import outcome, worker
 from ddprun.engine.outcome import FailureContext
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.watchdog.hang import PeerStatusAddress, RunContext, build_report
+from ddprun.watchdog.hang import HangContext, PeerStatusAddress, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
 
-AROUND = RunContext(
+AROUND = HangContext(
     rank=0,
     size=3,
     host="here",
@@ -60,8 +60,8 @@ def test_parameters_say_more_than_a_control_word(
         WatchedSequence(watchdog, 0, "control", (0, 1, 2)),
         WatchedSequence(watchdog, 1, "deltas", ranks),
     )
-    word = OverdueCollective(control.issue("all_gather", what="the control message"), word_s)
-    delta = OverdueCollective(deltas.issue("all_reduce", BUCKET), delta_s)
+    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), word_s)
+    delta = OverdueCollective(deltas.record_issued("all_reduce", BUCKET), delta_s)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
     report = build_report(AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message
@@ -85,10 +85,10 @@ def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr(outcome, "_LAUNCHER_REACTION_S", 0.0)
-    worker.end_after_failure(both[0], FailureContext(), "making a group")
+    worker.exit_if_peer_failed(both[0], FailureContext(), "making a group")
     assert codes == [], "nobody has failed yet"
     both[claimant].claim_first_failure(2, is_hang=is_hang)
-    worker.end_after_failure(both[0], FailureContext(), "making a group")
+    worker.exit_if_peer_failed(both[0], FailureContext(), "making a group")
     assert codes == ([] if code is None else [code])
 
 
@@ -96,7 +96,7 @@ def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> 
     """Its launcher may be ddprun's all the same, and its server not have opened."""
     watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
     control = WatchedSequence(watchdog, 0, "control", (0, 1, 2))
-    word = OverdueCollective(control.issue("all_gather", what="the control message"), 8.0)
+    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
     seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
     report = build_report(AROUND, 8.0, [word], seen, {1: PeerStatusAddress("there", "/page", "")})
     assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message

@@ -23,8 +23,8 @@ from ddprun.watchdog.status_page import (
     STATUSES_ADAPTER,
     HangStatusServer,
     StatusPage,
-    ask_server,
-    ask_servers,
+    announce_hang_and_ask,
+    announce_hang_and_ask_all,
     read_page,
     read_pages,
 )
@@ -53,8 +53,8 @@ def test_a_status_page_says_what_its_rank_is_at(tmp_path: Path, in_folder: bool)
     it.set_phase(b"data", 12, "stages[1].train")
     it.set_phase(b"backward")
     line = it.new_sequence("world.0", [0, 1])
-    line.issue("all_reduce", what="one").mark_done()
-    line.issue("all_reduce", what="two")
+    line.record_issued("all_reduce", what="one").mark_done()
+    line.record_issued("all_reduce", what="two")
     noting = threading.Thread(target=lambda: it.write_status(it.find_overdue(0)))
     noting.start()
     noting.join()
@@ -109,9 +109,9 @@ def test_a_status_page_of_a_stopped_process_says_so(tmp_path: Path) -> None:
         Path(page.path).write_bytes(data)
         sleeper.send_signal(signal.SIGSTOP)
         end = time.monotonic() + 5
-        while not (found := read_pages(tmp_path)[3]).stopped and time.monotonic() < end:
+        while not (found := read_pages(tmp_path)[3]).is_suspended and time.monotonic() < end:
             time.sleep(0.01)
-        assert found.stopped
+        assert found.is_suspended
         assert found.lifeless
     finally:
         sleeper.kill()
@@ -138,7 +138,7 @@ def test_who_waits_for_connections_asks_whether_a_rank_has_failed(tmp_path: Path
     it.start()
     with observed_wait(it.new_sequence("world.0", [0, 1]), "all_reduce", "a sum"):
         assert not heard.wait(2.5)
-    failed = it.new_sequence("failed", [0, 1]).issue("new_group", what="failing")
+    failed = it.new_sequence("failed", [0, 1]).record_issued("new_group", what="failing")
     failed.mark_failed()
     assert not heard.wait(2.5)
     failed.mark_done()
@@ -153,11 +153,11 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     it, calls, rung = watchdog(tmp_path)
     line = it.new_sequence("world.0", [0, 1])
     it.start()
-    line.issue("all_reduce", what="ends").mark_done()
-    line.issue("all_reduce", what="has ended").done_when(lambda: True)
+    line.record_issued("all_reduce", what="ends").mark_done()
+    line.record_issued("all_reduce", what="has ended").done_when(lambda: True)
     assert not rung.wait(0.8)
     payload = Payload(torch.zeros(2), (ParamSlice("w", (2,), 0, 2),), "gradient", 7)
-    line.issue("all_reduce", payload).done_when(lambda: False)
+    line.record_issued("all_reduce", payload).done_when(lambda: False)
     assert rung.wait(5)
     ((one, *others),) = calls
     assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
@@ -171,8 +171,8 @@ def test_a_collective_that_failed_is_still_what_this_rank_waits_for(tmp_path: Pa
     it, _, _ = watchdog(tmp_path, timeout_s=30)
     line = it.new_sequence("world.0", [0, 1])
     ended = threading.Event()
-    line.issue("all_reduce", what="one").mark_done()
-    two = line.issue("all_reduce", what="two")
+    line.record_issued("all_reduce", what="one").mark_done()
+    two = line.record_issued("all_reduce", what="two")
     two.done_when(ended.is_set)
     ended.set()
     assert it.find_overdue(0) == []  # over, as far as one can see
@@ -197,7 +197,7 @@ def test_another_rank_that_finds_a_hang_is_heard(tmp_path: Path) -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z and fg: the collective is old, but nobody has waited for it."""
     it, _, rung = watchdog(tmp_path, timeout_s=2.0)
-    it.new_sequence("world.0", [0, 1]).issue("all_reduce")
+    it.new_sequence("world.0", [0, 1]).record_issued("all_reduce")
     it.suspended_us += 60_000_000
     assert it.find_overdue(0.0) == []
     it.suspended_us -= 60_000_000
@@ -214,18 +214,18 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
     called: list[bool] = []
 
     with HangStatusServer(address, lambda: read_pages(tmp_path), lambda: called.append(True)) as server:
-        server.open()
-        assert ask_server(server.endpoint[:-1] + "x") is None
+        server.serve_in_thread()
+        assert announce_hang_and_ask(server.endpoint[:-1] + "x") is None
         assert not called
-        found = ask_server(server.endpoint)
+        found = announce_hang_and_ask(server.endpoint)
         assert found is not None
         assert found[5].pid == os.getpid()
         assert called == [True]
-        assert list(ask_servers([server.endpoint])) == [5]
+        assert list(announce_hang_and_ask_all([server.endpoint])) == [5]
         assert called == [True, True]
         name = server.endpoint
         server.shutdown()
-    assert ask_server(name) is None
+    assert announce_hang_and_ask(name) is None
     page.remove()
 
 
@@ -235,7 +235,7 @@ def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
         servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in silent]
         since = time.monotonic()
-        assert ask_servers(servers) == {}
+        assert announce_hang_and_ask_all(servers) == {}
         assert time.monotonic() - since < 8, "one after the other would take 12 s"
 
 
@@ -244,14 +244,14 @@ def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
     it, _, _ = watchdog(tmp_path)
     lines = (range(10_000), range(3, 9_003, 8), range(16, 24), [5], [2, 9])
     for ranks in lines[1:]:
-        it.new_sequence("some", ranks).issue("all_reduce")
-    it.new_sequence("world.0", lines[0]).issue("all_reduce")
+        it.new_sequence("some", ranks).record_issued("all_reduce")
+    it.new_sequence("world.0", lines[0]).record_issued("all_reduce")
     it.write_status(it.find_overdue(0))
     found = read_page(it.status_page.path)
     assert found is not None
     assert [wait.ranks for wait in found.waits] == [tuple(ranks) for ranks in lines[1:]]
     for ranks in lines:
-        it.new_sequence("again", ranks).issue("all_reduce")
+        it.new_sequence("again", ranks).record_issued("all_reduce")
         it.write_status(it.find_overdue(0)[-1:])
         found = read_page(it.status_page.path)
         assert found is not None
@@ -272,11 +272,11 @@ def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
         raise KeyError("nobody knows")
 
     line = it.new_sequence("world.0", [0, 1])
-    line.issue("all_reduce", what="strange").done_when(ended)
+    line.record_issued("all_reduce", what="strange").done_when(ended)
     it.start()
     try:
         assert asked.acquire(timeout=30)
-        line.issue("all_reduce", what="the one that hangs")
+        line.record_issued("all_reduce", what="the one that hangs")
         assert rung.wait(30)
     finally:
         it.close()
@@ -303,7 +303,7 @@ def test_a_device_is_asked_about_the_oldest_collective_alone_and_not_at_once(tmp
         return over[what]
 
     for what in over:
-        line.issue("all_reduce", what=what).done_when(partial(ask, what))
+        line.record_issued("all_reduce", what=what).done_when(partial(ask, what))
     it.suspended_us -= 500_000  # half a second later
     assert it.find_overdue(0.2) == []
     assert not asked, "they are young"
@@ -344,7 +344,7 @@ def test_a_server_without_a_free_descriptor_waits_for_one() -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Counting("127.0.0.1", dict, lambda: None) as server, socket.socket() as client:
-        server.open()
+        server.serve_in_thread()
         time.sleep(0.1)  # `serve_forever` opens a descriptor of its own
         lowest_free = os.dup(0)
         os.close(lowest_free)
@@ -355,7 +355,7 @@ def test_a_server_without_a_free_descriptor_waits_for_one() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert 1 <= len(accepted) < 20
-        assert ask_server(server.endpoint) == {}
+        assert announce_hang_and_ask(server.endpoint) == {}
         server.shutdown()
 
 
@@ -366,10 +366,10 @@ def test_a_thousand_idle_connections_keep_nobody_from_an_answer() -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         server = stack.enter_context(HangStatusServer("127.0.0.1", dict, lambda: None))
-        server.open()
+        server.serve_in_thread()
         stack.callback(server.shutdown)
         address = ("127.0.0.1", int(server.server_address[1]))
         held = min(1000, hard // 3)  # both ends are open here
         idle = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(held)]
-        assert ask_server(server.endpoint) == {}
+        assert announce_hang_and_ask(server.endpoint) == {}
         assert {one.recv(1) for one in idle} == {b""}

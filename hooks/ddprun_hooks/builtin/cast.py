@@ -33,7 +33,9 @@ class Cast(Hook):
 
             sent, flags = casts.launch_downcast(own, None, self.dtype)
             total = await comm.reduce(sent)
-            payload.findings.append(overflow_finding(self.name, casts.launch_upcast(total, own, flags)))
+            payload.findings.append(
+                overflow_finding(self.name, casts.launch_upcast_and_check(total, own, flags))
+            )
             return own
         total = await comm.reduce(own.to(self.dtype))
         note_overflow(self.name, payload, total)
@@ -65,7 +67,7 @@ class CastFormat(WireFormat):
         if not x.is_cpu or not bool(torch.isfinite(x.sum())):
             x.nan_to_num_(0.0, 0.0, 0.0)
 
-    def reduction(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
+    def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
         return FusedCastReduction if kernels.can_handle_tensors(payload, residual) else CastReduction
 
 
@@ -92,7 +94,7 @@ class FusedCastReduction(TwoPhaseReduction):
         )
         return message
 
-    def sum_shares(self, arrived: Tensor) -> Tensor:
+    def sum_and_encode(self, arrived: Tensor) -> Tensor:
         from ddprun_hooks.kernels import casts
 
         return casts.launch_sum_and_downcast(arrived, self.own_residual_share(), self.group_size)
@@ -101,7 +103,7 @@ class FusedCastReduction(TwoPhaseReduction):
         from ddprun_hooks.kernels import casts
 
         self.overflow = overflow_finding(
-            self.wire_format.name, casts.launch_upcast(gathered, self.payload, self._flags)
+            self.wire_format.name, casts.launch_upcast_and_check(gathered, self.payload, self._flags)
         )
         return self.payload
 

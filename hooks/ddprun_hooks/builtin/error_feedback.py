@@ -60,13 +60,13 @@ class ErrorFeedback(Hook):
         key = payload.kind, payload.bucket
         bucket = self._bucket_residuals.get(key)
         if bucket is None or bucket.params != payload.params:
-            bucket = self._bucket_residuals[key] = self._new_bucket(payload, group_size)
+            bucket = self._bucket_residuals[key] = self._carry_over_residual(payload, group_size)
         bucket.group_size = group_size
         if self._can_roll_back and bucket.values_before_step is None:
             bucket.values_before_step = bucket.values.clone()
         return bucket.values
 
-    def _new_bucket(self, payload: Payload, group_size: int) -> _BucketResidual:
+    def _carry_over_residual(self, payload: Payload, group_size: int) -> _BucketResidual:
         kind, names = payload.kind, {param.name for param in payload.params}
         for key, bucket in list(self._bucket_residuals.items()):  # of an older layout
             if key[0] == kind and any(param.name in names for param in bucket.params):
@@ -105,7 +105,9 @@ class ErrorFeedback(Hook):
         for (kind, name), of_ranks in found.items():
             own = [piece for piece in of_ranks if "residual" in piece]
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
-            merged.setdefault(kind, {})[name] = {"start": 0, "total": _sum(own)} if own else of_ranks[0]
+            merged.setdefault(kind, {})[name] = (
+                {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
+            )
         return merged
 
     def begin_step(self) -> None:
@@ -142,7 +144,7 @@ class ErrorFeedback(Hook):
         )
 
 
-def _sum(pieces: Sequence[ResidualPiece]) -> Tensor:
+def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:
     length = max(piece["start"] + piece["residual"].numel() for piece in pieces)
     total: Tensor = pieces[0]["residual"].new_zeros(length)
     for piece in pieces:

@@ -37,7 +37,7 @@ class TopK(ErrorFeedback):
             )
         residual = self.residual(payload, comm.size)
         count = math.ceil(self.density * numel)
-        gathered = await comm.all_gather(take_largest(payload.tensor, residual, count))
+        gathered = await comm.all_gather(encode_largest(payload.tensor, residual, count))
 
         total = torch.zeros_like(residual)
         for part in view_per_rank(gathered, comm.size):
@@ -46,14 +46,14 @@ class TopK(ErrorFeedback):
         return payload.tensor.copy_(total)
 
 
-def take_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
+def encode_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
     """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent. Gives
     the message: indices, int32, then values of the payload's type, as bytes.
     """
     if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_handle_tensors(payload, residual):
         from ddprun_hooks.kernels import largest
 
-        return largest.take_largest(payload, residual, count)
+        return largest.encode_largest(payload, residual, count)
     residual += payload
     indices = residual.abs().topk(count, sorted=False).indices
     values = residual[indices].to(payload.dtype)

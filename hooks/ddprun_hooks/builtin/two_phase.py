@@ -30,7 +30,7 @@ class WireFormat:
         """Take from x, in place, what `message` carries of it; what travels as not finite leaves zeros."""
         raise NotImplementedError
 
-    def reduction(self, payload: Tensor, residual: Tensor) -> "type[TwoPhaseReduction]":
+    def reduction_class(self, payload: Tensor, residual: Tensor) -> "type[TwoPhaseReduction]":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
         return TwoPhaseReduction
 
@@ -62,7 +62,7 @@ class TwoPhaseReduction:
         self._message = self.wire_format.encode(self._padded_sum)
         return self._message.view(-1)
 
-    def sum_shares(self, arrived: Tensor) -> Tensor:
+    def sum_and_encode(self, arrived: Tensor) -> Tensor:
         """The message of the sum, in rank order, of the shares that have arrived from all ranks."""
         self.wire_format.subtract(self._padded_sum, self._message)
         total = None
@@ -101,10 +101,10 @@ class TwoPhase(ErrorFeedback):
         if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        make = self.wire_format.reduction(payload.tensor, residual)
+        make = self.wire_format.reduction_class(payload.tensor, residual)
         reduction = make(self.wire_format, payload.tensor, residual, comm.rank, comm.size)
         arrived = await comm.all_to_all(reduction.encode())
-        total = reduction.decode(await comm.all_gather(reduction.sum_shares(arrived)))
+        total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
         if reduction.overflow is not None:
             payload.findings.append(reduction.overflow)
         return total
@@ -135,7 +135,7 @@ class BlockScaled(WireFormat):
         """The values of codes."""
         raise NotImplementedError
 
-    def reduction(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
+    def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
         fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_handle_tensors(payload, residual)
         return FusedBlockReduction if fused else TwoPhaseReduction
 
@@ -180,7 +180,7 @@ class FusedBlockReduction(TwoPhaseReduction):
 
         return blocks.launch_encode(self.payload, self.residual, *self._kernel_arguments()).view(-1)
 
-    def sum_shares(self, arrived: Tensor) -> Tensor:
+    def sum_and_encode(self, arrived: Tensor) -> Tensor:
         from ddprun_hooks.kernels import blocks
 
         return blocks.launch_sum_and_encode(arrived, self.own_residual_share(), *self._kernel_arguments())

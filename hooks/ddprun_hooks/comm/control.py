@@ -16,7 +16,7 @@ from ddprun_hooks.errors import DisagreementError, format_ranks
 
 
 @dataclass(slots=True)
-class PendingMessage:
+class PendingGather:
     """A control message on its way."""
 
     _work: dist.Work
@@ -42,15 +42,15 @@ class ControlChannel:
 
     def all_gather_async(
         self, numbers: Sequence[float] | Tensor, what: str = "the control message"
-    ) -> PendingMessage:
+    ) -> PendingGather:
         """Send numbers, shape (length,), to all ranks, as many on each; leave them until they are sent."""
         mine = torch.as_tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        pending = self._gather_sequence.issue("all_gather", what=what)
+        pending = self._gather_sequence.record_issued("all_gather", what=what)
         with pending:
             work = self.group.allgather([gathered], [mine])
         pending.done_when(work.is_completed)
-        return PendingMessage(work, gathered, pending)
+        return PendingGather(work, gathered, pending)
 
     def all_gather(self, numbers: Sequence[float], what: str = "numbers of every rank") -> Tensor:
         """Every rank's numbers: shape (world size, len(numbers)), float64."""
@@ -97,7 +97,7 @@ class ControlChannel:
             if self.rank % span == step:
                 offset, bound = self._measure_offset(self.rank - step, rounds)
             elif self.rank % span == 0 and self.rank + step < self.size:
-                self._answer_time(self.rank + step, rounds, offset, bound)
+                self._answer_clock_queries(self.rank + step, rounds, offset, bound)
         return offset, bound
 
     def _measure_offset(self, peer: int, rounds: int) -> tuple[float, float]:
@@ -116,7 +116,7 @@ class ControlChannel:
                     best = sent + half - theirs, half + 1.0 + their_bound
         return best
 
-    def _answer_time(self, peer: int, rounds: int, offset: float, bound: float) -> None:
+    def _answer_clock_queries(self, peer: int, rounds: int, offset: float, bound: float) -> None:
         """Answer by rank 0's clock, as far as this rank knows it."""
         with observed_wait(self._p2p_sequence, "receive", "comparing clocks", [peer]):
             for _ in range(rounds):

@@ -33,7 +33,7 @@ class StreamTimestamp:
         event = self._event
         if event is None:
             return True
-        with self._gpu.on_this_thread():
+        with self._gpu.device_guard():
             return bool(event.query())  # type: ignore[no-untyped-call]
 
     def set_time(self, us: int) -> None:
@@ -97,12 +97,12 @@ class Gpu:
         """Keep an event that nobody needs any more for the next one who takes one."""
         self._events.append(event)
 
-    def on_this_thread(self) -> AbstractContextManager[None]:
+    def device_guard(self) -> AbstractContextManager[None]:
         """Inside, the calling thread asks this GPU; else it would make a large context on the first one."""
         context: AbstractContextManager[None] = torch.cuda.device(self.device)
         return context
 
-    def future(self) -> Future[Tensor]:
+    def new_future(self) -> Future[Tensor]:
         """A future to be completed on the current stream, for which its waiter's own stream then waits."""
         return Future(devices=[self.device])
 
@@ -152,7 +152,7 @@ class CopyStream:
             self._moved.append(moved)
         return moved
 
-    def wait_for_copies(self) -> None:
+    def join_current_stream(self) -> None:
         """Have the current stream wait for all copies that were started."""
         if self._moved:
             current = self._gpu.current_stream()
@@ -171,7 +171,7 @@ class PinnedStaging:
         self._blocks: list[Tensor] = []
         self._next_free: tuple[int, int] = 0, 0  # block, and offset in it, from which on there is room
 
-    def begin(self) -> bool:
+    def try_acquire(self) -> bool:
         """Start to copy; False: what was copied before is still in use."""
         if not self._in_use_lock.acquire(blocking=False):
             return False
@@ -187,14 +187,14 @@ class PinnedStaging:
             target.copy_(source, non_blocking=True)
         return target
 
-    def mark_all_started(self) -> None:
+    def fence_copies(self) -> None:
         """All copies were started; later work of the current stream, which may overwrite, waits for them."""
         self._done.record(self._stream)
         self._gpu.current_stream().wait_event(self._done)
 
     def wait(self) -> None:
         """Wait for the copies; on any thread."""
-        with self._gpu.on_this_thread():
+        with self._gpu.device_guard():
             self._done.synchronize()
 
     def release(self) -> None:

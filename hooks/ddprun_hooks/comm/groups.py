@@ -168,7 +168,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankPlacement:
     """Where the ranks are."""
 
     rank: int
@@ -216,7 +216,7 @@ class Placement:
         return sorted(sorted(by_host[at : at + per_host]) for at in range(0, self.size, per_host))
 
 
-def check_placement(placement: Placement, requirements: GroupRequirements) -> None:
+def check_placement(placement: RankPlacement, requirements: GroupRequirements) -> None:
     """Raise HookSetupError if the ranks do not lie as groups with these requirements need them.
 
     Every rank finds the same, before any group is made: while one is, a rank whose peer has raised and ended
@@ -229,7 +229,7 @@ def check_placement(placement: Placement, requirements: GroupRequirements) -> No
                 check_one_host([placement.hosts[rank] for rank in ranks])
 
 
-def _ranks_by_group(placement: Placement, wanted: GroupRequirement) -> list[list[int]]:
+def _ranks_by_group(placement: RankPlacement, wanted: GroupRequirement) -> list[list[int]]:
     """The ranks of each group of a leg, in rank order, which torch's process groups have whatever order they
     are given.
     """
@@ -278,7 +278,11 @@ class GroupFactory:
     shares_process_groups: bool = False  # all rounds of a group have one process group
 
     def make_group(
-        self, name: str, placement: Placement, requirements: GroupRequirements, existing: Sequence[Any] = ()
+        self,
+        name: str,
+        placement: RankPlacement,
+        requirements: GroupRequirements,
+        existing: Sequence[Any] = (),
     ) -> RankGroup:
         """Make the group of all ranks, called `name`, and those into which the stacks' hooks split it.
 
@@ -301,7 +305,7 @@ class GroupFactory:
 
     def _make_own_group(
         self,
-        placement: Placement,
+        placement: RankPlacement,
         requirements: GroupRequirements,
         name: str,
         wanted: GroupRequirement,

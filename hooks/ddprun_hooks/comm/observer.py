@@ -35,7 +35,7 @@ class CollectiveHandle:
 class CollectiveSequence:
     """Collectives that the same ranks issue in one order."""
 
-    def issue(
+    def record_issued(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
     ) -> CollectiveHandle:
         """This rank issues the sequence's next collective now: an `op`, and `payload`, or in words `what` it
@@ -62,7 +62,7 @@ def observed_wait(
     sequence: CollectiveSequence, op: str, what: str, peers: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Inside, this rank waits for `peers`, or for all that have not come this far."""
-    pending = sequence.issue(op, what=what, peers=peers)
+    pending = sequence.record_issued(op, what=what, peers=peers)
     with pending:
         yield
     pending.mark_done()

@@ -73,7 +73,7 @@ class BucketTrace(Generic[TimeT]):
     params: Sequence[ParamSlice] = ()  # the parameters in it
     fidelity: Fidelity | None = None  # how the mean compares with the exact one, if measured
 
-    def in_microseconds(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
+    def convert_times_to_us(self, to_us: Callable[[Any], int]) -> "BucketTrace[int]":
         """Turn every moment into microseconds by `to_us`, in place; gives this trace."""
         trace: BucketTrace[Any] = self
         parts: list[CollectiveTrace[Any] | HookSpan[Any]] = [*trace.collectives, *trace.spans]
@@ -94,7 +94,7 @@ class BucketTrace(Generic[TimeT]):
         return sum(one.between_hosts_bytes for one in self.collectives)
 
 
-def copy_findings_to_host(traces: Sequence[BucketTrace[Any]]) -> None:
+def read_finding_codes(traces: Sequence[BucketTrace[Any]]) -> None:
     """Replace the tensor codes in complete traces' findings by numbers, all in one reading."""
     findings = [one for trace in traces for one in trace.findings if isinstance(one.code, Tensor)]
     if findings:

@@ -51,7 +51,7 @@ def _resolve_attribute(
     owner: Any, where: str, path: list[str], trust_policy: trust.TrustPolicy, kind: str
 ) -> Any:
     for part in path:
-        trust_policy.admit_step(owner, where, part, kind)
+        trust_policy.admit_attribute(owner, where, part, kind)
         if not hasattr(owner, part):
             suggestion = closest_match(part, dir(owner))
             raise ImportPathError(format_message(f'"{where}" has no "{part}"', suggestion=suggestion))

@@ -146,7 +146,7 @@ class _CastOptions(HookOptions):
     cast then ends the stack. null: sum in 16 bits."""
 
     @model_serializer(mode="wrap")
-    def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A plain cast stays a plain name."""
         return {key: value for key, value in dump(self).items() if value is not None}
 

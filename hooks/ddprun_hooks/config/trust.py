@@ -35,7 +35,7 @@ _METHOD_ALTERNATIVES_TEXT = (
 )
 
 
-class _OpenPlace(NamedTuple):
+class _AllowedModuleNames(NamedTuple):
     """A module of a well-known package, and what in it may be named."""
 
     module: str
@@ -55,35 +55,41 @@ _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 # compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules,
 # methods and everything elsewhere can do more.
 _OPEN_PLACES = (
-    _OpenPlace("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
-    _OpenPlace("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
-    _OpenPlace("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
-    _OpenPlace(
+    _AllowedModuleNames("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _AllowedModuleNames(
+        "torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")
+    ),
+    _AllowedModuleNames("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
+    _AllowedModuleNames(
         "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _OpenPlace("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
-    _OpenPlace("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
-    _OpenPlace("torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)),
-    _OpenPlace("torch", _DTYPES, "the types of tensors in torch", ()),
+    _AllowedModuleNames("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
+    _AllowedModuleNames("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
+    _AllowedModuleNames(
+        "torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)
+    ),
+    _AllowedModuleNames("torch", _DTYPES, "the types of tensors in torch", ()),
     *(
-        _OpenPlace(f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",))
+        _AllowedModuleNames(
+            f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",)
+        )
         for task in ("", ".detection", ".segmentation", ".video")
     ),
     # LSUN unpickles a file that it finds among the images.
-    _OpenPlace(
+    _AllowedModuleNames(
         "torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets in torchvision.datasets", ("data",)
     ),
-    _OpenPlace("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
+    _AllowedModuleNames("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
     *(
-        _OpenPlace(
+        _AllowedModuleNames(
             f"torchvision.transforms{version}", _TRANSFORMS, "the transforms in torchvision.transforms", ()
         )
         for version in ("", ".v2")
     ),
-    _OpenPlace("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
-    _OpenPlace("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
-    _OpenPlace("timm", "create_model", "create_model in timm", ("model",)),
-    _OpenPlace("numpy", _DTYPES, "the types of numbers in numpy", ()),
+    _AllowedModuleNames("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
+    _AllowedModuleNames("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
+    _AllowedModuleNames("timm", "create_model", "create_model in timm", ("model",)),
+    _AllowedModuleNames("numpy", _DTYPES, "the types of numbers in numpy", ()),
 )
 
 # Packages of which open places may be named and nothing else.
@@ -144,9 +150,9 @@ class TrustPolicy:
         if not any(f"{name}.".startswith(f"{prefix}.") for prefix in self.prefixes):
             known = {prefix.partition(".")[0] for prefix in self.prefixes}
             return "it is not trusted" if root in known else f'"{root}" is not trusted'
-        return _place_refusal(name, kind) if root in WELL_KNOWN else None
+        return _well_known_refusal(name, kind) if root in WELL_KNOWN else None
 
-    def name_refusal(self, name: str, kind: str = "") -> str | None:
+    def written_name_refusal(self, name: str, kind: str = "") -> str | None:
         """Why a name that a user wrote may not be imported, as far as it tells by itself; None if it may."""
         if self.restricts_imports and any(part.startswith("_") for part in name.split(".")):
             return "a part that begins with _ is private"
@@ -154,10 +160,10 @@ class TrustPolicy:
 
     def admit_name(self, name: str, kind: str = "") -> None:
         """Judge a name before anything is imported: raises UntrustedError if it is not trusted."""
-        if reason := self.name_refusal(name, kind):
+        if reason := self.written_name_refusal(name, kind):
             raise UntrustedError(f'"{name}" may not be imported: {reason}', self.allowed_message())
 
-    def admit_step(self, owner: Any, where: str, part: str, kind: str = "") -> None:
+    def admit_attribute(self, owner: Any, where: str, part: str, kind: str = "") -> None:
         """Judge one step of a name beyond the module that was imported, before the step is taken: from
         `owner`, to which the name `where` has led, to its attribute `part`.
 
@@ -297,7 +303,7 @@ def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
     return issubclass(returned, expected.returns)
 
 
-def _place_refusal(name: str, kind: str) -> str | None:
+def _well_known_refusal(name: str, kind: str) -> str | None:
     """Why something of a well-known package may not be named; None if it may."""
     root = name.partition(".")[0]
     allowed = [

@@ -87,9 +87,9 @@ def _sum_and_encode_tile(
     arrived, residual_share, message, ranks, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE
 ):
     first = tl.program_id(0) * ROWS
-    total = _load(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
+    total = _load_decoded(arrived, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     for rank in range(1, ranks):
-        total += _load(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
+        total += _load_decoded(arrived, first, rank, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     codes, scales, left = _quantise(total, FORMAT)
     _store(message, codes, scales, first, 0, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     start = first.to(tl.int64) * BLOCK
@@ -122,7 +122,7 @@ def decode(
 @triton.jit
 def _decode_tile(message, values, numel, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     first, share = tl.program_id(0) * ROWS, tl.program_id(1)
-    decoded = _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
+    decoded = _load_decoded(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE)
     start = (share.to(tl.int64) * blocks_per_share + first) * BLOCK
     at = _tile_offsets(ROWS, BLOCK, COLS)
     mask = None if WHOLE else _tile_mask(first, blocks_per_share, ROWS, BLOCK, COLS) & (at < numel - start)
@@ -200,7 +200,7 @@ def _store(message, codes, scales, first, share, blocks_per_share, FORMAT, BLOCK
 
 
 @triton.jit
-def _load(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
+def _load_decoded(message, first, share, blocks_per_share, FORMAT, BLOCK, COLS, ROWS, WHOLE):
     """The values of a tile from a share of a message."""
     packed: tl.constexpr = 2 if FORMAT == "int4" else 1
     to_codes, to_scales = _message_pointers(message, first, share, blocks_per_share, BLOCK // packed)

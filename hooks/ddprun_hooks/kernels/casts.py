@@ -158,7 +158,7 @@ def launch_sum_and_downcast(arrived: Tensor, residual_share: Tensor, ranks: int)
     return message
 
 
-def launch_upcast(total: Tensor, out: Tensor, flags: Tensor) -> Tensor:
+def launch_upcast_and_check(total: Tensor, out: Tensor, flags: Tensor) -> Tensor:
     """Launch `upcast` of what has at least the values of `out`; gives the finding's code, int32, shape ()."""
     upcast[_grid(out.numel())](total, out, flags, out.numel(), **_LAUNCH)
     return flags[1]

@@ -50,7 +50,7 @@ def add_and_histogram(
 def histogram_next_bits(residual, bins, numel, tiles, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
     """Count the next bits of those magnitudes whose upper bits are the threshold's."""
     shift: tl.constexpr = 31 - 8 * LEVEL
-    upper, _ = _threshold(bins, k, LEVEL)
+    upper, _ = _threshold_and_remaining_k(bins, k, LEVEL)
     counts = tl.zeros([_BINS], tl.int32)
     for tile in range(tiles):
         at = _tile_offsets(tile, tiles, TILE)
@@ -75,7 +75,7 @@ def count_per_program(
     TILE: tl.constexpr,
 ):
     """Count what a program has above the threshold and at it."""
-    upper, _ = _threshold(bins, k, _LEVELS)
+    upper, _ = _threshold_and_remaining_k(bins, k, _LEVELS)
     threshold = upper >> 1 & 0x7FFFFFFF
     above = tl.zeros([TILE], tl.int32)
     equal = tl.zeros([TILE], tl.int32)
@@ -103,7 +103,7 @@ def write_largest(
     TILE: tl.constexpr,
 ):
     """Write what is sent, and leave what is not."""
-    upper, of_equal = _threshold(bins, k, _LEVELS)
+    upper, of_equal = _threshold_and_remaining_k(bins, k, _LEVELS)
     threshold = upper >> 1 & 0x7FFFFFFF
     programs = tl.arange(0, PROGRAMS)
     before = programs < tl.program_id(0)
@@ -146,7 +146,7 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _threshold(bins, k, LEVELS: tl.constexpr):
+def _threshold_and_remaining_k(bins, k, LEVELS: tl.constexpr):
     """The top 8 * LEVELS bits of the k-th largest magnitude, and how many of those with them are wanted."""
     every = tl.arange(0, _BINS)
     upper = 0
@@ -159,7 +159,7 @@ def _threshold(bins, k, LEVELS: tl.constexpr):
     return upper, k
 
 
-def take_largest(payload: Tensor, residual: Tensor, k: int) -> Tensor:
+def encode_largest(payload: Tensor, residual: Tensor, k: int) -> Tensor:
     """Add `payload` to `residual`, both (numel,), take the k largest, and leave what they lack. Gives the
     message: k indices, int32, then k values of the payload's type, as bytes.
     """

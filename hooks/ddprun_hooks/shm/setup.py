@@ -62,7 +62,7 @@ def open_shm_groups(
     groups: list[Descriptors] = []
     try:
         if rank == 0:
-            _distribute_descriptors(groups, rank_labels, count, nbytes, broadcast_bytes, deadline)
+            _create_and_send_descriptors(groups, rank_labels, count, nbytes, broadcast_bytes, deadline)
         else:
             _receive_descriptors(groups, rank_labels, count, rank, broadcast_bytes(b""), deadline)
         made = []
@@ -79,7 +79,7 @@ def open_shm_groups(
             os.close(descriptor)
 
 
-def _distribute_descriptors(
+def _create_and_send_descriptors(
     groups: list[Descriptors],
     rank_labels: Sequence[int],
     count: int,

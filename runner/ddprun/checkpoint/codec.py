@@ -180,12 +180,12 @@ def errors_naming(path: Path) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise DamagedError(f"{path}: {_one_line(key)}: {first['msg']}") from None
+        raise DamagedError(f"{path}: {_printable_first_line(key)}: {first['msg']}") from None
     except ValueError as error:
-        raise DamagedError(f"{path}: {_one_line(str(error))}") from None
+        raise DamagedError(f"{path}: {_printable_first_line(str(error))}") from None
 
 
-def _one_line(text: str) -> str:
+def _printable_first_line(text: str) -> str:
     """What a hostile file says, for a message: one printable line, and not endless."""
     first, *_ = text.splitlines() or [""]
     return first[:200].encode("unicode_escape").decode("ascii")

@@ -74,7 +74,7 @@ class Checkpoint:
     nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
 
     @property
-    def root(self) -> Path:
+    def no_follow_root(self) -> Path:
         """No link is followed in this folder: the run's, or the checkpoint itself if it is `outside_run`."""
         return self.path if self.outside_run else self.path.parent.parent
 
@@ -113,7 +113,7 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     with open_file(folder, text.name, "wb") as file:
         file.write(json.dumps(state.tree, allow_nan=False).encode())
     write_tensors(weights, state.tensors)
-    return {path.name: _synced(path) for path in (text, weights)}
+    return {path.name: _fsync_and_hash(path) for path in (text, weights)}
 
 
 def send_files(
@@ -145,7 +145,7 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
     if problem is not None:
         raise problem
     for name, sent in files.items():
-        if _synced(folder / name) != sent:
+        if _fsync_and_hash(folder / name) != sent:
             raise OSError(None, f"{name} did not arrive complete")
 
 
@@ -161,13 +161,13 @@ def commit(
     manifest = {"v": VERSION, "step": step, "world_size": world_size, "nonfinite": nonfinite, "files": files}
     with open_file(folder, MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-    _synced(folder / MANIFEST)
-    sync_folder(folder)
+    _fsync_and_hash(folder / MANIFEST)
+    fsync_folder(folder)
     if target.exists():  # of an attempt that was undone, or damaged
         remove_tree(replaced)
         target.rename(replaced)
     folder.rename(target)
-    sync_folder(root)
+    fsync_folder(root)
     remove_tree(replaced)
     return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
 
@@ -208,7 +208,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     for name in part_names(checkpoint.world_size) if names is None else names:
         for path in part_paths(checkpoint.path, name):
             described = checkpoint.files[path.name]
-            with errors_naming(path), open_file(checkpoint.root, path.relative_to(checkpoint.root)) as file:
+            with (
+                errors_naming(path),
+                open_file(checkpoint.no_follow_root, path.relative_to(checkpoint.no_follow_root)) as file,
+            ):
                 size = os.fstat(file.fileno()).st_size
                 if size != described["bytes"]:
                     raise ValueError(f"{size:,} bytes instead of {described['bytes']:,}")
@@ -222,7 +225,7 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """The state of a part that `verify` has found whole; raises DamagedError if it cannot be read."""
     text, weights = part_paths(checkpoint.path, name)
-    tree, tensors = read_json(checkpoint, text), read_tensors(weights, checkpoint.root)
+    tree, tensors = read_json(checkpoint, text), read_tensors(weights, checkpoint.no_follow_root)
     with errors_naming(text):
         return decode(tree, tensors)
 
@@ -230,7 +233,9 @@ def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint; raises DamagedError if there is none that can be read."""
     with errors_naming(path):
-        return read_json_object(checkpoint.root, path.relative_to(checkpoint.root), MAX_JSON_BYTES)
+        return read_json_object(
+            checkpoint.no_follow_root, path.relative_to(checkpoint.no_follow_root), MAX_JSON_BYTES
+        )
 
 
 def prune(root: Path, keep: int) -> None:
@@ -270,7 +275,7 @@ def set_aside(root: Path, step: int, why: str) -> Path:
     return path.rename(aside)
 
 
-def clear_unfinished(root: Path) -> None:
+def recover_interrupted_writes(root: Path) -> None:
     """Delete what interrupted writing has left; a checkpoint that was being replaced gets its name back."""
     for entry in root.iterdir() if root.is_dir() else ():
         name = entry.name.removeprefix(".").removesuffix(f".{_REPLACED}")
@@ -288,7 +293,7 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _synced(path: Path) -> dict[str, Any]:
+def _fsync_and_hash(path: Path) -> dict[str, Any]:
     """Bring a file to disk; gives what the manifest says of it."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -296,7 +301,7 @@ def _synced(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Bring the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -101,7 +101,7 @@ class CheckpointWriter:
         One that comes while the one before it is still being written is skipped. With `wait` all are waited
         for, until they are written or given up. `staged`: of tensors in the parts, to be released.
         """
-        job, before = self._job(step, parts, staged), self._current_job
+        job, before = self._make_next_job(step, parts, staged), self._current_job
         if wait or before is None:
             self._current_job = job
             self._jobs.put(job)
@@ -117,17 +117,19 @@ class CheckpointWriter:
         if wait:
             self._jobs.join()
             if self.rank == 0:  # all ranks have written their parts: what is unfinished stays so
-                folder.clear_unfinished(self.root)
+                folder.recover_interrupted_writes(self.root)
 
-    def skip_to(self, count: int) -> None:
+    def report_missed_checkpoints(self, count: int) -> None:
         """Give up checkpoints that this rank never reached, up to the `count` that another has enqueued."""
         while self.enqueued_count < count:
-            job = self._job(0, {})
+            job = self._make_next_job(0, {})
             self._report_to_rank_0(job, f"rank {self.rank} had stopped before")
             if self.rank == 0:
                 self._jobs.put(job)
 
-    def _job(self, step: int, parts: Mapping[str, EncodedState], staged: PinnedStaging | None = None) -> _Job:
+    def _make_next_job(
+        self, step: int, parts: Mapping[str, EncodedState], staged: PinnedStaging | None = None
+    ) -> _Job:
         number, self.enqueued_count = self.enqueued_count, self.enqueued_count + 1
         return _Job(
             number, step, folder.unfinished_path(self.root, step, f"{self.token}-{number}"), parts, staged
@@ -151,7 +153,7 @@ class CheckpointWriter:
                     seconds = time.monotonic() - started
                     outcome = CheckpointOutcome(job.step, seconds, checkpoint, problem, skipped)
                 elif job.parts and self._scratch is not None:
-                    self._send(job)
+                    self._send_files_if_wanted(job)
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
                 outcome = CheckpointOutcome(job.step, time.monotonic() - started, problem=repr(error))
@@ -250,7 +252,7 @@ class CheckpointWriter:
 
     # Ranks that do not see the run's folder.
 
-    def _send(self, job: _Job) -> None:
+    def _send_files_if_wanted(self, job: _Job) -> None:
         """Give this rank's files to rank 0, if it wants them."""
         assert self.control is not None
         verdict = f"{job.number}/verdict"

@@ -28,10 +28,12 @@ class _KindOrName(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in dict.fromkeys(_words()) if name.startswith(incomplete)]
+        return [
+            CompletionItem(name) for name in dict.fromkeys(_kinds_and_names()) if name.startswith(incomplete)
+        ]
 
 
-def _words() -> list[str]:
+def _kinds_and_names() -> list[str]:
     from ddprun.config.catalog import KINDS
 
     return [*KINDS, *(name for kind in KINDS.values() for name in kind.names())]
@@ -52,7 +54,7 @@ def catalog(what: str | None, form: str) -> int:
         entries = entries_named(what)
         if not entries:
             text = f'"{what}" is neither a kind nor the name of an entry'
-            text = format_message(text, suggestion=closest_match(what, _words()))
+            text = format_message(text, suggestion=closest_match(what, _kinds_and_names()))
             raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
         if form == "json":
             click.echo(json.dumps(entries, indent=1))

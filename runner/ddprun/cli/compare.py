@@ -143,7 +143,7 @@ def _compare(
             return comparing.run_all(variants, seeds, folder, turn, arguments, progress, hosts)
 
     if hosts is not None and not hosts.is_first:
-        return hosts.follow(lambda message: run_all(message.folder))
+        return hosts.follow_first_host(lambda message: run_all(message.folder))
     name = time.strftime("%Y%m%d-%H%M%S")
     folder = output or _RUNS / name
     try:
@@ -154,10 +154,10 @@ def _compare(
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     if hosts is not None:
         hosts.send_to_others(HostMessage(folder=name))
-    return _show(run_all(name), folder, len(seeds), form)
+    return _print_and_write_report(run_all(name), folder, len(seeds), form)
 
 
-def _show(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -> int:
+def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -> int:
     """Print what differs, and write a page; gives the exit code."""
     from ddprun.compare import learning
     from ddprun.compare import runs as comparing
@@ -171,7 +171,7 @@ def _show(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -
         if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"
-        page = html.page(merged_digests, (learning.sentences(rows), shown))
+        page = html.page(merged_digests, (learning.comparison_sentences(rows), shown))
         try:
             with replace_atomically(folder, page_path.name) as file:
                 file.write(page.encode(errors="replace"))

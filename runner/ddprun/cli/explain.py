@@ -80,7 +80,7 @@ def explain(
     from ddprun.cli import printing
     from ddprun.config import PipelineError, load
     from ddprun.config.secrets import Secrets
-    from ddprun.predict import ShortRunError
+    from ddprun.predict import MeasurementRunError
     from ddprun.predict.links import parse_links
 
     predicts = any(one is not None for one in (link, latency, measured, sweep))
@@ -110,12 +110,12 @@ def explain(
         predicted: dict[int, StageForecast] = {}
         measured_run = measured
         if predicts:
-            predicted, measured_run = _forecast(
+            predicted, measured_run = _measure_and_forecast(
                 explained, links, measured_links, measured, cores, sweep or ()
             )
     except (PipelineError, InputError, click.ClickException):
         raise
-    except ShortRunError as error:
+    except MeasurementRunError as error:
         say(secrets.redact(str(error)))
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
@@ -139,7 +139,7 @@ def explain(
     return EXIT_SUCCESS
 
 
-def _forecast(
+def _measure_and_forecast(
     explained: "Explanation",
     links: "Links",
     measured_links: "Links",

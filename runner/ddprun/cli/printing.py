@@ -87,7 +87,7 @@ class ProgressLine:
             say(text)
         self._count += 1
 
-    def say(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         """A line that stays, above the others."""
         if self._open:
             click.echo("\r\x1b[K", err=True, nl=False)

@@ -106,7 +106,7 @@ def _collect_modules(
     loaded: "LoadedPipeline", to: str, cluster: type["Cluster"], *, with_modules: bool
 ) -> dict[str, bytes]:
     """The module files beside the pipeline's that the job takes along, by path; warns of others needed."""
-    from ddprun.cluster.modules import modules_beside
+    from ddprun.cluster.modules import used_local_modules
     from ddprun.units import format_bytes
 
     if with_modules and not cluster.max_modules_bytes:
@@ -114,7 +114,7 @@ def _collect_modules(
         if not cluster.job_contains_pipeline:
             why = f"needs none sent: its hosts read {loaded.folder} themselves"
         raise click.UsageError(f"--with-modules: --to {to} {why}")
-    beside = modules_beside(loaded) if cluster.job_contains_pipeline else {}
+    beside = used_local_modules(loaded) if cluster.job_contains_pipeline else {}
     if not beside:
         return {}
     names = ", ".join(beside)

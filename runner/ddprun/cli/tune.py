@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
     from ddprun.config import LoadedPipeline
     from ddprun.predict.links import Links
-    from ddprun.tune.choose import Floors
+    from ddprun.tune.choose import QualityFloors
     from ddprun.tune.search import SearchOutcome, SearchRequest
 
 
@@ -132,7 +132,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     from ddprun.cli import printing
     from ddprun.config import PipelineError
     from ddprun.launch.meeting import HostsError
-    from ddprun.predict import ShortRunError
+    from ddprun.predict import MeasurementRunError
     from ddprun.tune import TuneError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.search import Search
@@ -141,9 +141,9 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     search = None
     try:
         with printing.ProgressLine() as progress:
-            search = Search(request, progress.say, progress, hosts)
+            search = Search(request, progress.print_above, progress, hosts)
             if hosts is not None and not hosts.is_first:
-                return search.follow()
+                return search.follow_first_host()
             outcome = search.run()
             written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
             search.save_state(finished=True)
@@ -153,7 +153,7 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
-    except (TuneError, ShortRunError, InputError, OSError) as error:
+    except (TuneError, MeasurementRunError, InputError, OSError) as error:
         say(secrets.redact(str(error)))
         return EXIT_FAILURE
     except Exception as error:  # of the user's own code, such as a model's forward
@@ -187,7 +187,7 @@ def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[s
     return found
 
 
-def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floors: "Floors") -> None:
+def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floors: "QualityFloors") -> None:
     """Check that --link and --floor make sense for this number of hosts; `here`: whether they take part."""
     from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
@@ -226,7 +226,7 @@ def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Pa
     command = f"ddprun tune {shlex.quote(str(loaded.path))}"
     text = write.tuned_text(loaded, winner_changes(outcome), winner_file_comment(outcome, command))
     write.save(text, output, permissions_from=loaded.path)
-    if left_out := write.secret_overrides(loaded):
+    if left_out := write.secret_override_keys(loaded):
         keys = ", ".join(left_out)
         say(f"not written, because they hold secrets: --set {keys}; give them again")
     else:

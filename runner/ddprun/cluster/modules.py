@@ -11,7 +11,7 @@ from ddprun.config.choices import is_dotted_name
 from ddprun.config.secrets import pipeline_strings
 
 
-def modules_beside(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
+def used_local_modules(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
     """The top-level modules that a pipeline names and Python finds in its folder alone, and those beside them
     that they import; of each its files, by their path in the folder. Nothing is imported.
     """
@@ -24,14 +24,14 @@ def modules_beside(loaded: LoadedPipeline) -> dict[str, dict[str, Path]]:
         name = wanted.pop(0)
         if name in found or name in sys.stdlib_module_names:
             continue
-        files = _files(folder, name)
+        files = _module_files(folder, name)
         if files and not _is_importable_elsewhere(name, folder):
             found[name] = files
             wanted += [root for file in files.values() if file.suffix == ".py" for root in _imports(file)]
     return found
 
 
-def _files(folder: Path, name: str) -> dict[str, Path]:
+def _module_files(folder: Path, name: str) -> dict[str, Path]:
     """The files of a module or a package in a folder; none if there is neither."""
     package = folder / name
     if not package.is_dir():

@@ -124,13 +124,13 @@ class HostCoordinator:
         except ValueError as error:
             raise meeting.HostsError(f"the first host sent an invalid message: {error}") from None
 
-    def follow(self, take_part: Callable[[HostMessage], object]) -> int:
+    def follow_first_host(self, take_part: Callable[[HostMessage], object]) -> int:
         """Take part in the runs that the first host tells of, until it tells the end; gives the exit code."""
         while (message := self.receive()).end is None:
             take_part(message)
         return message.end
 
-    def leave(self) -> None:
+    def leave_with_all_hosts(self) -> None:
         """Wait until all hosts have come here."""
         meeting.leave_together(self._group.store, self.index, self.count, _LEAVE_S)
 
@@ -157,5 +157,5 @@ def join_hosts_and_run(
         if hosts is not None:
             if hosts.is_first:
                 hosts.send_to_others(HostMessage(end=code))
-            hosts.leave()
+            hosts.leave_with_all_hosts()
     return code

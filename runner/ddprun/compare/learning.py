@@ -220,7 +220,7 @@ def _metric_label(quantity: str) -> str:
     return name if name == quantity else f"held-out {name}"
 
 
-def conclusion(row: Row) -> str:
+def speed_and_learning_verdict(row: Row) -> str:
     """Speed and learning in a few words."""
     verdict = str(row["verdict"])
     if verdict == TOO_FEW_TURNS:
@@ -233,10 +233,10 @@ def conclusion(row: Row) -> str:
     return f"{verdict}, and {learning}"
 
 
-def sentences(rows: Sequence[Row]) -> list[str]:
+def comparison_sentences(rows: Sequence[Row]) -> list[str]:
     """How each variant differs from the first, and at last which one to choose; commands are in backticks."""
     others = [row for row in rows[1:] if not row["verdict"].startswith("noise")]
-    return [*map(_sentence, others), _choice(rows[0], others)] if others else []
+    return [*map(_sentence, others), _recommendation_sentence(rows[0], others)] if others else []
 
 
 def _sentence(row: Row) -> str:
@@ -281,7 +281,7 @@ def choose_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
     return min(better, key=lambda row: row[f"{row['decided_by']}_difference"]) if better else rows[0]
 
 
-def _choice(first: Row, others: Sequence[Row]) -> str:
+def _recommendation_sentence(first: Row, others: Sequence[Row]) -> str:
     chosen = next((row for row in (first, *others) if row["chosen"]), None)
     if chosen is None:
         return f"{first['variant']} failed, or its loss is not finite: there is nothing to compare with."

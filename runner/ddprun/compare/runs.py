@@ -152,7 +152,7 @@ class VariantRuns:
         return all(run.completed for run in self.runs)
 
     @property
-    def step_s_by_turn(self) -> dict[tuple[int, int], float]:
+    def step_s_by_seed_and_turn(self) -> dict[tuple[int, int], float]:
         """The mean time of a step, by the number of the seed and of the turn."""
         return {
             (number, turn): seconds
@@ -180,7 +180,7 @@ class SpeedRatio:
     turns: int
 
     @property
-    def noise_factor(self) -> float:
+    def max_deviation_factor(self) -> float:
         """The factor, at least 1, by which the interval reaches away from 1."""
         return max(self.high, 1 / self.low, 1.0)
 
@@ -228,15 +228,15 @@ async def _take_turns(
             for number, side in enumerate(sides):
                 processes.append(_start(side, scheduler.environment_value(number), arguments, hosts))
                 scheduler.add_run(number, partial(_is_alive, processes[-1]))
-            await scheduler.wait_for_all()
+            await scheduler.wait_until_all_idle()
             while scheduler.any_alive():
                 left = frozenset(scheduler.waiting_runs())
                 draw.shuffle(order)  # of all of them: hosts may not see at the same moment that one has ended
                 for run in order:
                     if run in left:
-                        await scheduler.give_turn(run)
+                        await scheduler.run_one_turn(run)
                 if not left:  # a run's ranks are starting again, or it is ending
-                    await scheduler.wait_for_all()
+                    await scheduler.wait_until_all_idle()
                     continue
                 turns += 1
                 progress(f"{format_count(turns, 'turn')} of {turn_steps} steps")
@@ -323,7 +323,7 @@ def fill_from_records(run: SeedRun, turn_steps: int) -> None:
 
 def speed_ratio(first: VariantRuns, other: VariantRuns) -> SpeedRatio | None:
     """How many times as fast as the first the other is; None if they have no turns in common."""
-    before, after = first.step_s_by_turn, other.step_s_by_turn
+    before, after = first.step_s_by_seed_and_turn, other.step_s_by_seed_and_turn
     common = sorted(before.keys() & after.keys())
     return bootstrap_ratio([(before[turn], after[turn]) for turn in common]) if common else None
 
@@ -337,14 +337,19 @@ def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> SpeedRatio:
     draw = random.Random(0)
     found = sorted(_ratio_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
     tail = (1 - _CONFIDENCE) / 2
-    return SpeedRatio(_ratio_of_sums(pairs), quantile(found, tail), quantile(found, 1 - tail), len(pairs))
+    return SpeedRatio(
+        _ratio_of_sums(pairs),
+        quantile_of_sorted(found, tail),
+        quantile_of_sorted(found, 1 - tail),
+        len(pairs),
+    )
 
 
 def _ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(one for one, _ in pairs) / sum(other for _, other in pairs)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def quantile_of_sorted(values: Sequence[float], share: float) -> float:
     """The value below which such a share of sorted `values` lies."""
     return values[min(len(values) - 1, round(share * (len(values) - 1)))]
 
@@ -355,7 +360,7 @@ def noise_factor(sides: Sequence[VariantRuns]) -> float | None:
     if twin is None or not (twin.completed and sides[0].completed):
         return None
     ratio = speed_ratio(sides[0], twin)
-    return ratio.noise_factor if ratio is not None and ratio.turns >= _MIN_TURNS else None
+    return ratio.max_deviation_factor if ratio is not None and ratio.turns >= _MIN_TURNS else None
 
 
 def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -> str:
@@ -369,7 +374,11 @@ def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -
     ratio = speed_ratio(first, other)
     enough = ratio is not None and ratio.turns >= _MIN_TURNS
     if other.variant.twin:
-        return f"noise: up to {ratio.noise_factor - 1:.1%}" if ratio and enough else "noise: not known yet"
+        return (
+            f"noise: up to {ratio.max_deviation_factor - 1:.1%}"
+            if ratio and enough
+            else "noise: not known yet"
+        )
     if ratio is None or not enough:
         return learning.TOO_FEW_TURNS
     least = noise or 1.0
@@ -394,33 +403,33 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
                 "times_first": ratio.mean if ratio else None,
                 "times_first_low": ratio.low if ratio else None,
                 "times_first_high": ratio.high if ratio else None,
-                "turns": len(side.step_s_by_turn),
+                "turns": len(side.step_s_by_seed_and_turn),
                 "turns_needed": max(0, _MIN_TURNS - (ratio.turns if ratio else 0)),
                 "verdict": speed_verdict(sides[0], side, factor),
                 **outcome,
                 "run_dir": str(side.runs[0].folder),
             }
         )
-    chosen = learning.choose_row(found, [not (side.variant.twin or _sends_nothing(side)) for side in sides])
+    chosen = learning.choose_row(found, [not (side.variant.twin or _uses_noop_hook(side)) for side in sides])
     return [{**row, "chosen": row is chosen} for row in found]
 
 
 def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     if (found := side.merged_digest()) is None or found.steps_per_s is None:
         return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
-    rates = sorted(1 / seconds for seconds in side.step_s_by_turn.values())
+    rates = sorted(1 / seconds for seconds in side.step_s_by_seed_and_turn.values())
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
     return {
         "steps_per_s": found.steps_per_s,
-        "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
+        "spread": (quantile_of_sorted(rates, 0.75) - quantile_of_sorted(rates, 0.25)) / 2 if rates else None,
         "exposed_share": found.times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
-        "cosine": found.cosine,
+        "cosine": found.mean_fidelity_cosine,
     }
 
 
-def _sends_nothing(side: VariantRuns) -> bool:
+def _uses_noop_hook(side: VariantRuns) -> bool:
     """Whether a hook discards what ranks should exchange: an upper bound of speed, not one to train with."""
     stages = [stage for digest in side.digests for stage in digest.stages]
     return any("noop" in sent.hooks for stage in stages for sent in stage.traffic)
@@ -428,7 +437,10 @@ def _sends_nothing(side: VariantRuns) -> bool:
 
 def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
-    speed = [[*(_cell(key, row) for key in _SPEED_COLUMNS), learning.conclusion(row)] for row in rows]
+    speed = [
+        [*(_cell(key, row) for key in _SPEED_COLUMNS), learning.speed_and_learning_verdict(row)]
+        for row in rows
+    ]
     turns = format_count(max(row["turns"] for row in rows), "turn")
     caption = f"Speed: over {turns}, with 95% intervals."
     return [([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption), learning.table(rows)]
@@ -444,7 +456,7 @@ def render(rows: Sequence[Row], form: str, width: int | None) -> str:
         writer.writeheader()
         writer.writerows(rows)
         return out.getvalue()
-    sentences = learning.sentences(rows)
+    sentences = learning.comparison_sentences(rows)
     if form == "markdown":
         for heads, cells, caption in tables(rows):
             lines = [

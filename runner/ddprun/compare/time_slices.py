@@ -57,12 +57,12 @@ class TimeSliceScheduler:
         """Add a run that has been started; `alive` says whether its process still runs."""
         self._runs[run] = _ScheduledRun(alive)
 
-    async def wait_for_all(self) -> None:
+    async def wait_until_all_idle(self) -> None:
         """Wait until every run has connected and waits for a turn, or has ended."""
         for scheduled in self._runs.values():
             await self._wait_for_turn_end(scheduled)
 
-    async def give_turn(self, run: int) -> None:
+    async def run_one_turn(self, run: int) -> None:
         """Let a run work for one turn, or to its end."""
         scheduled = self._runs[run]
         if scheduled.waits_for_turn():

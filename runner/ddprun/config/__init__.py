@@ -5,7 +5,7 @@ from ddprun.config.faults import PipelineError, PipelineFault
 from ddprun.config.load import LoadedPipeline, load
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Compile, DataPair, Ddp, Launch, Loader
-from ddprun.config.signatures import length_option, tensor_options
+from ddprun.config.signatures import length_option_to_fill, tensor_options
 from ddprun.config.stages import (
     BEST_FILE,
     AverageStage,

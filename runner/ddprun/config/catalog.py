@@ -38,7 +38,8 @@ def entries_of_kind(kind: str) -> list[Entry]:
     entries = [entry_from_model(kind, name, model) for name, model in found.built_in_options.items()]
     if found.torch_kind:
         entries += [
-            _of_torch(kind, found.torch_kind, name) for name in signatures.class_names(found.torch_kind)
+            _of_torch(kind, found.torch_kind, name)
+            for name in signatures.offered_class_names(found.torch_kind)
         ]
     installed = found.plugins.options_of_installed() if found.plugins else {}
     return entries + [_of_installed(kind, *added) for added in installed.items()]
@@ -81,15 +82,15 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
 
 def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
     shown = signatures.written_name(torch_kind, name)
-    length = signatures.length_option(name) if torch_kind == "schedule" else None
+    length = signatures.length_option_to_fill(name) if torch_kind == "schedule" else None
     entry = entry_from_model(kind, shown, signatures.torch_options_model(torch_kind, name))
     for option, item in zip(entry["options"], signatures.torch_options(torch_kind, name), strict=True):
-        option["default"] = "the stage's steps" if item.name == length else _plain_default(item.default)
+        option["default"] = "the stage's steps" if item.name == length else _default_from_source(item.default)
     summary = f"{signatures.docstring_summary(torch_kind, name)}."
     return entry | {"source": "torch", "description": summary}
 
 
-def _plain_default(source: str) -> Any:
+def _default_from_source(source: str) -> Any:
     """A default of torch's source as a value; an expression such as `1.0 / 3` as it is written."""
     if not source:
         return None

@@ -30,7 +30,7 @@ _UNCHANGEABLE_KEYS = {
 _STAGE_STATE_KEYS = ("sync", "mutate", "update", "data")  # fixed once a stage has begun
 
 
-def check_changes(
+def check_and_list_changes(
     loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], *, next_stage: int, begun_stage: int | None
 ) -> list[str]:
     """Compare a pipeline with that of a checkpoint, key by key; a line for each change that is allowed.
@@ -55,7 +55,7 @@ def check_changes(
     ]
 
 
-def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], stage: int) -> bool:
+def learning_rates_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any], stage: int) -> bool:
     """Whether a stage's learning rates differ from the checkpoint's: by optimizer, schedule, or lengths."""
     sides = []
     for pipeline in (
@@ -73,8 +73,8 @@ def schedule_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str, Any]
 
 
 def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[PipelineFault]:
-    was: Any = to_plain_data(old) | _fixed_parts(old)
-    now: Any = loaded.as_dict() | _fixed_parts(loaded.pipeline)
+    was: Any = to_plain_data(old) | _fixed_optimizer_parts(old)
+    now: Any = loaded.as_dict() | _fixed_optimizer_parts(loaded.pipeline)
     for path, why in _UNCHANGEABLE_KEYS.items():
         section, _, key = path.rpartition(".")
         before, here = (side[section][key] if section else side[key] for side in (was, now))
@@ -82,7 +82,7 @@ def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[
             yield _change_fault(loaded, path, before, here, why)
 
 
-def _fixed_parts(pipeline: Pipeline) -> dict[str, Any]:
+def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
     """Of the optimizer its name, and which parameters are in which group: options may change."""
     return {"optimizer": pipeline.optimizer.name, "groups": [list(group.match) for group in pipeline.groups]}
 

@@ -54,7 +54,7 @@ class ChoiceKind:
     def built_in(self) -> list[str]:
         return [*self.options, *(self.plugins.built_in() if self.plugins else ())]
 
-    def options_of(self, name: str) -> type[BaseModel] | None:
+    def built_in_options_of(self, name: str) -> type[BaseModel] | None:
         """The options of what is built in under this name; None if nothing is."""
         if self.plugins is not None and name in self.plugins.built_in():
             return self.plugins.options_model(name)
@@ -62,17 +62,17 @@ class ChoiceKind:
 
     @property
     def built_in_options(self) -> Mapping[str, type[BaseModel]]:
-        return {name: model for name in self.built_in() if (model := self.options_of(name))}
+        return {name: model for name in self.built_in() if (model := self.built_in_options_of(name))}
 
     def names(self) -> list[str]:
         """Every name without a dot that is known, as a file would write it."""
         found = self.built_in()
         if self.torch_kind:
-            of_torch = signatures.class_names(self.torch_kind)
+            of_torch = signatures.offered_class_names(self.torch_kind)
             found += [signatures.written_name(self.torch_kind, name) for name in of_torch]
         return found + list(self.plugins.installed() if self.plugins else ())
 
-    def allowed_names(self) -> list[str]:
+    def names_for_message(self) -> list[str]:
         """What a message lists."""
         names, dotted = self.names(), "an import path such as package.module.name"
         return [*names, *([f"or {dotted}" if names else dotted] if self.dotted_description else [])]
@@ -171,7 +171,7 @@ def parse_choice(kind_name: str, value: Any) -> Choice:
         return value
     if isinstance(value, dict) and len(value) > 1:
         raise _two_choices(kind, list(value))
-    name, options = parse_spec(value, kind.allowed_names)
+    name, options = parse_spec(value, kind.names_for_message)
     make_error = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
     return _resolve(kind, name, options, make_error)
 
@@ -190,7 +190,7 @@ def parse_schedule(value: Any) -> Choice:
 
 def choice_validator(kind: str) -> CustomValidator:
     """For `Annotated[Choice, …]`: a choice of this kind."""
-    return CustomValidator(functools.partial(parse_choice, kind), kind, CHOICE_KINDS[kind].allowed_names)
+    return CustomValidator(functools.partial(parse_choice, kind), kind, CHOICE_KINDS[kind].names_for_message)
 
 
 _MakeError = Callable[..., ValidationError]  # `problem` at the place of a choice's name
@@ -206,7 +206,7 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         if errors := list(_untrusted_object_errors(options, (name,))):
             raise combine(errors)
         return Choice(kind.name, name, options, "dotted")
-    if model := kind.options_of(name):
+    if model := kind.built_in_options_of(name):
         settings = validate(model, options, name, owner=name, context=VALIDATION_CONTEXT)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "built-in", settings)
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, name)):
@@ -224,21 +224,21 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
     if kind.torch_kind and signatures.torch_folder() is None:
         text = f'unknown {kind.name} "{name}": torch is not installed, so its names are unknown'
         raise make_error(text, "install torch")
-    of_torch = signatures.class_names(kind.torch_kind) if kind.torch_kind else ()
+    of_torch = signatures.offered_class_names(kind.torch_kind) if kind.torch_kind else ()
     near = closest_match(name, kind.names()) or closest_match(name, of_torch)
-    raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.allowed_names()), near)
+    raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.names_for_message()), near)
 
 
 def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -> None:
     """Refuse a written name that `DDPRUN_TRUSTED` does not allow; a run judges the imported object, too."""
     trust = read_trust_policy()
-    if reason := trust.name_refusal(name, kind):
+    if reason := trust.written_name_refusal(name, kind):
         raise make_error(f"{shown} may not be imported: {reason}", trust.allowed_message())
 
 
 def _require_trusted_plugin(plugins: PluginRegistry, name: str, make_error: _MakeError) -> None:
     """Refuse an installed plug-in that `DDPRUN_TRUSTED` does not allow; nothing is imported."""
-    for target in () if name in plugins.built_in() else plugins.targets(name):
+    for target in () if name in plugins.built_in() else plugins.import_paths(name):
         shown = f'the installed {plugins.kind} "{name}" ({target})'
         _require_trusted(plugins.kind, target, shown, make_error)
 
@@ -264,7 +264,7 @@ VALIDATION_CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
 def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
     shown = ", ".join(f'"{key}"' for key in keys)
     first, *others = keys
-    model = kind.options_of(first)
+    model = kind.built_in_options_of(first)
     if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, first)):
         model = signatures.torch_options_model(kind.torch_kind, found)
     hint = "keep one"

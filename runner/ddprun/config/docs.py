@@ -26,17 +26,17 @@ def field_descriptions(model: type[BaseModel]) -> dict[str, str]:
     found = {key: f"As `{key}` above." for key in getattr(model, "keys_from_above", ())}
     for base in reversed(model.__mro__):
         if not base.__module__.startswith(("pydantic", "builtins")):
-            found |= _of_module(base.__module__).get(base.__qualname__, {})
+            found |= _field_docs_of_module(base.__module__).get(base.__qualname__, {})
     return found
 
 
 @functools.cache
-def _of_module(name: str) -> dict[str, dict[str, str]]:
+def _field_docs_of_module(name: str) -> dict[str, dict[str, str]]:
     """The docstrings of a module's classes, by qualified name and field."""
-    return dict(_of_classes(ast.parse(inspect.getsource(sys.modules[name])).body))
+    return dict(_field_docs_of_classes(ast.parse(inspect.getsource(sys.modules[name])).body))
 
 
-def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+def _field_docs_of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
     for made in body:
         if isinstance(made, ast.ClassDef):
             yield (
@@ -48,7 +48,7 @@ def _of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, d
                     if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 },
             )
-            yield from _of_classes(made.body, f"{prefix}{made.name}.")
+            yield from _field_docs_of_classes(made.body, f"{prefix}{made.name}.")
 
 
 _DEFINITIONS = {

@@ -120,11 +120,11 @@ def validation_faults(
         at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
         at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
         place = found.key_place if at_key else found.node.place
-        made.append(place.fault(format_path(path), *_sentence(item, path, node, value, redact)))
+        made.append(place.fault(format_path(path), *_message_parts(item, path, node, value, redact)))
     return made
 
 
-def _sentence(
+def _message_parts(
     item: Any, path: KeyPath, node: Node | None, value: Any, redact: Callable[[str], str]
 ) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""

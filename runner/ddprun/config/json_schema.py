@@ -119,7 +119,7 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
         name: _model_schema(model, definitions) for name, model in kind.built_in_options.items()
     }
     if kind.torch_kind:
-        for name in signatures.class_names(kind.torch_kind):
+        for name in signatures.offered_class_names(kind.torch_kind):
             schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
             for key in schema.get("properties", {}).values():
                 key.pop("default", None)

@@ -25,8 +25,8 @@ from ddprun.config.secrets import (
     Secrets,
     fill_references,
     pipeline_strings,
-    reference_problem,
     referenced_variables,
+    secret_or_reference_problem,
 )
 from ddprun.config.stages import Stage
 from ddprun.config.tree import (
@@ -169,7 +169,7 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
     found = list(pipeline_strings(root.data()))
     secrets = Secrets.collect([*pipeline_strings(result.root.data()), *found])
     for item in found:
-        if (wrong := reference_problem(item)) is not None:
+        if (wrong := secret_or_reference_problem(item)) is not None:
             nearest = find_nearest(root, item.path)
             place = nearest.key_place if item.is_key else nearest.node.place
             faults.append(place.fault(format_path(item.path), *wrong))
@@ -189,7 +189,7 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
     """Validate the tree: the pipeline, if it is valid, and all faults; cross checks skip faulty keys."""
     assert isinstance(root.value, dict)
     faulty = {key for key, entry in root.value.items() if _has_fault_below(entry.node)}
-    data = {"name": _name_of(path), **root.data()}
+    data = {"name": _folder_safe_name(path), **root.data()}
     faults: list[PipelineFault] = []
     pipeline: Pipeline | None = None
     model = pipeline_with_cluster_keys(data)
@@ -222,7 +222,7 @@ def _has_fault_below(node: Node) -> bool:
     return isinstance(node.value, list) and any(_has_fault_below(child) for child in node.value)
 
 
-def _name_of(path: Path) -> str:
+def _folder_safe_name(path: Path) -> str:
     """The file's own name, with what a folder's name cannot hold replaced."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".")[:200] or "pipeline"
 

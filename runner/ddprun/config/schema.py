@@ -85,7 +85,7 @@ class Pipeline(Options):
     """Parameters that are not trained: patterns of their names."""
 
     data: Annotated[
-        Choice | DataPair, CustomValidator(parse_data, "data_or_pair", CHOICE_KINDS["data"].allowed_names)
+        Choice | DataPair, CustomValidator(parse_data, "data_or_pair", CHOICE_KINDS["data"].names_for_message)
     ]
     """What the model is trained on; a built-in data set has a held-out part of its own."""
 
@@ -184,7 +184,7 @@ class Pipeline(Options):
         of_stages = (stage.effective_settings(self).buffers for stage in self.stages_with_steps())
         return any(setting.when == "auto" for setting in (self.buffers, *of_stages))
 
-    def averages_after(self, stage: Stage) -> bool:
+    def averages_at_end_of(self, stage: Stage) -> bool:
         """Whether parameters are averaged at the end of a stage that lets ranks differ: not if the next stage
         makes them equal itself, or lets ranks differ as well.
         """

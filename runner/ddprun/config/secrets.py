@@ -66,7 +66,7 @@ class PipelineString:
     is_key: bool = False
 
     @property
-    def named_secret(self) -> bool:
+    def has_secret_key_name(self) -> bool:
         """Whether it is the value of a key with a secret's name, or one of a list of them."""
         keys = (step for step in reversed(self.path) if isinstance(step, str))
         return not self.is_key and is_secret_name(next(keys, ""))
@@ -74,10 +74,12 @@ class PipelineString:
     @property
     def is_literal_secret(self) -> bool:
         """Whether it is a secret in plain text."""
-        return self.named_secret and len(self.text) >= MIN_SECRET_LENGTH and _ENV_PREFIX not in self.text
+        return (
+            self.has_secret_key_name and len(self.text) >= MIN_SECRET_LENGTH and _ENV_PREFIX not in self.text
+        )
 
 
-def reference_problem(found: PipelineString) -> tuple[str, str] | None:
+def secret_or_reference_problem(found: PipelineString) -> tuple[str, str] | None:
     """What is wrong with a string or key, and what to write instead; None: nothing is."""
     text = found.text
     if found.is_key and _ENV_PREFIX in text:
@@ -92,7 +94,7 @@ def reference_problem(found: PipelineString) -> tuple[str, str] | None:
     if _ENV_PREFIX in text and _names_written_file(found.path, text):
         return "${env:NAME} is not filled in for the name of a file that is written", "write the name itself"
     for name in referenced_variables(text):
-        if is_secret_name(name) and not found.named_secret:
+        if is_secret_name(name) and not found.has_secret_key_name:
             problem = f"{name} has the name of a secret, so only an option with such a name may hold it"
             return problem, "such as password or api_token"
         allowed = os.environ.get(FILLED_VARIABLE, "").split(",")

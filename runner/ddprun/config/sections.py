@@ -45,10 +45,10 @@ def _parse_stage_schedule(value: Any) -> Choice:
 
 
 ScheduleChoice = Annotated[
-    Choice, CustomValidator(_parse_stage_schedule, "schedule", CHOICE_KINDS["schedule"].allowed_names)
+    Choice, CustomValidator(_parse_stage_schedule, "schedule", CHOICE_KINDS["schedule"].names_for_message)
 ]
 AnySchedule = Annotated[
-    Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].allowed_names)
+    Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].names_for_message)
 ]
 SyncChoice = Annotated[Choice, choice_validator("sync")]
 MutateChoice = Annotated[Choice, choice_validator("mutate")]
@@ -58,7 +58,7 @@ Metrics = Annotated[tuple[Annotated[Choice, choice_validator("metric")], ...], F
 Trackers = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
 
 
-def _parse_whole_data(value: Any) -> Choice:
+def _parse_data_without_held_out(value: Any) -> Choice:
     """Data that is used whole: nothing of it is held out, and asking for that is a fault."""
     choice = parse_choice("data", value)
     if choice.settings is None or "held_out" not in choice.options or isinstance(value, Choice):
@@ -72,7 +72,7 @@ def _parse_whole_data(value: Any) -> Choice:
     return Choice("data", choice.name, {**choice.options, "held_out": nothing}, "built-in", settings)
 
 
-WholeData = Annotated[Choice, CustomValidator(_parse_whole_data, "data")]
+WholeData = Annotated[Choice, CustomValidator(_parse_data_without_held_out, "data")]
 
 
 class DataPair(Options):
@@ -171,32 +171,32 @@ class Loader(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _sampler_shuffles(cls, value: Any) -> Any:
+    def _default_shuffle_for_sampler(cls, value: Any) -> Any:
         """A sampler decides the order, so that `shuffle` is false where the file does not say it."""
         named = isinstance(value, dict) and value.get("sampler") is not None
         return {"shuffle": False, **value} if named else value
 
 
-def _parse_batch_parts(value: Any) -> Any:
+def _parse_batch_keys(value: Any) -> Any:
     """Read a key, a list of keys, or a mapping of keys by the argument that each becomes."""
     if isinstance(value, dict):
         if wrong := next((name for name in value if not name.isidentifier()), None):
             text = f'"{wrong}" is not an argument name'
             raise problem(text, "write argument: key", at=wrong, on_key=True)
-        return {name: _parse_batch_part(key, name) for name, key in value.items()}
+        return {name: _parse_batch_key_at(key, name) for name, key in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_parse_batch_part(key, index) for index, key in enumerate(value))
+        return tuple(_parse_batch_key_at(key, index) for index, key in enumerate(value))
     return parse_batch_key(value)
 
 
-def _parse_batch_part(value: Any, at: str | int) -> Any:
+def _parse_batch_key_at(value: Any, at: str | int) -> Any:
     try:
         return parse_batch_key(value)
     except ValidationError as error:
         raise combine([error], at=(at,)) from None
 
 
-BatchParts = Annotated[Any, CustomValidator(_parse_batch_parts, "parts")]
+BatchParts = Annotated[Any, CustomValidator(_parse_batch_keys, "parts")]
 
 
 class Batch(Options):
@@ -297,13 +297,13 @@ class Ddp(Options):
         return max(self.bucket_caps_bytes)
 
 
-def _in_order(steps: tuple[int, ...]) -> tuple[int, ...]:
+def _check_step_range(steps: tuple[int, ...]) -> tuple[int, ...]:
     if steps[0] > steps[1]:
         raise problem("the last step is before the first", "expected [first, last]")
     return steps
 
 
-StepRange = Annotated[PositiveInts, Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+StepRange = Annotated[PositiveInts, Field(min_length=2, max_length=2), AfterValidator(_check_step_range)]
 
 
 class Timings(Options):

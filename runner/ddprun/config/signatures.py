@@ -79,7 +79,7 @@ def torch_version() -> str | None:
     return None
 
 
-def class_names(kind: TorchKind) -> tuple[str, ...]:
+def offered_class_names(kind: TorchKind) -> tuple[str, ...]:
     """Every class that a pipeline may name, in torch's spelling; empty without torch."""
     return tuple(name for name in _classes(kind) if why_not_offered(kind, name) is None)
 
@@ -87,9 +87,9 @@ def class_names(kind: TorchKind) -> tuple[str, ...]:
 def find_class(kind: TorchKind, name: str) -> str | None:
     """The class that a name means, offered or not: `cross_entropy` is `CrossEntropyLoss`. None: no class."""
     wanted = normalize_name(name)
-    by_class = _by_spelling(kind).get(wanted)
+    by_class = _class_by_spelling(kind).get(wanted)
     # Of a loss the function's name, too, which its whole source has to be read for.
-    return _by_function().get(wanted) if by_class is None and kind == "loss" else by_class
+    return _loss_class_by_function().get(wanted) if by_class is None and kind == "loss" else by_class
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def _check_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
     return tuple(read) if fixed else read
 
 
-def length_option(name: str, options: Mapping[str, Any] | None = None) -> str | None:
+def length_option_to_fill(name: str, options: Mapping[str, Any] | None = None) -> str | None:
     """The option to fill with the stage's steps; None: `options` give a length, or the schedule has none."""
     given = options or {}
     if "epochs" in given and "steps_per_epoch" in given:
@@ -192,12 +192,12 @@ def _functional_name(loss: str) -> str:
 
 
 @functools.cache
-def _by_spelling(kind: TorchKind) -> dict[str, str]:
+def _class_by_spelling(kind: TorchKind) -> dict[str, str]:
     return {normalize_name(name): name for name in _classes(kind)}
 
 
 @functools.cache
-def _by_function() -> dict[str, str]:
+def _loss_class_by_function() -> dict[str, str]:
     return {normalize_name(_functional_name(name)): name for name in _classes("loss")}
 
 

@@ -62,7 +62,7 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
         *cpu_core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
-        _debug_finding(name),
+        _torch_debug_finding(name),
     ]
     return Report([facts], findings)
 
@@ -243,7 +243,7 @@ def cpu_core_findings(name: str, count: float, ranks: int, threads: str) -> Iter
         yield Finding(name, "cores", "warning", found, do)
 
 
-def _debug_finding(name: str) -> Finding:
+def _torch_debug_finding(name: str) -> Finding:
     value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
     if value == "DETAIL":
         found = (

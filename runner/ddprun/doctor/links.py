@@ -270,12 +270,12 @@ def measure_host_link(
         dist.destroy_process_group()
 
 
-class _Call(NamedTuple):
+class _CallTiming(NamedTuple):
     wall_s: float
     cpu_s: float  # processor time of all threads of the first host's process
 
 
-def _median_s(calls: Sequence[_Call]) -> float:
+def _median_s(calls: Sequence[_CallTiming]) -> float:
     return statistics.median(call.wall_s for call in calls)
 
 
@@ -288,7 +288,7 @@ class _LinkBenchmark:
         self._memory = torch.empty(_MAX_MESSAGE_BYTES // self._small.element_size(), device=device).zero_()
         self.largest_bytes = 0  # size of the largest message
 
-    def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_Call]:
+    def time_calls(self, count: int, send: Callable[[], object] = lambda: None) -> list[_CallTiming]:
         """`count` calls of `send`, each followed by a small all-reduce."""
         times = []
         self._barrier()
@@ -299,7 +299,7 @@ class _LinkBenchmark:
             times.append((time.perf_counter() - began, time.process_time() - began_cpu))
         found = torch.tensor(times, dtype=torch.float64, device=self._device)
         dist.broadcast(found, 0)
-        return [_Call(*one) for one in found.tolist()]
+        return [_CallTiming(*one) for one in found.tolist()]
 
     def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
         """Median bandwidth in Mbit/s, in the direction that carries more."""
@@ -330,13 +330,13 @@ class _LinkBenchmark:
             nbytes *= 4
         return found
 
-    def _repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_Call]:
+    def _repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
         calls = [self._time(collective, nbytes)]
         while len(calls) < _REPEATS and sum(call.wall_s for call in calls) < _REPEATS_S:
             calls.append(self._time(collective, nbytes))
         return calls
 
-    def _time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> _Call:
+    def _time(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> _CallTiming:
         message = self._memory[: -(-nbytes // self._memory.element_size())]
         (call,) = self.time_calls(1, lambda: collective(message))
         return call

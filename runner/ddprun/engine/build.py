@@ -24,7 +24,7 @@ from ddprun.config import (
     LoadedPipeline,
     PipelineError,
     StepStage,
-    length_option,
+    length_option_to_fill,
     tensor_options,
 )
 from ddprun.config.choices import CHOICE_KINDS, parse_object_spec
@@ -232,23 +232,23 @@ class HeldOutData:
     sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
-class Data(NamedTuple):
+class TrainAndHeldOutData(NamedTuple):
     """The pipeline's `data`."""
 
     train: Any
     held_out: HeldOutData
 
 
-def build_data(loaded: LoadedPipeline) -> Data:
+def build_data(loaded: LoadedPipeline) -> TrainAndHeldOutData:
     """Training data, and evaluation data where there is any."""
     data = loaded.pipeline.data
     if not isinstance(data, DataPair):
         train, rest = build_dataset(loaded, "data", data)
-        return Data(train, HeldOutData(rest, data, data_errors(loaded, "data", data)))
+        return TrainAndHeldOutData(train, HeldOutData(rest, data, data_error_factory(loaded, "data", data)))
     path, choice = "data.evaluate", data.evaluate
     rest = None if choice is None else build_dataset(loaded, path, choice).train
-    held_out = HeldOutData(rest, choice, data_errors(loaded, path, choice))
-    return Data(build_dataset(loaded, "data.train", data.train).train, held_out)
+    held_out = HeldOutData(rest, choice, data_error_factory(loaded, path, choice))
+    return TrainAndHeldOutData(build_dataset(loaded, "data.train", data.train).train, held_out)
 
 
 def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEvalSplit:
@@ -267,7 +267,7 @@ def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEva
     return TrainEvalSplit(made, None)
 
 
-def data_errors(loaded: LoadedPipeline, path: str, choice: Choice | None) -> ErrorFactory:
+def data_error_factory(loaded: LoadedPipeline, path: str, choice: Choice | None) -> ErrorFactory:
     """Makes errors about data that a run has read, at its place in the file."""
     name = choice and choice.name
     return lambda problem, allowed: loaded.error(path, f'"{name}": {problem}', allowed)
@@ -280,7 +280,7 @@ def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
         if isinstance(stage, EvaluateStage) and stage.data is not None:
             path, choice = f"{stage.path}.data", stage.data
             dataset = build_dataset(loaded, path, choice).train
-            found[stage.index] = HeldOutData(dataset, choice, data_errors(loaded, path, choice))
+            found[stage.index] = HeldOutData(dataset, choice, data_error_factory(loaded, path, choice))
     return found
 
 
@@ -361,7 +361,7 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     return made
 
 
-def join_model_and_loss(
+def join_loss_and_freeze(
     loaded: LoadedPipeline, model: nn.Module, loss: object, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
     """What is trained: the model, on its device already, and a loss that is a module, moved there; frozen as
@@ -438,7 +438,7 @@ def build_schedule(
     if choice is None:
         return None
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
-    length = length_option(chosen.name, chosen.options) if chosen.source == "torch" else None
+    length = length_option_to_fill(chosen.name, chosen.options) if chosen.source == "torch" else None
     if length is not None:
         if steps is None:
             problem = (

@@ -68,7 +68,7 @@ class GraphCompiler:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._note_break(graph)
-        named = dict(self._parameters(graph))
+        named = dict(self._input_parameter_names(graph))
         training = torch.is_grad_enabled() and bool(named)
         parts = [list(named.values())]
         if training and self._cut_bytes is not None:
@@ -104,7 +104,7 @@ class GraphCompiler:
         self._breaks[GraphBreak(reason := _reason_line(ended.reason), where)] = None
         self._reasons_with_graph.add(reason)
 
-    def _parameters(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    def _input_parameter_names(self, graph: fx.GraphModule) -> Iterator[tuple[str, str]]:
         """The trained parameters that a graph takes: the name of its input, and the model's."""
         for node in graph.graph.nodes:
             held = getattr(node.meta.get("grapharg"), "example", None) if node.op == "placeholder" else None

@@ -126,12 +126,12 @@ class Feed:
         with preserve_rng_state(torch.device("cpu")):
             seed_cpu_generators(self.seed)
             if self.iterable:
-                first_digest = self._peek_first_samples()
+                first_digest = self._peek_and_digest_samples()
             else:
                 first_digest = digest_of([self.dataset[self._epoch_indices()[0]]])
         if not self.iterable:
             if self.sampler_order is not None and not self.sharded:
-                self._compare_orders(control)
+                self._require_equal_orders(control)
             self._lengths = all_gather_number(control, self._own_epoch_samples(), "the data sets' lengths")
             if self.sharded:
                 self._check_length()
@@ -140,7 +140,7 @@ class Feed:
         self.differing_ranks = control.differing_ranks(first_digest, "a digest of the first samples")
         return self.differing_ranks
 
-    def _compare_orders(self, control: ControlChannel) -> None:
+    def _require_equal_orders(self, control: ControlChannel) -> None:
         """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""
         own = digest_of([torch.tensor(self._epoch_indices())])
         if differing := control.differing_ranks(own, "the sampler's order"):
@@ -181,7 +181,7 @@ class Feed:
     def first_batch(self, max_samples: int | None = None) -> Any:
         """A batch of the coming epoch, to learn shapes from; the epoch still begins with its samples."""
         if self._first_samples is None and self.iterable:
-            self._peek_first_samples()
+            self._peek_and_digest_samples()
         elif self._first_samples is None:
             indices = self._rank_indices(self._epoch_indices(), 0)
             self._first_samples = [self.dataset[index] for index in indices], indices
@@ -189,9 +189,9 @@ class Feed:
         samples, numbers = self._first_samples
         return self._batch_or_raise(collate(samples[:max_samples], numbers[:max_samples], self.collate))
 
-    def _peek_first_samples(self) -> bytes:
+    def _peek_and_digest_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        digest, ahead = self._stream.peek(self.batch_size * self._share.read_per_sample)
+        digest, ahead = self._stream.peek(self.batch_size * self._share.samples_read_per_own)
         mine = self._share.of(ahead)
         if not mine:
             problem = f"the dataset yields too few samples for {self.world_size} ranks"
@@ -199,7 +199,7 @@ class Feed:
         self._first_samples = mine, self._share.of(range(len(ahead)))
         return digest
 
-    def start_epoch(self) -> None:
+    def skip_rest_of_epoch(self) -> None:
         """Go to the start of an epoch: a begun one is left where it is."""
         if self._consumed_samples:
             self.epoch, self._consumed_samples = self.epoch + 1, 0
@@ -228,7 +228,7 @@ class Feed:
         if not self.iterable:
             self._first_samples = None  # not needed any more
             return self._map_style_steps(accumulate)
-        return self._sharded_steps(accumulate) if self.sharded else self._iterable_steps(accumulate)
+        return self._sharded_iterable_steps(accumulate) if self.sharded else self._iterable_steps(accumulate)
 
     def _batch_or_raise(self, content: Any) -> Any:
         if isinstance(content, BatchError):
@@ -293,7 +293,7 @@ class Feed:
 
     def _rank_indices(self, order: list[int], start: int) -> Sequence[int]:
         first = self._samples_read(start)
-        return self._share.of(order[first : first + self.batch_size * self._share.read_per_sample])
+        return self._share.of(order[first : first + self.batch_size * self._share.samples_read_per_own])
 
     def _samples_read(self, consumed: int) -> int:
         """How many samples this rank has read, of so many of all ranks."""
@@ -328,7 +328,7 @@ class Feed:
     # Iterable: every rank reads the whole stream and takes its share, so all know when it ends.
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load())
+        batches = self._warn_if_samples_lost(self._rank_share_batches())
         while read := list(islice(batches, accumulate)):
             group = [MicroBatch(self._batch_or_raise(content), samples) for content, samples, _ in read]
             total = sum(of_all_ranks for *_, of_all_ranks in read)
@@ -337,8 +337,8 @@ class Feed:
 
     # Iterable and sharded: no rank knows how many samples another one has left, so they exchange it.
 
-    def _sharded_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        batches = self._warn_if_samples_lost(self._load())
+    def _sharded_iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
+        batches = self._warn_if_samples_lost(self._rank_share_batches())
         while True:
             read = islice(batches, accumulate)
             mine = [(self._batch_or_raise(content), samples) for content, samples, _ in read]
@@ -361,7 +361,7 @@ class Feed:
             self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
             yield StepBatches(group, micro_batch_count, sum(totals))
 
-    def _load(self) -> Iterator[Any]:
+    def _rank_share_batches(self) -> Iterator[Any]:
         """This rank's share of what is left of the epoch, as `_RankShareDataset` gives it."""
         skip = self._samples_read(self._consumed_samples)
         if self._workers:
@@ -536,7 +536,7 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
         if worker is not None:
             loading_process._worker_info = None
         samples = islice(self.samples, self.skip - self.already_read, None)
-        at, per_sample = self.skip, self.share.read_per_sample
+        at, per_sample = self.skip, self.share.samples_read_per_own
         world = self.batch_size * per_sample
         for micro in count():
             items = list(islice(samples, world))
@@ -559,7 +559,7 @@ def dataloader_options(workers: int) -> dict[str, Any]:
         "batch_size": None,
         "collate_fn": _identity_collate,
         "num_workers": workers,
-        "worker_init_fn": _end_with_rank,
+        "worker_init_fn": _kill_worker_on_rank_exit,
     }
 
 
@@ -567,7 +567,7 @@ def _identity_collate(batch: Any) -> Any:
     return batch
 
 
-def _end_with_rank(worker: int) -> None:
+def _kill_worker_on_rank_exit(worker: int) -> None:
     """Have a loading process end with its rank; by itself it would notice seconds later."""
     die_with_parent()
 

@@ -23,7 +23,7 @@ from ddprun.engine.data import (
 )
 from ddprun.engine.objective import ForwardResult, Objective
 from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
-from ddprun.engine.save import pipeline_path, saved_step, write_weights
+from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import (
     StageRun,
@@ -53,7 +53,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
     with swap_in_averaged_weights(session):
         found, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
-    shown = _report(session, stage, found)
+    shown = _record_and_format_metrics(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": samples}
 
@@ -67,11 +67,11 @@ def evaluate_for_best_and_stop(run: StageRun, *, at_end: bool = False) -> None:
         held_out = session.runtime.held_out
         found, _ = evaluate_metrics(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
         evaluations.step = state.step
-        shown = _report(session, stage, found)
+        shown = _record_and_format_metrics(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
         if stage.keep_best is not None:
             _keep_if_best(session, stage.keep_best, found)
-    session.runtime.recorder.write_between_steps(stage.index, state.step)
+    session.runtime.recorder.record_between_step_exchanges(stage.index, state.step)
     if stage.stop is not None and not at_end:
         _update_early_stop(run, stage.stop, found[stage.stop.metric])
 
@@ -96,7 +96,7 @@ def _keep_if_best(session: Session, wanted: KeepBest, found: Mapping[str, float]
     problem = None
     if runtime.ranks.rank == 0:
         try:
-            write_weights(session, runtime.run_dir / BEST_FILE, step=state.step)
+            write_weights_and_pipeline(session, runtime.run_dir / BEST_FILE, step=state.step)
         except OSError as error:
             problem = error.strerror or str(error)
     # Ranks wait here for rank 0, and not in its next step.
@@ -121,7 +121,7 @@ def discard_stale_best(session: Session) -> None:
     evaluations.kept = None
     if step is not None:
         if runtime.ranks.rank == 0:
-            for path in (runtime.run_dir / BEST_FILE, pipeline_path(runtime.run_dir / BEST_FILE)):
+            for path in (runtime.run_dir / BEST_FILE, replaceable_pipeline_path(runtime.run_dir / BEST_FILE)):
                 path.unlink(missing_ok=True)
         session.reporter.events.info("best_removed", step=step, file=BEST_FILE)
         session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
@@ -143,7 +143,7 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
         session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {than}")
 
 
-def _report(session: Session, stage: Stage, found: dict[str, float]) -> str:
+def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, float]) -> str:
     """Hand on what was measured; gives it as text."""
     state, reporter = session.state, session.reporter
     state.metrics = found
@@ -266,7 +266,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
     sharded = len(set(lengths)) > 1
-    sharded = sharded or _is_sharded(session, held_out, lambda: [dataset[one] for one in compared])
+    sharded = sharded or _agree_on_sharding(session, held_out, lambda: [dataset[one] for one in compared])
     share = SampleShard(runtime.ranks.rank, runtime.ranks.size, sharded)
     mine, samples_per_rank = share.of(mine), lengths if sharded else share.counts(lengths[0])
     padding = mine or range(len(dataset))
@@ -290,11 +290,11 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
     first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
     _require_samples(held_out, all_gather_number(control, len(first), "samples to evaluate on"))
-    share = SampleShard(runtime.ranks.rank, ranks, _is_sharded(session, held_out, lambda: first))
+    share = SampleShard(runtime.ranks.rank, ranks, _agree_on_sharding(session, held_out, lambda: first))
     numbered = enumerate(chain(first, samples))
     padding: Sequence[tuple[int, Any]] = []
     while True:
-        read = list(islice(numbered, size * share.read_per_sample))
+        read = list(islice(numbered, size * share.samples_read_per_own))
         own, samples_per_rank = share.of(read), share.counts(len(read))
         if share.sharded:
             samples_per_rank = all_gather_number(control, len(read), "samples to evaluate on")
@@ -328,7 +328,7 @@ def common_batch_sizes(samples_per_rank: Sequence[int], max_size: int) -> list[i
     return sizes
 
 
-def _is_sharded(session: Session, held_out: HeldOutData, first: Callable[[], Sequence[Any]]) -> bool:
+def _agree_on_sharding(session: Session, held_out: HeldOutData, first: Callable[[], Sequence[Any]]) -> bool:
     """Whether each rank has held-out samples of its own; else all have the same, and each takes its share.
 
     Ranks compare their first samples once in a run. Data that is said to shard itself, and that all ranks

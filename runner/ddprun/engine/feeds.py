@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
-from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_errors
+from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error_factory
 from ddprun.engine.data import Feed, is_iterable
 
 
@@ -64,7 +64,7 @@ def open_feeds(
             collate=build_collate(loaded),
             sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
             pin=pin,
-            make_error=data_errors(loaded, path, choice),
+            make_error=data_error_factory(loaded, path, choice),
         )
 
     by_stage = {

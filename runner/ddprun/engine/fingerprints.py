@@ -36,7 +36,7 @@ class DatasetFingerprints:
                 name: fingerprint(dataset) for name, dataset in datasets.items() if not is_iterable(dataset)
             }
 
-    def of_checkpoint(self) -> dict[str, Any]:
+    def for_checkpoint(self) -> dict[str, Any]:
         """By dataset: its fingerprint, and whether in mid-epoch (held-out data: of the training data)."""
         in_use = {name for name, feed in self._feeds.items() if feed.mid_epoch}
         in_use |= {_HELD_OUT} if in_use else set()
@@ -51,10 +51,10 @@ class DatasetFingerprints:
         """An error about a dataset, at its place in the file."""
         return self._errors[name](problem, allowed)
 
-    def leave_epoch(self, name: str) -> None:
+    def skip_rest_of_epoch(self, name: str) -> None:
         """Let training data begin its next epoch."""
         if name in self._feeds:
-            self._feeds[name].start_epoch()
+            self._feeds[name].skip_rest_of_epoch()
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

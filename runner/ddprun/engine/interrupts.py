@@ -44,13 +44,15 @@ class SignalRequests:
         signal.signal(signal.SIGUSR1, self._on_checkpoint_signal)
         self._handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
 
-    def keep_handler(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
+    def install_handler(
+        self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]
+    ) -> None:
         """Put another handler of ddprun's over one of these signals."""
-        self.put_back_handlers()
+        self.reinstall_handlers()
         self._handlers[number] = handler
         signal.signal(number, handler)
 
-    def put_back_handlers(self) -> None:
+    def reinstall_handlers(self) -> None:
         """Put these handlers back where the pipeline's code, or C code unseen by Python, has set others."""
         for number, ours in self._handlers.items():
             if (found := signal.signal(number, ours)) != ours:
@@ -61,7 +63,7 @@ class SignalRequests:
         if time.monotonic() - self._looked_s < _LOOK_AT_HANDLERS_EVERY_S:
             return
         self._looked_s = time.monotonic()
-        self.put_back_handlers()
+        self.reinstall_handlers()
         if new := self._replaced - self._reported:
             self._reported |= new
             report(dict(sorted(new)))

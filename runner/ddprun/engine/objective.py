@@ -93,7 +93,7 @@ class Precision:
         """Move a batch to the device, floats in the model's type; a GPU copies while it still computes."""
         if self._copy_stream is not None:
             content = map_tensors(content, self._copy_stream.copy_to_gpu)
-            self._copy_stream.wait_for_copies()
+            self._copy_stream.join_current_stream()
         return map_tensors(content, self._to_device_dtype)
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:

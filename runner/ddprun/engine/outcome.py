@@ -214,7 +214,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
         code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
     claimed = ranks.claim_first_failure(code)
     if claimed.rank != ranks.rank:
-        leave_to_first_failure(context, ranks, claimed.rank, headline)
+        close_after_peer_failure(context, ranks, claimed.rank, headline)
         return claimed.exit_code
     rank_files.report_error(how)
     if session is not None:
@@ -251,7 +251,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     return claimed.exit_code
 
 
-def leave_to_first_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
+def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
     """Close what this rank has open after rank `first` has failed; `what` happened to this one is logged.
     Returns once this host's launcher has seen that rank's end, if it is its own, and nobody needs the store.
     """

@@ -269,13 +269,13 @@ def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests) -> No
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    signals.keep_handler(signal.SIGTERM, lambda *_: None)
+    signals.install_handler(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
 
-    def end() -> None:
+    def exit_on_sigterm() -> None:
         while signal.SIGTERM not in os.read(read, 64):
             pass
         trackers.close_as_failed()
         os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=end, name="ddprun-ended", daemon=True).start()
+    threading.Thread(target=exit_on_sigterm, name="ddprun-ended", daemon=True).start()

@@ -16,7 +16,7 @@ from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, UnreadableError
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, Checkpoint, FileRecords, rank_part_name
 from ddprun.config import AverageStage, BroadcastStage, StepStage
-from ddprun.config.changes import check_changes, schedule_changed
+from ddprun.config.changes import check_and_list_changes, learning_rates_changed
 from ddprun.engine import seeding
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
@@ -53,17 +53,19 @@ def resume(session: Session) -> None:
         saved = _read_state(session, checkpoint, Path(scratch))
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
-    notes = check_changes(runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"])
+    notes = check_and_list_changes(
+        runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
+    )
     changed_data = _check_data(session, saved)
     with fail_on_all_ranks(session, checkpoint, "session"):
         restore(session, saved)
     for name, text, mid_epoch in changed_data:
         if not mid_epoch:
-            runtime.fingerprints.leave_epoch(name)
+            runtime.fingerprints.skip_rest_of_epoch(name)
         reporter.events.warning("data_changed", name=name, how=text, mid_epoch=mid_epoch)
         reporter.note(f"{name} has changed: {text}")
     if state.cursor.mid_stage:
-        new_rates = schedule_changed(runtime.loaded, before, cursor["next"])
+        new_rates = learning_rates_changed(runtime.loaded, before, cursor["next"])
         state.resume_state = {**saved, "new_rates": new_rates, "checkpoint": checkpoint}
     for note in notes:
         reporter.note(note)
@@ -151,7 +153,7 @@ def _newest_valid_checkpoint(session: Session) -> Checkpoint | None:
     skipped: list[tuple[int, str, str]] = []
     checkpoint = None
     for step in steps:
-        problem = _check_share(session, root, step)
+        problem = _verify_files_on_all_ranks(session, root, step)
         assess = partial(_assess_checkpoint, session, root, step, problem)
         why, reason, world_size, files = ranks.from_rank_0(f"resume/{step}/found", assess)
         if not why:
@@ -170,7 +172,7 @@ def _newest_valid_checkpoint(session: Session) -> Checkpoint | None:
 def _list_steps(session: Session, root: Path) -> list[int]:
     ranks = session.runtime.ranks
     if ranks.rank == 0:
-        folder.clear_unfinished(root)
+        folder.recover_interrupted_writes(root)
     seen = ranks.gather("resume/steps", folder.steps_in(root))
     steps: list[int] = seen[0]
     for rank, others in enumerate(seen):
@@ -182,7 +184,7 @@ def _list_steps(session: Session, root: Path) -> list[int]:
     return steps
 
 
-def _check_share(session: Session, root: Path, step: int) -> str | None:
+def _verify_files_on_all_ranks(session: Session, root: Path, step: int) -> str | None:
     """Check this rank's share of a checkpoint's files; why not all ranks can use it, None if they can."""
     ranks, remote = session.runtime.ranks, session.runtime.records.remote_ranks
     checking = [rank for rank in range(ranks.size) if rank not in remote]
@@ -266,7 +268,9 @@ def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict
         parts = folder.part_names(checkpoint.world_size) if merging else ["shared", rank_part_name(reader)]
         names = [path.name for part in parts for path in folder.part_paths(checkpoint.path, part)]
         if rank == 0:
-            folder.send_files(runtime.exchange.control, reader, checkpoint.path, names, checkpoint.root)
+            folder.send_files(
+                runtime.exchange.control, reader, checkpoint.path, names, checkpoint.no_follow_root
+            )
         elif rank == reader:
             files = {name: checkpoint.files[name] for name in names}
             folder.receive_files(runtime.exchange.control, 0, scratch, files)

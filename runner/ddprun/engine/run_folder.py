@@ -12,7 +12,7 @@ from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
 from ddprun.parallel.ranks import Ranks
-from ddprun.run_files import RUN_INFO_FILE, ResumeMode, check_folder, open_file
+from ddprun.run_files import RUN_INFO_FILE, ResumeMode, check_folder_if_exists, open_file
 from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 
 PIPELINE_FILE, SUMMARY_FILE = "pipeline.yaml", "summary.json"
@@ -93,7 +93,7 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
     """
     try:
         for name in _FOLDERS:
-            check_folder(folder, name)
+            check_folder_if_exists(folder, name)
         try:
             open_file(folder, RUN_INFO_FILE).close()
         except FileNotFoundError:

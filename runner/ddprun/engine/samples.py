@@ -22,7 +22,7 @@ class SampleShard:
     sharded: bool = False
 
     @property
-    def read_per_sample(self) -> int:
+    def samples_read_per_own(self) -> int:
         """How many samples a rank reads for each of its own."""
         return 1 if self.sharded else self.ranks
 

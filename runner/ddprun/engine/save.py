@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import sort_metadata, umask_permissions
-from ddprun.checkpoint.folder import sync_folder
+from ddprun.checkpoint.folder import fsync_folder
 from ddprun.config import SaveStage
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.outcome import OutputWriteError
@@ -57,7 +57,7 @@ def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            pipeline = write_weights(session, target, only_trainable=stage.only == "trainable")
+            pipeline = write_weights_and_pipeline(session, target, only_trainable=stage.only == "trainable")
             usual = target.with_suffix(".yaml")
             if pipeline != usual:
                 note = (
@@ -74,7 +74,7 @@ def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
     return target
 
 
-def write_weights(
+def write_weights_and_pipeline(
     session: Session, target: Path, *, only_trainable: bool = False, step: int | None = None
 ) -> Path:
     """Write the model and its pipeline, each whole or not at all; gives the latter's path; raises OSError."""
@@ -87,7 +87,7 @@ def write_weights(
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
         sort_metadata(unfinished)
-    pipeline = pipeline_path(target)
+    pipeline = replaceable_pipeline_path(target)
     with _replace_atomically(pipeline) as unfinished:
         unfinished.write_text(PIPELINE_HEADER + session.runtime.loaded.resolved_yaml(), encoding="utf-8")
     return pipeline
@@ -118,7 +118,7 @@ class _SavedWeights(nn.Module):
         return self._tensors
 
 
-def pipeline_path(weights: Path) -> Path:
+def replaceable_pipeline_path(weights: Path) -> Path:
     """Where the pipeline of these weights goes: to a file that is not there, or that save has written."""
     names = itertools.chain(
         [weights.with_suffix(".yaml").name, f"{weights.name}.yaml"],
@@ -151,4 +151,4 @@ def _replace_atomically(target: Path) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    sync_folder(target.parent)
+    fsync_folder(target.parent)

@@ -48,7 +48,7 @@ parameters equal that differ. `mutate`: each rank changes its own weights."""
 
 
 @dataclass(eq=False)
-class StageSequence:
+class StageActions:
     """What a train or forward stage does to the ranks, moment by moment; steps count from 1 in the stage.
     Carry each action out before you ask for the next one: `replicas` changes between them.
     """
@@ -137,7 +137,7 @@ class StageSequence:
 
     def end(self, step: int) -> Iterator[Action]:
         """End a complete stage of `step` steps: make ranks equal, unless the next stage takes them so."""
-        replicas, reconcile = self.replicas, self.pipeline.averages_after(self.stage)
+        replicas, reconcile = self.replicas, self.pipeline.averages_at_end_of(self.stage)
         transfers, effect = self.progress.finish(reconcile=reconcile and replicas.parameters != "common")
         yield transfers
         if effect != "nothing":

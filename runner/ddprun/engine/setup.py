@@ -90,12 +90,12 @@ def build_session(
     compiling.check_compiler(loaded, device)
     build.check_metrics(loaded, device)
     loss = build.build_loss(loaded)
-    model = build.join_model_and_loss(loaded, model, loss, device, precision.parameter_dtype)
+    model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
     objective = Objective(loaded, loss, precision, build.build_batch_weight(loaded))
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
     stacks = open_stacks(loaded)
-    signals.put_back_handlers()  # after the imports; again before step 1
+    signals.reinstall_handlers()  # after the imports; again before step 1
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
     feed = feeds.main
@@ -230,7 +230,9 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
     shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
-        sizes = max(map(_tensor_bytes, feeds.by_name().values()), key=sum)  # stages come one after the other
+        sizes = max(
+            map(_batch_tensor_bytes, feeds.by_name().values()), key=sum
+        )  # stages come one after the other
         shortage = dev_shm.shortage(here.local_world_size, workers, sizes, room) or shortage
     if shortage is None:
         return
@@ -241,7 +243,7 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
         print_stderr(f"ddprun: warning: {text}: {dev_shm.REMEDY}")
 
 
-def _tensor_bytes(feed: Feed) -> list[int]:
+def _batch_tensor_bytes(feed: Feed) -> list[int]:
     sizes: list[int] = []
 
     def note_size(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class HookStacksByStage:
     def first(self) -> Stack:
         return next(iter(self.by_description.values()), Stack([]))
 
-    def enter(self, stage: int) -> None:
+    def adopt_earlier_state(self, stage: int) -> None:
         """A stage begins: its hooks take over the state of hooks of the same name in earlier stages."""
         for stacks in (self.all_ranks, self.within_hosts):
             stack = stacks[stage]

@@ -21,14 +21,14 @@ from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.resume import fail_on_all_ranks
-from ddprun.engine.sequence import Action, Audit, Equalize, SendBuffers, StageSequence, equalize
+from ddprun.engine.sequence import Action, Audit, Equalize, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.sync.exchanger import (
     average_optimizer_state,
-    floating_state,
+    averageable_state,
     initialize_optimizer_state,
-    temporary_values,
+    restore_values_on_exit,
 )
 from ddprun.sync.plan import DueTransfers
 from ddprun.sync.synchronizer import Synchronizer
@@ -43,7 +43,7 @@ class StageRun:
     session: Session
     stage: StepStage
     settings: StepStageSettings
-    sequence: StageSequence
+    sequence: StageActions
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
@@ -122,7 +122,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     saved, state.resume_state = state.resume_state, None
     if saved is None:
         if settings.epochs is not None:
-            feed.start_epoch()
+            feed.skip_rest_of_epoch()
         cursor.begin(stage.index, state.step, feed.epoch)
         state.evaluations.begin_stage()
     steps = settings.steps
@@ -137,7 +137,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         for group, own in zip(runtime.optimizer.param_groups, own_settings, strict=True):
             group.pop("initial_lr", None)
             group.update(own)
-        length = steps_of_run(session) if settings.has_schedule_of_run else steps
+        length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
         state.schedule = build.build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
@@ -148,20 +148,20 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     if settings.mutate is not None:
         mutate = build.build_mutate_or_update(loaded, f"{stage.path}.mutate", settings.mutate)
 
-    runtime.stacks.enter(stage.index)
+    runtime.stacks.adopt_earlier_state(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
     replica = runtime.replica if plan.gradients else None
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
-    sequence = StageSequence(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
+    sequence = StageActions(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
     exchanged = runtime.frozen, runtime.optimizer, runtime.exchanger
     synchronizer = Synchronizer(sequence.progress, *exchanged, stack, host_stack, state.outer_momentum)
     state.synchronizer = synchronizer
     runtime.recorder.control_delay_steps = plan.control_delay_steps
     buckets = () if replica is None else replica.dispatcher.layout
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in buckets])
-    signature = f"{synchronizer.describe()}; {stack.description}"
+    signature = f"{synchronizer.signature()}; {stack.description}"
     if replica is not None:
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
         if plan.gradients == "host":
@@ -178,7 +178,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     )
     log_event(session.reporter.events, event)
     run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps)
-    synchronizer.begin()
+    synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
             restore_mid_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
@@ -186,12 +186,12 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     for action in sequence.begin():
         execute_action(run, action, state.step)
         if isinstance(action, Equalize):
-            runtime.recorder.write_between_steps(stage.index, state.step)
+            runtime.recorder.record_between_step_exchanges(stage.index, state.step)
             session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
     return run
 
 
-def steps_of_run(session: Session) -> int | None:
+def update_steps_of_run(session: Session) -> int | None:
     """Steps of all stages that update the weights; None where nobody can know."""
     pipeline, total = session.runtime.loaded.pipeline, 0
     for stage in pipeline.stages_with_steps():
@@ -222,12 +222,12 @@ def execute_action(run: StageRun, action: Action, step: int) -> None:
         case DueTransfers():
             run.synchronizer.run(action)
         case SendBuffers(names):
-            runtime.buffers.send(names)
+            runtime.buffers.average_or_broadcast(names)
         case Equalize():
             _equalize(session, action)
         case "compare frozen":
-            runtime.frozen.post_checksum()
-            runtime.frozen.make_equal()
+            runtime.frozen.start_checksum_comparison()
+            runtime.frozen.equalize_if_different()
         case Audit(recorded, at_end):
             where = f"at the end of {run.stage.path}" if at_end else f"after step {step} of {run.stage.path}"
             audit_parameters(session, where, step, at_end=at_end, recorded=recorded)
@@ -262,13 +262,13 @@ def _equalize(session: Session, action: Equalize) -> None:
     match action.what:
         case "parameters":
             exchanger.equalize(runtime.frozen.trainable, "parameters", source)
-            runtime.frozen.post_checksum()
-            runtime.frozen.make_equal(source)
+            runtime.frozen.start_checksum_comparison()
+            runtime.frozen.equalize_if_different(source)
         case "optimizer" if source is None:
             average_optimizer_state(runtime.optimizer, exchanger)
         case "optimizer":
             initialize_optimizer_state(runtime.optimizer)
-            exchanger.equalize(floating_state(runtime.optimizer), "optimizer", source)
+            exchanger.equalize(averageable_state(runtime.optimizer), "optimizer", source)
         case "averages":
             assert runtime.ema is not None, "only their averages differ"
             exchanger.equalize(runtime.ema.tensors, "parameters", source)
@@ -288,7 +288,7 @@ def swap_in_averaged_weights(session: Session) -> Iterator[None]:
     if ema is None and not ranks_differ and not switching:
         yield
         return
-    with temporary_values(trainable.values()):
+    with restore_values_on_exit(trainable.values()):
         if switching:
             optimizer.eval()
         if ema is not None:

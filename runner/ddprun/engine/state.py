@@ -70,11 +70,11 @@ def collect_state(session: Session) -> dict[str, Any]:
             "nonfinite": asdict(nonfinite) if nonfinite is not None else None,
         },
         "generators": seeding.generator_state(runtime.device),
-        **{name: part.state_dict() for name, part in _parts(session).items()},
+        **{name: part.state_dict() for name, part in _stateful_parts(session).items()},
     }
 
 
-def _parts(session: Session) -> dict[str, Any]:
+def _stateful_parts(session: Session) -> dict[str, Any]:
     """The parts of the state that have `state_dict` and `load_state_dict` themselves."""
     runtime = session.runtime
     return {
@@ -161,7 +161,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
         "outer_momentum": run_state.outer_momentum.update,
         "evaluations": load_evaluations,
         "reported": load_reported,
-        **{name: part.load_state_dict for name, part in _parts(session).items()},
+        **{name: part.load_state_dict for name, part in _stateful_parts(session).items()},
         "generators": partial(seeding.restore_generators, device=runtime.device),  # last: loading may draw
     }
     for part, load in parts.items():
@@ -285,25 +285,25 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     if at_end:  # ranks that exchange nothing have stopped each after a step of its own
         known = runtime.exchange.control.all_gather([float(step), float(writer.enqueued_count)])
         step = int(known[:, 0].max())
-        writer.skip_to(int(known[:, 1].max()))
+        writer.report_missed_checkpoints(int(known[:, 1].max()))
     full_state, shared = collect_state(session), shared_keys(session)
     together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
     if together and state.replicas.parameters != "apart":
         audit_parameters(session, f"before the checkpoint of step {step}", step, recorded=False)
     if together and "parameters" not in shared:
-        differing = runtime.frozen.differing_parameters()
+        differing = runtime.frozen.find_and_report_differing()
         parameters = full_state["parameters"]
         equal = [name for name in runtime.frozen.parameters if name not in differing]
         full_state["frozen"] = {name: parameters.pop(name) for name in equal}
         shared |= {"frozen"}
     own = {key: value for key, value in full_state.items() if key not in shared}
     staging = runtime.staging
-    staged = staging if staging is not None and staging.begin() else None
+    staged = staging if staging is not None and staging.try_acquire() else None
     parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
     if runtime.ranks.rank == 0:
         metadata = {
             "pipeline": runtime.loaded.as_dict(),
-            "data": runtime.fingerprints.of_checkpoint(),
+            "data": runtime.fingerprints.for_checkpoint(),
             "world_size": runtime.ranks.size,
             "layout": hook_state_partitioning(session),
             "ddprun": __version__,
@@ -311,7 +311,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
         common = {key: full_state[key] for key in sorted(shared)}
         parts["shared"] = encode({**common, **metadata}, staged=staged)
     if staged is not None:
-        staged.mark_all_started()
+        staged.fence_copies()
     synchronizer = state.synchronizer
     if runtime.records.remote_ranks and (synchronizer is None or not synchronizer.plan.never_exchanges):
         runtime.records.collect()

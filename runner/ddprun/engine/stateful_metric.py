@@ -54,9 +54,9 @@ class StatefulMetric:
         """The value over all ranks' samples, for all of them to call; one at least has been given a batch."""
         metric = self._metric
         if control.size > 1:
-            own = self._own_bytes() if self._updated else b""
+            own = self._encode_state() if self._updated else b""
             gathered = control.all_gather_bytes(own, "states of a metric")
-            states = [_from_bytes(data, self._device) for data in gathered if data]
+            states = [_decode_state(data, self._device) for data in gathered if data]
             metric = self._merge_states(states)
         for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
@@ -75,7 +75,7 @@ class StatefulMetric:
         own = self._metric
         return {"state": dict(own.state_dict() if hasattr(own, "state_dict") else vars(own))}
 
-    def _own_bytes(self) -> bytes:
+    def _encode_state(self) -> bytes:
         """State as bytes, without pickling: the length of its JSON tree, the tree, and its tensors."""
         try:
             encoded = encode(self._state())
@@ -117,7 +117,7 @@ def _torchmetrics_parts(metric: Any) -> list[Any] | None:
     return [part for part in metric.modules() if hasattr(part, "_reductions")]
 
 
-def _from_bytes(data: bytes, device: torch.device) -> dict[str, Any]:
+def _decode_state(data: bytes, device: torch.device) -> dict[str, Any]:
     """The state of `_own_bytes`."""
     end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}

@@ -28,8 +28,8 @@ from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
     FailureContext,
     Status,
+    close_after_peer_failure,
     finish_run,
-    leave_to_first_failure,
     rank_log_path,
     report_failure,
     write_failure_summary,
@@ -53,9 +53,9 @@ from ddprun.host.device import (
 from ddprun.host.processes import cores, die_with_parent
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
-from ddprun.telemetry.records import Buffers, Started
+from ddprun.telemetry.records import BufferUsage, Started
 from ddprun.telemetry.writer import Writer, event_log, log_event
-from ddprun.watchdog.hang import HangReport, RunContext, handle_hang
+from ddprun.watchdog.hang import HangContext, HangReport, report_hang_and_exit
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
@@ -118,7 +118,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     watchdog.close()
     if LAUNCHED_VARIABLE not in os.environ:
         watchdog.status_page.remove()
-    return rank_files.report_outcome(code)
+    return rank_files.report_outcome_and_exit_code(code)
 
 
 def _run(
@@ -189,7 +189,7 @@ def make_rank_watchdog(
 ) -> RankWatchdog:
     """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
 
-    def speak(report: HangReport) -> None:
+    def publish_hang_report(report: HangReport) -> None:
         session, run_dir = failure_context.session, failure_context.run_dir
         if session is not None:
             session.reporter.screen.end()
@@ -205,11 +205,11 @@ def make_rank_watchdog(
         if session is not None:
             session.runtime.records.writer.flush()
 
-    def leave() -> None:
+    def close_trackers() -> None:
         if failure_context.session is not None:
             failure_context.session.reporter.trackers.close_as_failed(_TRACKERS_END_S)
 
-    hang_context = RunContext(
+    hang_context = HangContext(
         rank=environment.rank,
         size=environment.world_size,
         host=os.uname().nodename,
@@ -217,19 +217,19 @@ def make_rank_watchdog(
         hosts_store=lambda: ranks().hosts_store,
         claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
         log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
-        publish_report=speak,
-        before_exit=leave,
+        publish_report=publish_hang_report,
+        before_exit=close_trackers,
     )
     return RankWatchdog(
         environment.rank,
         timeout_s,
         rank_files.attempt_folder(),
-        partial(handle_hang, hang_context),
-        lambda what: end_after_failure(ranks(), failure_context, what),
+        partial(report_hang_and_exit, hang_context),
+        lambda what: exit_if_peer_failed(ranks(), failure_context, what),
     )
 
 
-def end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
+def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
     """End this process if another rank has failed: `what` it waits for may never be there. After a hang its
     watchdog has a report of its own to make.
     """
@@ -240,7 +240,7 @@ def end_after_failure(ranks: Ranks, failure_context: FailureContext, what: str) 
     deadline.daemon = True
     deadline.start()
     rank_files.unregister_pid()
-    leave_to_first_failure(failure_context, ranks, first.rank, f"waited for {what}")
+    close_after_peer_failure(failure_context, ranks, first.rank, f"waited for {what}")
     standard_streams.flush()
     os._exit(first.exit_code)
 
@@ -253,7 +253,7 @@ def _run_stages(session: Session) -> Status:
         session.reporter.location = stage.path
         watchdog.set_phase(stage.name.encode(), 0, stage.path)
         entry = {"kind": stage.name, "index": stage.index, **_STAGE_RUNNERS[stage.name](session, stage)}
-        runtime.recorder.write_between_steps(stage.index, session.state.step)
+        runtime.recorder.record_between_step_exchanges(stage.index, session.state.step)
         if runtime.compiler is not None:
             session.reporter.report_recompiles(runtime.compiler, session.state.step)
         entry = runtime.loaded.secrets.redact_all(entry)  # checkpoints hold it
@@ -311,7 +311,7 @@ def _announce(session: Session) -> None:
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
     automatic = pipeline.has_automatic_buffers
-    buffers = Buffers(
+    buffers = BufferUsage(
         found=automatic,
         changing=list(use.changing),
         constant=list(use.constant),

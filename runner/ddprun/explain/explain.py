@@ -14,18 +14,18 @@ from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
-from ddprun.engine.sequence import Action, Equalize, Moment, SendBuffers, StageSequence, equalize
+from ddprun.engine.sequence import Action, Equalize, Moment, SendBuffers, StageActions, equalize
 from ddprun.engine.weights import has_train_eval_modes
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
-from ddprun.sync.exchanger import can_be_averaged, floating_state, initialize_optimizer_state
+from ddprun.sync.exchanger import averageable_state, can_be_averaged, initialize_optimizer_state
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
-from ddprun_hooks.buckets import BucketLayout, ParameterBuckets
+from ddprun_hooks.buckets import BucketLayout, TensorBuckets
 from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 
 VERSION = 1
@@ -77,7 +77,7 @@ class StepPattern:
 
 
 @dataclass(frozen=True, slots=True)
-class StageEvaluations:
+class EvaluationGroup:
     """Evaluations inside a stage that send the same."""
 
     times: int
@@ -96,7 +96,7 @@ class StageExplanation:
     patterns: tuple[StepPattern, ...] = ()  # the rarest first
     control_message_steps: tuple[int, ...] = ()  # first steps with one; they repeat with `control_cycle`
     control_cycle: int = 0  # which is longer than `cycle` where an audit has steps of its own
-    evaluations: tuple[StageEvaluations, ...] = ()  # of an unknown number of steps, one of each kind
+    evaluations: tuple[EvaluationGroup, ...] = ()  # of an unknown number of steps, one of each kind
     begin: tuple[PlannedExchange, ...] = ()  # before the first step
     end: tuple[PlannedExchange, ...] | None  # after the last step; all of a stage without; None: not known
     exchanges: tuple[PlannedExchange, ...]  # all of them, by number
@@ -222,14 +222,14 @@ class Explanation:
             "ranks": self.world.ranks,
             "hosts": self.world.hosts,
             "model": model,
-            "compile": self._compile(),
+            "compile": self._compile_json_data(),
             "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
             "start": json_value(self.sent_at_start),
             "stages": [stage.to_json_data() for stage in self.stages],
         }
 
-    def _compile(self) -> dict[str, Any] | None:
+    def _compile_json_data(self) -> dict[str, Any] | None:
         settings, compiled = self.loaded.pipeline.compile, self.probe.compiled
         if settings is None:
             return None
@@ -291,7 +291,7 @@ def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBy
         return None
     held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
-    layouts = ParameterBuckets(held, BROADCAST_BUCKET_BYTES).layouts
+    layouts = TensorBuckets(held, BROADCAST_BUCKET_BYTES).layouts
     buckets = [simulator.simulate_bucket(None, route, layout) for layout in layouts]
     return total([one.sent for one in buckets], simulator.ranks_represented)
 
@@ -331,7 +331,7 @@ class _Planner:
             case BroadcastStage():
                 sends = self._all_sends("once", equalize(self._replicas, stage.source))
             case _:
-                sends = self._sends_before_reading("once")
+                sends = self._sends_before_eval_or_save("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
         end, represented = self._group_into_exchanges(sends), self._simulator.ranks_represented
         return StageExplanation(stage=stage, end=end, exchanges=end, ranks_represented=represented)
@@ -348,7 +348,7 @@ class _Planner:
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
         last_step = None if steps is None else planned_steps
-        sequence = StageSequence(self._pipeline, stage, settings, buffers, self._replicas, last_step)
+        sequence = StageActions(self._pipeline, stage, settings, buffers, self._replicas, last_step)
         begin = self._group_into_exchanges(self._all_sends("begin", sequence.begin()))
         self._buffers_used = True
         steps_by_sends: dict[tuple[PlannedSend, ...], list[int]] = {}  # steps of one cycle
@@ -358,7 +358,7 @@ class _Planner:
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
             if stage.evaluate is not None:
-                evaluation_sends.append(self._sends_before_reading("evaluate"))
+                evaluation_sends.append(self._sends_before_eval_or_save("evaluate"))
         last = self._all_sends("end", sequence.end(planned_steps))
         evaluations = self._stage_evaluations(stage, steps, evaluation_sends[:cycle])
         patterns = []
@@ -447,18 +447,18 @@ class _Planner:
         if optimizer is None:
             return None
         initialize_optimizer_state(optimizer)
-        return floating_state(optimizer)
+        return averageable_state(optimizer)
 
-    def _sends_before_reading(self, moment: Moment) -> tuple[PlannedSend, ...]:
+    def _sends_before_eval_or_save(self, moment: Moment) -> tuple[PlannedSend, ...]:
         """What an evaluation or a save stage sends first, now: buffers, and the weights if ranks differ in
         what is read. Inside a stage ranks are made equal only while an evaluation runs.
         """
-        sends = self._buffer_sends_before_reading(moment)
+        sends = self._buffers_before_eval_or_save(moment)
         if self._replicas.weights_differ:
             sends += self._bucketed_sends(moment, _PARAMETER_AVERAGE_ROUTE, self._trained)
         return sends
 
-    def _buffer_sends_before_reading(self, moment: Moment) -> tuple[PlannedSend, ...]:
+    def _buffers_before_eval_or_save(self, moment: Moment) -> tuple[PlannedSend, ...]:
         if self._buffer_settings.when == "never":
             return ()
         if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
@@ -471,7 +471,7 @@ class _Planner:
 
     def _stage_evaluations(
         self, stage: StepStage, steps: int | None, after: Sequence[tuple[PlannedSend, ...]]
-    ) -> tuple[StageEvaluations, ...]:
+    ) -> tuple[EvaluationGroup, ...]:
         """The evaluations of a stage, grouped by what they send. `after`: what an evaluation would send after
         each step of a cycle. The state now is that at the stage's end.
         """
@@ -482,12 +482,12 @@ class _Planner:
         times = Counter[tuple[PlannedSend, ...]]()
         for place, often in Counter((step - 1) % len(after) for step in inside).items():
             times[after[place]] += often
-        times[self._sends_before_reading("evaluate")] += 1
+        times[self._sends_before_eval_or_save("evaluate")] += 1
         found = []
         for sends, often in times.items():
             exchanges = self._group_into_exchanges(sends)
             sent = total([one.sent for one in exchanges], self._simulator.ranks_represented)
-            found.append(StageEvaluations(1 if steps is None else often, exchanges, sent))
+            found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 
     def _gradient_sends(self, moment: Moment) -> tuple[PlannedSend, ...]:
@@ -496,7 +496,7 @@ class _Planner:
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
         known = self._probe.gradient_buckets
         caps = self._pipeline.ddp.bucket_caps_bytes
-        return _sends(moment, route, None if known is None else known.layouts_for(caps))
+        return _send_unless_empty(moment, route, None if known is None else known.layouts_for(caps))
 
     def _transfer_sends(self, moment: Moment, one: Transfer) -> tuple[PlannedSend, ...]:
         """The buckets of a transfer that starts."""
@@ -513,9 +513,9 @@ class _Planner:
             case "change":
                 route = Route("delta", "deltas", "host_hooks" if inside_host else "hooks", inside_host, hosts)
         if self._trained is None:
-            return _sends(moment, route, None)
+            return _send_unless_empty(moment, route, None)
         buckets = buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment]
-        return _sends(moment, route, buckets.layouts)
+        return _send_unless_empty(moment, route, buckets.layouts)
 
     def _buffer_sends(self, moment: Moment, names: Sequence[str]) -> tuple[PlannedSend, ...]:
         named = {name: self._named_buffers[name] for name in names}
@@ -529,16 +529,18 @@ class _Planner:
         self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None
     ) -> tuple[PlannedSend, ...]:
         """Tensors in their buckets; None: not known."""
-        layouts = None if named is None else ParameterBuckets(named, self._cap_bytes).layouts
-        return _sends(moment, route, layouts)
+        layouts = None if named is None else TensorBuckets(named, self._cap_bytes).layouts
+        return _send_unless_empty(moment, route, layouts)
 
 
-def _sends(moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None) -> tuple[PlannedSend, ...]:
+def _send_unless_empty(
+    moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None
+) -> tuple[PlannedSend, ...]:
     """Nothing where there are no buckets."""
     return () if layouts == () else ((moment, route, layouts),)
 
 
-def _control_message_steps(sequence: StageSequence, steps: int | None) -> Iterator[int]:
+def _control_message_steps(sequence: StageActions, steps: int | None) -> Iterator[int]:
     """An exchange that overlaps with training may be applied, for the first time, in the second cycle."""
     known, cycle = set[int](), sequence.exchange_cycle
     for step in range(1, min(2 * cycle, steps or 2 * cycle) + 1):

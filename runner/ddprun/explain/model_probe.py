@@ -28,7 +28,7 @@ from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
 from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
-from ddprun_hooks.comm.groups import Placement, RankGroup
+from ddprun_hooks.comm.groups import RankGroup, RankPlacement
 from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.stack import Stack
 
@@ -48,10 +48,10 @@ class WorldShape:
         """How many there are."""
         return self.hosts * self.ranks_per_host
 
-    def placement(self, rank: int) -> Placement:
+    def placement(self, rank: int) -> RankPlacement:
         """Where the ranks are, seen from one of them."""
         names = [f"host {index // self.ranks_per_host}" for index in range(self.ranks)]
-        return Placement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
+        return RankPlacement(rank, tuple(names), (self.ranks_per_host,) * self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     if model is not None:
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
-        model = build.join_model_and_loss(loaded, model, loss, device, precision.parameter_dtype)
+        model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
         if not unknown.optimizer:
             optimizer = build.build_optimizer(loaded, model)
             build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
@@ -269,7 +269,7 @@ def _bucket_layouts_from_ddp(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
-    with _one_rank():
+    with _one_rank_process_group():
         queue = HostCommQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
         settle_bucket_layout(replica, objective, feed, barrier=lambda: None)
@@ -280,7 +280,7 @@ def _bucket_layouts_from_ddp(
 
 
 @contextmanager
-def _one_rank() -> Iterator[None]:
+def _one_rank_process_group() -> Iterator[None]:
     """A process group of this process alone, which DDP wants to see."""
     # The host's own name need not resolve, and nothing is sent anyway.
     before = os.environ.get(_INTERFACE)

@@ -106,7 +106,7 @@ def _stage_lines(
 ) -> Iterator[str]:
     """`printed_before`: the stage in which each label and text was printed first."""
 
-    def once(label: str, text: str) -> Iterator[str]:
+    def paragraph_or_reference(label: str, text: str) -> Iterator[str]:
         first = printed_before.setdefault((label, text), stage.index)
         return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
 
@@ -121,16 +121,16 @@ def _stage_lines(
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
-    yield from once("Forward", _parameters_text(stage, settings))
-    yield from once("Buffers", _buffers_text(stage, settings.buffers, explained))
+    yield from paragraph_or_reference("Forward", _parameter_drift_text(stage, settings))
+    yield from paragraph_or_reference("Buffers", _buffers_text(stage, settings.buffers, explained))
     if stage.stage.name == "train":
         yield from paragraph("Backward", _backward_text(stage, settings))
         yield from _bucket_tables(_exchanges_at(stage, "backward"), stage.ranks)
     yield from _after_step_lines(stage, settings)
     yield from _end_lines(stage)
     yield from _evaluation_lines(stage)
-    yield from once("Control", _control_text(stage))
-    yield from once("Loss", _loss_text(settings))
+    yield from paragraph_or_reference("Control", _control_text(stage))
+    yield from paragraph_or_reference("Loss", _loss_text(settings))
     yield from _totals_table(stage)
 
 
@@ -141,7 +141,7 @@ def _length_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     return format_count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
 
 
-def _parameters_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+def _parameter_drift_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     """That a forward pass sends no parameters, and why ranks' parameters stay equal or drift apart."""
     always = "No parameters are sent in a forward pass, in this stage or any other."
     if settings.mutate is not None:
@@ -223,7 +223,7 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     if not lines:
         lines.append("Nothing is sent.")
     elif idle:
-        lines.append(f"{_others_phrase(idle, stage)}: nothing.")
+        lines.append(f"{_other_steps_phrase(idle, stage)}: nothing.")
     for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
         yield from paragraph(label, _capital(line))
     if overlap := max((one.delay for one in settings.plan.transfers), default=0):
@@ -337,7 +337,7 @@ def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
-def _others_phrase(count: int, stage: StageExplanation) -> str:
+def _other_steps_phrase(count: int, stage: StageExplanation) -> str:
     """So many steps of a cycle, beside those that have been named."""
     every = "every " if stage.steps is None or stage.steps > stage.cycle else ""
     return f"the other {count} of {every}{format_count(stage.cycle, 'step')}"
@@ -346,7 +346,7 @@ def _others_phrase(count: int, stage: StageExplanation) -> str:
 def _steps_phrase(steps: Sequence[int], stage: StageExplanation, *, rest: bool = False) -> str:
     """Which steps they are; `rest`: all others have been named before."""
     if rest and len(steps) < stage.cycle:
-        return _others_phrase(len(steps), stage)
+        return _other_steps_phrase(len(steps), stage)
     return steps_text(steps, stage.cycle, stage.steps)
 
 

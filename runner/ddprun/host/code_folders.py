@@ -38,17 +38,19 @@ def private_code_caches(scratch: Path) -> Iterator[None]:
     for name in (*_KEPT, *_IN_HOME):
         if given := os.environ.get(name):
             found[name] = os.path.abspath(given)
-            _own_folder(Path(found[name]), name)
+            _make_private_folder(Path(found[name]), name)
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "ddprun"
     # Of a user without a home `~` stays.
     if not (
-        cache.is_absolute() and _own_folder(cache, "XDG_CACHE_HOME") and os.access(cache, os.W_OK | os.X_OK)
+        cache.is_absolute()
+        and _make_private_folder(cache, "XDG_CACHE_HOME")
+        and os.access(cache, os.W_OK | os.X_OK)
     ):
         cache = scratch
     for name, folder in _KEPT.items():
         if name not in found:
-            _own_folder(cache / folder, name)
+            _make_private_folder(cache / folder, name)
             found[name] = str(cache / folder)
     temporary = scratch / "tmp"
     if len(os.fsencode(temporary)) > _MAX_PATH_BYTES:
@@ -67,7 +69,7 @@ def private_code_caches(scratch: Path) -> Iterator[None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _own_folder(folder: Path, variable: str) -> bool:
+def _make_private_folder(folder: Path, variable: str) -> bool:
     """Make a folder that only this user may write to; False if it cannot be made. `variable` names it."""
     try:
         with suppress(FileExistsError):

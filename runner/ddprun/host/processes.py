@@ -55,7 +55,9 @@ def die_with_parent(parent: int | None = None) -> None:
     if _is_child_of_main_thread(parent):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     else:
-        threading.Thread(target=_end_with, args=(parent,), name="ddprun-parent", daemon=True).start()
+        threading.Thread(
+            target=_poll_parent_and_die, args=(parent,), name="ddprun-parent", daemon=True
+        ).start()
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(1)
 
@@ -69,7 +71,7 @@ def _is_child_of_main_thread(parent: int) -> bool:
     return str(os.getpid()) in children.split()
 
 
-def _end_with(parent: int) -> None:
+def _poll_parent_and_die(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_TICK_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -85,7 +87,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state, int(parent)
 
 
-def _living(*, parent: int | None = None, sessions: Collection[int] = ()) -> dict[int, str]:
+def _live_process_commands(*, parent: int | None = None, sessions: Collection[int] = ()) -> dict[int, str]:
     """Processes of a parent, or of some sessions but for their leaders, with their commands."""
     import psutil  # every command imports this file
 
@@ -116,7 +118,7 @@ def end_leftovers(ranks: Collection[int], redact: Callable[[str], str]) -> None:
 
     def left_after(limit_s: float) -> dict[int, str]:
         end = time.monotonic() + limit_s
-        while (found := _living(sessions=ranks)) and time.monotonic() < end:
+        while (found := _live_process_commands(sessions=ranks)) and time.monotonic() < end:
             time.sleep(_TICK_S)
         return found
 
@@ -137,7 +139,7 @@ def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -
         time.sleep(_END_S)
         others = {threading.main_thread(), threading.current_thread()}
         left = [f"thread {one.name}" for one in threading.enumerate() if not one.daemon and one not in others]
-        children = _living(parent=os.getpid())
+        children = _live_process_commands(parent=os.getpid())
         left += [_describe(children, redact)] if children else []
         standard_streams.say(
             f"rank {rank} is done, and no longer waits for {', '.join(left) or 'an exit function'}"
@@ -145,7 +147,7 @@ def force_exit_after_delay(code: int, rank: int, redact: Callable[[str], str]) -
         if children:  # a forked one may have this process's handler of SIGTERM
             send_signal(children, signal.SIGTERM)
             time.sleep(_TERMINATE_S)
-            send_signal(_living(parent=os.getpid()), signal.SIGKILL)
+            send_signal(_live_process_commands(parent=os.getpid()), signal.SIGKILL)
         standard_streams.flush()
         os._exit(code)
 

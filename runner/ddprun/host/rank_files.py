@@ -22,11 +22,11 @@ _OUTCOME_NOT_REPORTED = 1  # exit code of a rank that has finished the run and c
 
 
 @contextmanager
-def launcher_folder() -> Iterator[Path]:
+def temporary_launcher_folder() -> Iterator[Path]:
     """A temporary folder for a launcher, gone afterwards. A launcher that is killed has no time to clear up.
     Its folder is then no longer locked, and the next launcher of the same user on the same host removes it.
     """
-    remove_old_folders()
+    remove_dead_launcher_folders()
     while True:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
             try:
@@ -46,7 +46,7 @@ def launcher_folder() -> Iterator[Path]:
                 os.close(handle)
 
 
-def remove_old_folders() -> None:
+def remove_dead_launcher_folders() -> None:
     """Remove the folders of launchers that are no more."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or another launcher was faster
@@ -75,11 +75,11 @@ def read_run_dir(scratch: Path | None = None) -> Path | None:
     """The run's folder, as ranks have noted it in the folder `scratch` of their launcher (None: the launcher
     of this rank); None if there is no note.
     """
-    found = _read(scratch or _launcher_folder(), _RUN_DIR)
+    found = _read(scratch or _find_launcher_folder(), _RUN_DIR)
     return None if found is None else Path(found)
 
 
-def report_outcome(code: int) -> int:
+def report_outcome_and_exit_code(code: int) -> int:
     """Report to the launcher how the run has ended: starting the ranks again would change nothing. Gives this
     process's exit code: 0 if a launcher of ddprun's reads the outcome, else `code`.
     """
@@ -112,23 +112,23 @@ def read_checkpoint_report(scratch: Path) -> tuple[int, bool]:
 
 def report_error(error: list[str | int | None]) -> None:
     """Note how a rank has failed, for ranks that are started after that."""
-    _write(_ERROR, [_start(), error])
+    _write(_ERROR, [_restart_count(), error])
 
 
 def previous_attempt_error() -> list[str | int | None] | None:
     """How a rank of this host failed when they last ran; None if none did, or under another launcher."""
     scratch = os.environ.get(SCRATCH_VARIABLE)
-    start, error = _read(None if scratch is None else Path(scratch), _ERROR) or (_start(), None)
-    return None if start == _start() else error
+    start, error = _read(None if scratch is None else Path(scratch), _ERROR) or (_restart_count(), None)
+    return None if start == _restart_count() else error
 
 
-def _start() -> str:
+def _restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def register_pid() -> None:
     """Let the launcher pass signals on to this rank."""
-    if (scratch := _launcher_folder()) is not None:
+    if (scratch := _find_launcher_folder()) is not None:
         with suppress(OSError):
             (scratch / _PIDS).mkdir(exist_ok=True)
             (scratch / _PIDS / str(os.getpid())).touch()
@@ -136,7 +136,7 @@ def register_pid() -> None:
 
 def unregister_pid() -> None:
     """This rank fails: it can do nothing for its launcher any more."""
-    if (scratch := _launcher_folder()) is not None:
+    if (scratch := _find_launcher_folder()) is not None:
         with suppress(OSError):
             (scratch / _PIDS / str(os.getpid())).unlink()
 
@@ -161,7 +161,7 @@ def signal_ranks(scratch: Path, *numbers: int) -> list[int]:
     return found
 
 
-def _launcher_folder() -> Path | None:
+def _find_launcher_folder() -> Path | None:
     """The launcher's folder: that of torchrun, under which each start of ranks has one, will do, too."""
     if SCRATCH_VARIABLE in os.environ:
         return Path(os.environ[SCRATCH_VARIABLE])
@@ -171,7 +171,7 @@ def _launcher_folder() -> Path | None:
 
 def _write(name: str, value: Any) -> None:
     """Write JSON in the launcher's folder; if that fails, as on a full disk, the run continues without."""
-    if (scratch := _launcher_folder()) is not None:
+    if (scratch := _find_launcher_folder()) is not None:
         with suppress(OSError), replace_atomically(scratch, name) as file:
             file.write(json.dumps(value).encode())
 

@@ -11,7 +11,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning
 from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
-from ddprun.host.rank_files import launcher_folder
+from ddprun.host.rank_files import temporary_launcher_folder
 from ddprun.launch.launcher import Flags, Launcher, detect_launcher, restart_warning
 from ddprun.standard_streams import say
 
@@ -39,7 +39,7 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
         with ExitStack() as stack:
             if LAUNCHED_VARIABLE not in os.environ:
                 try:
-                    stack.enter_context(private_code_caches(stack.enter_context(launcher_folder())))
+                    stack.enter_context(private_code_caches(stack.enter_context(temporary_launcher_folder())))
                 except (UnsafeFolderError, OSError) as error:
                     if os.environ.get("LOCAL_RANK", "0") == "0":
                         say(error)

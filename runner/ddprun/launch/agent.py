@@ -69,14 +69,14 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""
         if self.leaving_signal is not None:
-            self._take_checkpoint()
+            self._checkpoint_and_restart_text()
             raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
         result: RunResult = super()._monitor_workers(worker_group)
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
         if going_well and (early := self._ended_early(worker_group)):
             result = RunResult(state=WorkerState.FAILED, failures=early)
         if result.state == WorkerState.HEALTHY:
-            self._check_other_hosts(worker_group)
+            self._raise_if_run_ended_elsewhere(worker_group)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             return result
         if rank_files.read_outcome(self._scratch) is not None:  # a rank went down after the run had ended
@@ -99,7 +99,7 @@ class Agent(LocalElasticAgent):
             say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
 
-    def _check_other_hosts(self, worker_group: WorkerGroup) -> None:
+    def _raise_if_run_ended_elsewhere(self, worker_group: WorkerGroup) -> None:
         """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""
         hosts, now = worker_group.group_world_size or 1, time.monotonic()
         if hosts == 1 or now < self._next_question_at:
@@ -146,10 +146,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # here; but hosts have come, or ranks of others failed
-            say(self._take_checkpoint())
+            say(self._checkpoint_and_restart_text())
         super()._restart_workers(worker_group)
 
-    def _take_checkpoint(self) -> str:
+    def _checkpoint_and_restart_text(self) -> str:
         """Have the ranks take a checkpoint, and wait for it unless they fail; gives what a restart says."""
         if not self._loaded.pipeline.checkpoint.keep:
             return "another host has joined: restarting from the beginning"

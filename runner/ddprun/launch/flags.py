@@ -28,7 +28,7 @@ _ELASTIC_CONF = {
 }
 
 
-def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | bool]:
+def missing_flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
     settings = loaded.pipeline.launch
     found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}

@@ -29,7 +29,12 @@ from ddprun.host import network, processes, rank_files
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import check_launch
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
-from ddprun.launch.flags import flags_from_file, restarts_allowed, silence_torchelastic, torchrun_arguments
+from ddprun.launch.flags import (
+    missing_flags_from_file,
+    restarts_allowed,
+    silence_torchelastic,
+    torchrun_arguments,
+)
 from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import say
@@ -47,7 +52,7 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
     """
-    flags = {**flags_from_file(loaded, flags), **flags}
+    flags = {**missing_flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
         check_launch(loaded, int(ranks))
     _prepare_environment()
@@ -58,7 +63,7 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
         command += ["--or-resume"] if resuming == "if begun" else []
     try:
         # Torchelastic would leave its own folder behind.
-        with rank_files.launcher_folder() as folder, private_code_caches(folder):
+        with rank_files.temporary_launcher_folder() as folder, private_code_caches(folder):
             flags["log_dir"] = str(folder)
             os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
             os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
@@ -108,7 +113,7 @@ def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfi
                     watchdog.linger(_STORE_LINGER_S)
                 raise
     except ChildFailedError as error:
-        return _exit_code(*error.get_first_failure(), watchdog.killed_ranks)
+        return _report_failure(*error.get_first_failure(), watchdog.killed_ranks)
     except SignalException as caught:
         if rank_files.read_outcome(folder) is None:  # else only what ranks do after the run was cut short
             found = rank_files.read_run_dir(folder)
@@ -176,7 +181,7 @@ def _exit_without_other_hosts(folder: Path) -> None:
     os._exit(EXIT_FAILURE if code is None else code)
 
 
-def _exit_code(rank: int, failure: ProcessFailure, killed_ranks: Mapping[int, str]) -> int:
+def _report_failure(rank: int, failure: ProcessFailure, killed_ranks: Mapping[int, str]) -> int:
     if rank in killed_ranks:
         say(
             f"rank {rank} was stopped in {killed_ranks[rank]}, did not continue and was killed; "

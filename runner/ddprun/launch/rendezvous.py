@@ -41,7 +41,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
         return SingleHostRendezvous(parameters.run_id)
     if parameters.backend == "static":
-        return _static(parameters)
+        return _create_static_handler(parameters)
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
         return _create_c10d_handler(parameters)
     return rendezvous.get_rendezvous_handler(parameters)
@@ -86,7 +86,7 @@ class _CheckedC10dBackend(C10dRendezvousBackend):
     def _decode_state(self, base64_state: bytes) -> tuple[bytes, Token] | None:
         found: tuple[bytes, Token] | None = super()._decode_state(base64_state)
         if found is not None:
-            check_state(found[0])
+            check_pickled_state(found[0])
         return found
 
 
@@ -100,7 +100,7 @@ class _StateUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def check_state(state: bytes) -> None:
+def check_pickled_state(state: bytes) -> None:
     """Raise RendezvousStateError unless the state is intact and names only what torchelastic's is made of."""
     try:
         _StateUnpickler(io.BytesIO(state)).load()
@@ -110,7 +110,7 @@ def check_state(state: bytes) -> None:
         raise api.RendezvousStateError(f"the store of the rendezvous holds damaged state: {error}") from error
 
 
-def _static(parameters: RendezvousParameters) -> RendezvousHandler:
+def _create_static_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     found = rendezvous.get_rendezvous_handler(parameters)  # reads and checks the parameters; opens nothing
     assert isinstance(found, StaticTCPRendezvous)
     timeout_s = round(found.timeout.total_seconds())

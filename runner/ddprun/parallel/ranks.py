@@ -21,7 +21,7 @@ from ddprun.watchdog.hang import PeerStatusAddress
 from ddprun.watchdog.launcher_watchdog import STATUS_SERVER_VARIABLE
 from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener
 from ddprun.watchdog.status_page import claim_once
-from ddprun_hooks.comm.groups import Placement
+from ddprun_hooks.comm.groups import RankPlacement
 from ddprun_hooks.comm.observer import observed_wait
 
 _FIRST_FAILURE = "failed"
@@ -87,8 +87,8 @@ class Ranks:
         return self.rank == 0 and self.size > 1 and _rank_0_hosts_store()
 
     @property
-    def placement(self) -> Placement:
-        return Placement(self.rank, self.hosts, self.local_sizes)
+    def placement(self) -> RankPlacement:
+        return RankPlacement(self.rank, self.hosts, self.local_sizes)
 
     def connect(self, base: Any = None) -> None:
         """Reach the store; `base` is one that has been reached, to be used instead of the launcher's."""

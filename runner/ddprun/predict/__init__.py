@@ -1,5 +1,5 @@
 """How long a step would take over other links and on more ranks, from what a short run has measured."""
 
 
-class ShortRunError(Exception):
+class MeasurementRunError(Exception):
     """The short run failed; with the end of what it printed."""

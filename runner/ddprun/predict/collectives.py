@@ -33,7 +33,7 @@ def collective_of(
     bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
     work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us) if on_cpu else 0.0
     level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"
-    nbytes = leg_bytes(leg, hosts)
+    nbytes = host_bytes_by_level(leg, hosts)
     messages = max(1, leg.ranks - 1 if leg.op == "all_to_all" else rounds)
     found = SimulatedCollective(work_us, nbytes, messages=messages, wake_us=stack.wake_us, queue=queue)
     if not sent or not on_cpu:
@@ -76,7 +76,7 @@ def control_message(world: WorldShape) -> BucketTransfer:
     return BucketTransfer("control", (collective,), "control")
 
 
-def leg_bytes(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
+def host_bytes_by_level(leg: Leg, hosts: int) -> dict[LinkLevel, float]:
     """What each host sends to others, and what its ranks send to each other, in bytes."""
     sizes = leg.sent.sizes()
     across = sizes["between_hosts"]

@@ -55,7 +55,7 @@ class LinearCost:
         return cls(0.0, float((x * y).sum()) / squares) if squares else cls(float(y.mean()))
 
 
-class Lateness:
+class LastRankLateness:
     """How much later the last of n ranks is than the mean of them, from the spread of each rank's steps.
 
     With n draws from a distribution, the expected largest is an order statistic, not a mean: of m sorted
@@ -125,7 +125,7 @@ def costs_of_run(run: Run, stage_count: int) -> Costs:
         for stage, lines in groupby(run.step_records(rank), lambda line: line.stage):
             counted = [line for line in [*lines][WARM_UP:] if line.step_us > 0]
             for line in without_outliers(counted, own_work_us) if stage < stage_count else ():
-                backward_by_step[line.step] = stage, *_last_backward(line)
+                backward_by_step[line.step] = stage, *_last_backward_start_duration(line)
                 stages[stage].add_step(rank, line)
         for bucket in run.bucket_records(rank, backward_by_step.__contains__, holding=b'"gradient"'):
             stage, began, length = backward_by_step[bucket.step]
@@ -146,7 +146,7 @@ def without_outliers(steps: Sequence[_StepT], own_us: Callable[[_StepT], float])
     return [one for one in steps if own_us(one) <= most]
 
 
-def _last_backward(line: StepRecord) -> tuple[float, float]:
+def _last_backward_start_duration(line: StepRecord) -> tuple[float, float]:
     """When the last backward pass of a step began, on the rank's clock, and how long it worked."""
     at = began = float(line.start_us)
     passes = 0
@@ -157,7 +157,7 @@ def _last_backward(line: StepRecord) -> tuple[float, float]:
     return began, line.backward_us / max(1, passes)
 
 
-def hook_times_us(bucket: BucketRecord) -> list[float]:
+def hook_us_around_collectives(bucket: BucketRecord) -> list[float]:
     """What a bucket's record says of its hooks: before the first collective, between two, after the last."""
     legs = [us for leg in bucket.legs for us in (leg.start_us, leg.done_us)]
     moments = [bucket.ready_us, *legs, bucket.done_us]
@@ -188,7 +188,7 @@ class _StageRecords:
             for name, at in zip(line.params, known, strict=False):
                 if at is not None:
                     self._gradient_ready_shares[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
-        self._buckets[line.bucket].append((line.bytes, hook_times_us(line)))
+        self._buckets[line.bucket].append((line.bytes, hook_us_around_collectives(line)))
 
     def costs(self) -> StageCosts:
         if not self.steps:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from ddprun.explain.explain import Explanation, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, collective_of
-from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, Lateness, LinearCost, StageCosts
+from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LastRankLateness, LinearCost, StageCosts
 from ddprun.predict.instructions import MICRO_STEP_PARTS, StepCosts, settings_of
 from ddprun.predict.links import Links
-from ddprun.predict.model import CostModel, hooks_key, sends_anything
+from ddprun.predict.model import CostModel, hook_stack_id, sends_anything
 from ddprun.predict.timeline import Machine
 
 _MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
@@ -37,8 +37,8 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     without_ddp = [pair for pair in silent if settings_of(pair[0]).plan.gradients is None]
     share = Machine(costs.cores, world.ranks_per_host, links).core_share() if on_cpu else 1.0
     own_work_us = {
-        True: _own_work(with_ddp or without_ddp, share, on_cpu=on_cpu),
-        False: _own_work(without_ddp or with_ddp, share, on_cpu=on_cpu),
+        True: _micro_step_us_by_part(with_ddp or without_ddp, share, on_cpu=on_cpu),
+        False: _micro_step_us_by_part(without_ddp or with_ddp, share, on_cpu=on_cpu),
     }
     times = [(found.cpu_us, sum(found.parts.values())) for _, found in with_ddp or without_ddp]
     # That a rank keeps busy in a step without exchange.
@@ -48,11 +48,11 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         ready_shares |= found.gradient_ready_shares
     # Where ranks wait for cores, how long they take says little about how much they have to do.
     us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
-    lateness = Lateness([rank for ranks in us_by_rank for rank in ranks])
+    lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
     by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
     for stage, found in pairs:
         if sends_anything(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
-            by_key.setdefault(hooks_key(stage), []).append((stage, found))
+            by_key.setdefault(hook_stack_id(stage), []).append((stage, found))
     slowdown = 1.0
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
         longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
@@ -68,11 +68,11 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     return replace(model, costs=replace(step_costs, default_stack=default), stacks=stacks)
 
 
-def _own_work(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
+def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
     """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
     work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
     for stage, found in pairs:
-        share, own_us, times = core_share, sum(found.parts.values()), _times(stage)
+        share, own_us, times = core_share, sum(found.parts.values()), _part_counts_per_step(stage)
         if on_cpu and found.cpu_us and own_us > 0 and not sends_anything(stage):
             share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
         for part in PARTS_WITHOUT_EXCHANGE:
@@ -80,7 +80,7 @@ def _own_work(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dic
     return work
 
 
-def _times(stage: StageExplanation) -> dict[str, int]:
+def _part_counts_per_step(stage: StageExplanation) -> dict[str, int]:
     """How often each part comes in a step."""
     accumulate = settings_of(stage).accumulate
     return {part: accumulate if part in MICRO_STEP_PARTS else 1 for part in PARTS_WITHOUT_EXCHANGE}
@@ -106,7 +106,10 @@ def _fit_stack(
     stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if costs.on_cpu and all(one.cpu_us for one in found):
-        own = sum(us * _times(stage)[part] for part, us in costs.own_work_us[True].items()) * threads
+        own = (
+            sum(us * _part_counts_per_step(stage)[part] for part, us in costs.own_work_us[True].items())
+            * threads
+        )
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
         hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
         if hooks > _MAX_HOOK_SHARE * left:

@@ -17,7 +17,7 @@ from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
 from ddprun.predict.links import Links, rate_text
-from ddprun.predict.measure import HookSpecs, hook_stacks_to_measure
+from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
 from ddprun.predict.model import LIMITS, CostModel, StepPrediction
 from ddprun.units import format_bytes, format_duration
 from ddprun_hooks.config.options import parse_spec
@@ -115,7 +115,7 @@ def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
         if stage.settings is not None:
             stack = stage.settings.hook_specs
             wanted += [stack, *(left for _, left in leave_one_out(stack))]
-    return hook_stacks_to_measure(wanted)
+    return distinct_stacks_without_noop(wanted)
 
 
 def forecast(

@@ -9,7 +9,7 @@ from ddprun.explain.explain import PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.traffic import Bucket
 from ddprun.predict.collectives import StackCosts, collective_of, control_message
-from ddprun.predict.costs import Lateness
+from ddprun.predict.costs import LastRankLateness
 from ddprun.predict.timeline import (
     AwaitTransfers,
     BucketTransfer,
@@ -37,7 +37,7 @@ class StepCosts:
     as in a stage that sends no gradients."""
 
     gradient_ready_shares: Mapping[str, float]  # by parameter, as in `StageCosts`
-    lateness: Lateness
+    lateness: LastRankLateness
     default_stack: StackCosts = field(default_factory=StackCosts)
     """What goes past all hooks, or through hooks that the run did not have."""
 

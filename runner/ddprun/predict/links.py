@@ -114,7 +114,7 @@ def parse_links(rates: str | None, latencies: str | None = None) -> Links:
     """
     links = Links()
     if rates is not None and rates.endswith(".json"):
-        links, rates = Links(across=read_measured_link(Path(rates))), None
+        links, rates = Links(across=slowest_link_in_report(Path(rates))), None
     for text, read in ((rates, _with_rate), (latencies, _with_latency)):
         for level, value in _by_level(text).items():
             links = replace(links, **{level: read(getattr(links, level), value)})
@@ -130,20 +130,20 @@ class _LinkMeasurement(BaseModel):
     all_reduce_mbit_per_s_by_bytes: tuple[tuple[PositiveInt, PositiveFloat], ...] = ()
 
 
-class _Finding(BaseModel):
+class _DoctorFinding(BaseModel):
     check: str
     value: dict[str, object] = {}
 
 
-class _Report(BaseModel):
-    findings: list[_Finding]
+class _DoctorReport(BaseModel):
+    findings: list[_DoctorFinding]
 
 
-def read_measured_link(file: Path) -> Link:
+def slowest_link_in_report(file: Path) -> Link:
     """The slowest link between hosts in a report of `ddprun doctor`; raises ValueError without one."""
     try:
         with file.open("rb") as opened:
-            report = _Report.model_validate(parse_json(opened.read(_MAX_REPORT_BYTES)))
+            report = _DoctorReport.model_validate(parse_json(opened.read(_MAX_REPORT_BYTES)))
         values = [one.value for one in report.findings if one.check in ("bandwidth", "latency")]
         found = [_LinkMeasurement.model_validate(value) for value in values if value]
     except OSError as error:

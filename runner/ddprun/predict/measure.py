@@ -11,7 +11,7 @@ from typing import Any
 from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
-from ddprun.predict import ShortRunError
+from ddprun.predict import MeasurementRunError
 from ddprun.predict.costs import CostsUnknownError, costs_of_run
 from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
@@ -28,7 +28,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 _LOG_LINES = 12
 
 
-def hook_stacks_to_measure(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
+def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
     """Each stack of hooks once; without `noop`, which the short run has anyway."""
     found: list[HookSpecs] = []
     for stack in stacks:
@@ -86,7 +86,9 @@ def run_measurement(
         return
     if done.returncode:
         output = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
-        raise ShortRunError(f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}")
+        raise MeasurementRunError(
+            f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}"
+        )
 
 
 def identify_run(run_dir: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from ddprun.explain.explain import StageExplanation
 from ddprun.explain.model_probe import WorldShape
-from ddprun.predict.collectives import StackCosts, leg_bytes
+from ddprun.predict.collectives import StackCosts, host_bytes_by_level
 from ddprun.predict.instructions import InstructionGenerator, StepCosts, overlap_steps, settings_of
 from ddprun.predict.links import LinkLevel, Links
 from ddprun.predict.timeline import Machine, SimulatedStep, StepSimulator, WaitCause
@@ -107,7 +107,7 @@ class CostModel:
         its policy. `stack`: costs in place of those known for its hooks.
         """
         if stack is None:
-            known = self.stacks.get(hooks_key(stage), self.costs.default_stack)
+            known = self.stacks.get(hook_stack_id(stage), self.costs.default_stack)
             stack = known if sends_anything(stage) else StackCosts()
         machine = self.machine(world, links)
         instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
@@ -150,7 +150,7 @@ class CostModel:
 
     def has_measured_hooks(self, stage: StageExplanation) -> bool:
         """Whether the run had steps with the stage's hooks."""
-        return not sends_anything(stage) or hooks_key(stage) in self.stacks
+        return not sends_anything(stage) or hook_stack_id(stage) in self.stacks
 
     def machine(self, world: WorldShape, links: Links) -> Machine:
         """What the ranks of a world share."""
@@ -164,7 +164,7 @@ def _means(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
     return {key: sum(one.get(key, 0.0) for one in times_us) / len(times_us) for key in keys}
 
 
-def hooks_key(stage: StageExplanation) -> str:
+def hook_stack_id(stage: StageExplanation) -> str:
     """What tells a stage's stack of hooks from another."""
     return repr(settings_of(stage).hook_specs)
 
@@ -177,7 +177,7 @@ def sends_anything(stage: StageExplanation) -> bool:
 def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     """What each host sends to others in a mean step of the stage, in bytes."""
     return sum(
-        exchange.times_per_step * len(pattern.steps) / stage.cycle * leg_bytes(leg, hosts)["across"]
+        exchange.times_per_step * len(pattern.steps) / stage.cycle * host_bytes_by_level(leg, hosts)["across"]
         for pattern, exchange, bucket in stage.step_buckets()
         for leg in bucket.legs or ()
     )

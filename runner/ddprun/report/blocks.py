@@ -56,7 +56,7 @@ class Table:
     @property
     def cells(self) -> list[tuple[str, ...]]:
         """The rows as text; numbers of a column have equally many decimals."""
-        return list(zip(*map(format_alike, zip_longest(*self.rows[:_MAX_ROWS])), strict=True))
+        return list(zip(*map(format_with_equal_decimals, zip_longest(*self.rows[:_MAX_ROWS])), strict=True))
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def format_alike(values: Iterable[Any]) -> list[str]:
+def format_with_equal_decimals(values: Iterable[Any]) -> list[str]:
     """Format values of one quantity with equally many decimals: enough for four digits of the largest and two
     of the smallest. If that takes more than seven decimals, format each on its own.
     """

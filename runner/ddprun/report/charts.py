@@ -37,7 +37,7 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
     }
 
 
-def with_stage_marks(chart: Chart, runs: NamedDigests) -> Chart:
+def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
     """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
     named = {name: (stage_starts(digest), list(digest.run.evaluations)) for name, digest in runs}
     alike = all(one == named[runs[0][0]] for one in named.values())

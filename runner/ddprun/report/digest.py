@@ -127,7 +127,7 @@ class Timeline(NamedTuple):
 
 
 @dataclass(slots=True)
-class BucketCompletion:
+class GradientCompletion:
     """How the gradients of one bucket became complete, over the steps and ranks that were read."""
 
     params: tuple[str, ...]
@@ -162,7 +162,7 @@ class StepTimes:
         return {part: sum(one[part] for one in known) / max(1, len(known)) for part in _STEP_AND_PARTS}
 
     @cached_property
-    def shares(self) -> dict[str, float]:
+    def shares_by_category(self) -> dict[str, float]:
         """The share of a step's time that each category takes, mean over ranks."""
         us, totals = self.mean_parts_us, defaultdict[str, float](float)
         for name, part in STEP_PARTS.items():
@@ -172,7 +172,11 @@ class StepTimes:
     @property
     def exposed_share(self) -> float:
         """The share of a step's time that is communication not hidden behind computation."""
-        return self.shares["hook"] + self.shares["wait"] + self.shares["wire"]
+        return (
+            self.shares_by_category["hook"]
+            + self.shares_by_category["wait"]
+            + self.shares_by_category["wire"]
+        )
 
 
 @dataclass
@@ -231,7 +235,7 @@ class RunDigest:
     grad_norm: Curve  # of all gradients together
     held_out: dict[str, Curve]  # each metric of the evaluations
     fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
-    bucket_completions: dict[int, BucketCompletion] = field(default_factory=dict)  # empty if not recorded
+    bucket_completions: dict[int, GradientCompletion] = field(default_factory=dict)  # empty if not recorded
     timelines: list[Timeline] = field(default_factory=list)  # of some steps
     sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
     slow_steps: list[SlowStep] = field(default_factory=list)  # the slowest of them, in order of steps
@@ -261,7 +265,7 @@ class RunDigest:
         return 1e6 * sum(us["samples"] / us["step_us"] for us in known) if known else None
 
     @property
-    def cosine(self) -> float | None:
+    def mean_fidelity_cosine(self) -> float | None:
         """The mean fidelity of all sizes of buckets."""
         known = [value for curve in self.fidelity.get("cosine", {}).values() for value in curve.means]
         return sum(known) / len(known) if known else None
@@ -290,12 +294,14 @@ class _StepMeans:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
         starts = [stage.first_step for stage in stages] or [0]
 
-        def interval(index: int) -> tuple[int, int]:
+        def stage_and_interval(index: int) -> tuple[int, int]:
             stage = max(0, bisect_right(starts, self._steps[index]) - 1)
             return stage, (self._steps[index] - starts[stage]) // length
 
         def points() -> Iterator[tuple[float, Sequence[float]]]:
-            for _, group in groupby(filter(self.counts.__getitem__, range(len(self._steps))), interval):
+            for _, group in groupby(
+                filter(self.counts.__getitem__, range(len(self._steps))), stage_and_interval
+            ):
                 indices = list(group)
                 middle = (self._steps[indices[0]] + self._steps[indices[-1]]) / 2
                 yield middle, [self.sums[one] / self.counts[one] * scale for one in indices]
@@ -358,12 +364,12 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
         machine={
-            name: {rank: _thinned(points) for rank, points in by_rank.items()}
+            name: {rank: _thin_to_maxima(points) for rank, points in by_rank.items()}
             for name, by_rank in machine.items()
         },
     )
     if found.recorded_steps:
-        _read_spread(found, columns, is_timed)
+        _add_percentiles_and_slow_steps(found, columns, is_timed)
         _read_buckets(found)
         shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
@@ -414,14 +420,14 @@ def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def _thinned(points: Sequence[tuple[int, float]]) -> Curve:
+def _thin_to_maxima(points: Sequence[tuple[int, float]]) -> Curve:
     """The highest of as many equal groups of points as a curve of a machine has."""
     length = math.ceil(len(points) / _MAX_MACHINE_POINTS)
     groups = [points[first : first + length] for first in range(0, len(points), length)]
     return Curve.of((group[-1][0], [max(value for _, value in group)]) for group in groups)
 
 
-def _read_spread(
+def _add_percentiles_and_slow_steps(
     digest: RunDigest, columns: Mapping[str, _StepMeans], is_timed: Callable[[int], bool]
 ) -> None:
     """How long steps take apart from their mean: percentiles of each stage, and the slow steps."""
@@ -458,7 +464,7 @@ def _read_buckets(digest: RunDigest) -> None:
     digest.sampled_steps = sampled
     traffic: dict[_TrafficKey, Traffic] = {}
     buckets: dict[tuple[_TrafficKey, int], Traffic] = {}
-    completions: dict[int, BucketCompletion] = {}
+    completions: dict[int, GradientCompletion] = {}
     sizes: set[int] = set()
     for rank in run.ranks:
         on_wire: dict[_TrafficKey, list[tuple[float, float]]] = defaultdict(list)
@@ -474,7 +480,7 @@ def _read_buckets(digest: RunDigest) -> None:
             sizes.add(line.bytes)
             ready = [at for at in line.params_ready_us or () if at is not None]
             if ready and (last_gradient := line.completed_by) is not None:
-                bucket = completions.setdefault(line.bucket, BucketCompletion(tuple(line.params)))
+                bucket = completions.setdefault(line.bucket, GradientCompletion(tuple(line.params)))
                 bucket.completed_by[last_gradient] += 1
                 bucket.first_to_last_us += max(ready) - min(ready)
         for sent, intervals in on_wire.items():

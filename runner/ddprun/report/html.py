@@ -19,7 +19,7 @@ from ddprun.report.blocks import Block, Figure, NamedDigests, format_value
 from ddprun.report.digest import RunDigest
 from ddprun.report.predicted import StageComparison
 from ddprun.report.sections import headline, make_sections
-from ddprun.report.sentences import sentences, step_time_difference, time_breakdown
+from ddprun.report.sentences import sentences_by_stage, step_time_difference, time_breakdown
 from ddprun.telemetry.writer import nonfinite_to_none
 
 Comparison = tuple[Sequence[str], Sequence[Block]]
@@ -37,7 +37,7 @@ def page(
     blocks_by_title: dict[str, list[Block]] = {"Comparison": list(comparison[1]) if comparison else []}
     blocks_by_title |= make_sections(runs, predicted)
     for blocks in blocks_by_title.values():
-        _share_scales([block for block in blocks if isinstance(block, Figure)])
+        _unify_axis_ranges([block for block in blocks if isinstance(block, Figure)])
     sections = {title: blocks for title, blocks in blocks_by_title.items() if blocks}
     figures = [block for blocks in sections.values() for block in blocks if isinstance(block, Figure)]
     for number, figure in enumerate(figures):
@@ -65,7 +65,7 @@ def page(
 def terminal_summary(digest: RunDigest) -> str:
     """What is on top of the page of a run, for a terminal."""
     lines = ["; ".join(f"{name}: {value}" for name, value in _facts(digest))]
-    for stage, found in sentences(digest).items():
+    for stage, found in sentences_by_stage(digest).items():
         lines += [*([f"{stage}:"] if stage else []), *found]
     # Records may be somebody else's: no sequence in them reaches the terminal.
     return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines)
@@ -78,7 +78,7 @@ def _facts(digest: RunDigest) -> list[tuple[str, str]]:
 def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dict[str, Sequence[str]]:
     """The sentences on top, by heading: of one run by stage, of several how each differs from the first."""
     if len(runs) == 1 and comparison is None:
-        return dict(sentences(runs[0][1]))
+        return dict(sentences_by_stage(runs[0][1]))
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
     timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
     for name, times in timed:
@@ -117,7 +117,7 @@ def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
     ]
 
 
-def _share_scales(figures: Sequence[Figure]) -> None:
+def _unify_axis_ranges(figures: Sequence[Figure]) -> None:
     """Give all charts of the same quantity one scale; a choice that needs more has its own."""
     for label in {figure.label for figure in figures}:
         alike = [figure for figure in figures if figure.label == label]

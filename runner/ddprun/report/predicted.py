@@ -79,7 +79,7 @@ class _PredictedSweepRow(BaseModel):
     exposed_us: _Us
 
 
-class _Predicted(BaseModel):
+class _PredictedTimes(BaseModel):
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     parts_us: dict[str, _Us]
     waits_us: dict[str, _Us]
@@ -113,7 +113,7 @@ class _PredictedStage(BaseModel):
     sync: Any = None
     hooks: list[str | dict[str, Any]] = []
     cycle: _Count = 1
-    predicted: _Predicted | None = None
+    predicted: _PredictedTimes | None = None
 
 
 class PredictionFile(BaseModel):
@@ -166,7 +166,7 @@ class MeasuredStage:
     step_records: dict[int, list[StepRecord]] = field(default_factory=dict)  # by rank
     buckets: dict[str, list[_BucketSample]] = field(default_factory=lambda: defaultdict(list))
 
-    def parts(self, cycle: int) -> dict[StepPart, float]:
+    def mean_step_parts_us(self, cycle: int) -> dict[StepPart, float]:
         """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
         rows = list[tuple[float, ...]]()
         for lines in self.step_records.values():
@@ -186,7 +186,7 @@ class MeasuredStage:
             return None
         return BucketTimes(fmean(one.ready_us for one in seen), fmean(one.done_us for one in seen))
 
-    def wait_for_last_rank(self, name: str) -> tuple[float, int | None]:
+    def mean_wait_and_last_rank(self, name: str) -> tuple[float, int | None]:
         """How many microseconds ranks wait until the last of them has a bucket ready; and which rank is the
         last in most steps, or None.
 
@@ -212,7 +212,7 @@ class MeasuredStage:
         return fmean(waited or [0.0]), named
 
     @property
-    def cpu_share(self) -> float:
+    def cpu_share_while_working(self) -> float:
         """The share of the time without waiting in which ranks' processes had a core; 1 if not known."""
         shares: list[float] = []
         for line in (line for lines in self.step_records.values() for line in lines):
@@ -243,7 +243,7 @@ class MeasuredStage:
         if differ:
             text = f"The prediction is not compared, because it is for something else: {', '.join(differ)}."
             return StageComparison(self.stage.name, [text])
-        measured = self.parts(max(1, one.cycle))
+        measured = self.mean_step_parts_us(max(1, one.cycle))
         if not measured:
             text = f"Too few steps are recorded: {one.cycle:,} are needed after the first {WARM_UP}."
             return StageComparison(self.stage.name, [text])
@@ -294,16 +294,18 @@ class MeasuredStage:
 
     def _reason(self, us: float, found: StageComparison, bucket: str | None) -> str:
         least_us, sign = _MIN_EXPLAINED_SHARE * abs(us), math.copysign(1.0, us)
-        reasons = (text for amount_us, text in self._evidence(found, bucket) if amount_us * sign >= least_us)
+        reasons = (
+            text for amount_us, text in self._candidate_causes(found, bucket) if amount_us * sign >= least_us
+        )
         return next(reasons, "the records show no reason")
 
-    def _evidence(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
+    def _candidate_causes(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
         """Causes that the records show: by how much later each makes the bucket, or the step, and a text."""
         more_us = {part: measured - predicted for part, (predicted, measured) in found.step_parts_us.items()}
         done_us = {name: measured.done_us for name, (_, measured) in found.buckets.items() if measured}
         predicted_times, measured_times = found.buckets[bucket] if bucket else (None, None)
         last_bucket = max(done_us, key=done_us.__getitem__, default="")
-        late_us, last = self.wait_for_last_rank(bucket or last_bucket)
+        late_us, last = self.mean_wait_and_last_rank(bucket or last_bucket)
         waited = format_duration(1e-6 * late_us)
         text = f"ranks waited {waited} for the last one, which was not always the same rank"
         if last is not None:
@@ -311,7 +313,7 @@ class MeasuredStage:
             causes = [f", late in {one.cause}" for one in episodes if one.rank == last]
             text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
         yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
-        if (share := self.cpu_share) < _STARVED_CPU_SHARE:
+        if (share := self.cpu_share_while_working) < _STARVED_CPU_SHARE:
             text = "ranks share too few cores: each had a core for"
             yield math.inf, f"{text} {share:.0%} of the time in which it did not wait"
         if predicted_times and measured_times:

@@ -14,13 +14,22 @@ from ddprun.config.reader import parse_yaml
 from ddprun.config.resolved import flow_yaml
 from ddprun.config.tree import Source
 from ddprun.report import charts
-from ddprun.report.blocks import Block, Chart, Figure, NamedDigests, Table, Text, format_alike, format_value
+from ddprun.report.blocks import (
+    Block,
+    Chart,
+    Figure,
+    NamedDigests,
+    Table,
+    Text,
+    format_value,
+    format_with_equal_decimals,
+)
 from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.parts import STEP_PARTS
 from ddprun.report.predicted import StageComparison, StepPart
-from ddprun.telemetry.reader import event_name
-from ddprun.telemetry.records import Buffers, StageStarted, Started, Summary
+from ddprun.telemetry.reader import readable_event_name
+from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count
 
@@ -65,7 +74,7 @@ def make_sections(
         "Stages": _per_run_section(_stages_section),
         "Predicted and measured": partial(_predicted_section, predicted),
         "Communication": _per_run_section(_communication_section),
-        "Gradients": _per_run_section(_bucket_completion_section, lambda digest: digest.bucket_completions),
+        "Gradients": _per_run_section(_gradient_completion_section, lambda digest: digest.bucket_completions),
         "Memory and load": _per_run_section(_machine_section, lambda digest: digest.machine),
         "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
         "Stragglers": _per_run_section(_stragglers_section),
@@ -112,7 +121,7 @@ def _curves_over_steps(
     steps = sorted({step for curve in means for step in curve})
     steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
     rows = [[round(step), *(curve.get(step) for curve in means)] for step in steps]
-    yield Figure(label, {"": charts.with_stage_marks(draw(lines, unit), runs)}, log=True)
+    yield Figure(label, {"": charts.mark_stages_and_evaluations(draw(lines, unit), runs)}, log=True)
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
 
 
@@ -124,7 +133,7 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     yield "steps per second", digest.steps_per_s
     if len(lengths) == 1 and lengths[0]:
         *shown, _ = PERCENTILES
-        values = format_alike(lengths[0][name] for name in shown)
+        values = format_with_equal_decimals(lengths[0][name] for name in shown)
         yield f"step, {' / '.join(shown)}", f"{' / '.join(values)} ms"
     if digest.slow_step_count:
         yield "slow steps", f"{digest.slow_step_count:,} of {len(digest.recorded_steps):,}"
@@ -142,7 +151,7 @@ def _run_section(runs: NamedDigests) -> Iterator[Block]:
     if len(runs) > 1:  # of one run these are on top of the page
         columns = [dict(headline(digest)) | facts for (_, digest), facts in zip(runs, columns, strict=True)]
     keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [[key, *format_alike(column.get(key) for column in columns)] for key in keys]
+    rows = [[key, *format_with_equal_decimals(column.get(key) for column in columns)] for key in keys]
     yield Table(["", *(name for name, _ in runs)], rows)
     if len(runs) == 1 and runs[0][1].run.pipeline_text:
         yield Text(runs[0][1].run.pipeline_text, "file")
@@ -273,7 +282,9 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     return found
 
 
-def _time_rows(digest: RunDigest) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+def _mean_parts_by_stage_and_rank(
+    digest: RunDigest,
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
     """The mean parts of a step, in microseconds: of each stage, and of each rank in it."""
     several = len(digest.stages) > 1
     of_ranks = {
@@ -296,7 +307,7 @@ def _time_section(runs: NamedDigests) -> Iterator[Block]:
         if not digest.recorded_steps:
             yield Text(_NO_STEPS, "note")
             return
-        of_stages, of_ranks = _time_rows(digest)
+        of_stages, of_ranks = _mean_parts_by_stage_and_rank(digest)
         bars, by = of_ranks, "stage and rank" if len(of_stages) > 1 else "rank"
         if len(of_ranks) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
@@ -325,7 +336,7 @@ def _step_time_section(digest: RunDigest) -> Iterator[Block]:
         caption += "The median is over the stage's steps of the same kind: with or without an exchange."
         heads = ["step", "ms", "median, ms", "part that grew most"]
         yield Table(heads, rows, caption, f"{title}: which, and why")
-    of_stages, of_ranks = _time_rows(digest)
+    of_stages, of_ranks = _mean_parts_by_stage_and_rank(digest)
     rows = [
         [name, *(us.get(part, 0.0) / 1000 for part in (*STEP_PARTS, "step_us"))]
         for name, us in (of_stages | of_ranks).items()
@@ -409,7 +420,7 @@ def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
     return f"step {shown.step:,}" + (f": {about}" if about else "")
 
 
-def _bucket_completion_section(digest: RunDigest) -> Iterator[Block]:
+def _gradient_completion_section(digest: RunDigest) -> Iterator[Block]:
     rows: list[list[Any]] = []
     for bucket, one in digest.bucket_completions.items():
         total = one.completed_by.total()
@@ -527,7 +538,7 @@ def _stages_section(digest: RunDigest) -> Iterator[Block]:
 
 
 def _buffers_section(digest: RunDigest) -> Iterator[Block]:
-    verdict = next((one.verdict for one in digest.run.events_of(Buffers)), None)
+    verdict = next((one.verdict for one in digest.run.events_of(BufferUsage)), None)
     text = verdict or "the pipeline file says when buffers are sent"
     yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
@@ -542,7 +553,7 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
     rows = []
     for event in found[-_MAX_ERRORS:]:
-        when, what = _format_event_time(event.get("time")), event_name(event["event"])
+        when, what = _format_event_time(event.get("time")), readable_event_name(event["event"])
         rows.append([when, what, event.get("step"), _details(event)])
     left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
     yield Table(["when", "what", "step", ""], rows, left_out) if rows else Text("Nothing went wrong.")

@@ -30,7 +30,7 @@ _STRAGGLER_ADVICE = {
 }
 
 
-def sentences(digest: RunDigest) -> dict[str, list[str]]:
+def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
     """What stands out in a run, by the stage that it is about; names of keys and commands are in backticks.
     Of many stages, those that took most time; without a name if only one takes steps.
     """
@@ -64,7 +64,7 @@ def _main_stages(digest: RunDigest) -> list[StageDigest]:
 
 def time_breakdown(times: StepTimes) -> str:
     """A sentence on where the time of a step went."""
-    shares = times.shares
+    shares = times.shares_by_category
     known = [
         (shares["compute"], "forward, backward and optimizer"),
         (
@@ -182,12 +182,12 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
         f"rank, and took {format_duration(balance.hook_us / 1e6)} to encode and decode: they save time over "
         f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}."
     )
-    without = _fastest(digest, stage, with_hooks=False)
+    without = _fastest_comparable_stage(digest, stage, with_hooks=False)
     if without is not None and abs(without.step_ms / stage.step_ms - 1) > _NEGLIGIBLE_SHARE:
         saved_time = stage.step_ms < without.step_ms
         text += f" {_SAVED if saved_time else _COST_MORE}: a step took {stage.step_ms:.1f} ms, and "
         text += f"{without.step_ms:.1f} ms without hooks in stage {without.index}."
-    elif stage.times.shares["hook"] + stage.times.shares["wire"] < _NEGLIGIBLE_SHARE:
+    elif stage.times.shares_by_category["hook"] + stage.times.shares_by_category["wire"] < _NEGLIGIBLE_SHARE:
         text += " Here computation hid both the hooks and the transfer: the hooks made no difference."
     elif balance.paid:
         saved = format_duration(balance.saved_bits / balance.link_bits_per_s[1])
@@ -202,7 +202,7 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
 
 def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
     """What to try: first what loses nothing, with what it gains at most; then what changes training."""
-    shares = stage.times.shares
+    shares = stage.times.shares_by_category
     exact, changing = list[tuple[float, str]](), list[str]()
     if shares["wait"] > _ADVICE_THRESHOLD:
         worst = late_ranks[0] if late_ranks else None
@@ -217,14 +217,14 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         exact.append((shares["sync"], what))
     balance = hook_balance(digest, stage)
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
-        without = _fastest(digest, stage, with_hooks=False)
+        without = _fastest_comparable_stage(digest, stage, with_hooks=False)
         if without is None:
             exact.append((shares["hook"], "no hooks, or cheaper ones, which `ddprun compare` measures"))
         elif without.step_ms < stage.step_ms:
             exact.append((1 - without.step_ms / stage.step_ms, f"no hooks, as in stage {without.index}"))
     if shares["wire"] > _ADVICE_THRESHOLD:
-        exact += ((shares["wire"], what) for what in _lossless_ways(digest, stage))
-        changing += _lossy_ways(digest, stage)
+        exact += ((shares["wire"], what) for what in _lossless_comm_advice(digest, stage))
+        changing += _lossy_comm_advice(digest, stage)
     if exact:
         listed = "; ".join(
             f"{what} (saves at most {share:.0%} of a step)" for share, what in sorted(exact)[::-1]
@@ -241,7 +241,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         )
 
 
-def _lossless_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
+def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """What to do about time on the wire without losing anything of what is sent."""
     started = digest.run.started
     hosts, gradients = started.hosts, [one for one in stage.buckets if one.kind == "gradient"]
@@ -255,17 +255,19 @@ def _lossless_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
         yield f"`ddp: {{bucket_cap_mb: {cap}}}`, since all gradients are in one bucket and nothing overlaps"
 
 
-def _lossy_ways(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
+def _lossy_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """How to send less, or less often."""
     if not stage.hooks:
-        if (fastest := _fastest(digest, stage, with_hooks=True)) is None:
+        if (fastest := _fastest_comparable_stage(digest, stage, with_hooks=True)) is None:
             yield "sending less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
         elif fastest.step_ms < stage.step_ms:
             yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
     yield _sync_less_often_phrase(digest, stage)
 
 
-def _fastest(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> StageDigest | None:
+def _fastest_comparable_stage(
+    digest: RunDigest, stage: StageDigest, *, with_hooks: bool
+) -> StageDigest | None:
     """The fastest other stage with hooks, or without, of the same kind and policy, so that hooks differ."""
     alike = [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
     found = [one for one in alike if one is not stage and bool(one.hooks) == with_hooks]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import replace_atomically
-from ddprun.telemetry.reader import Run, event_name, steps_between
+from ddprun.telemetry.reader import Run, readable_event_name, steps_between
 from ddprun.telemetry.records import CheckpointWritten
-from ddprun.telemetry.writer import dumps
+from ddprun.telemetry.writer import encode_json_line
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
 _INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
@@ -57,7 +57,7 @@ def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> in
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
         for event in _events(run, chosen, whole=steps is None):
-            file.write(separator + dumps(event))
+            file.write(separator + encode_json_line(event))
             separator = b","
         file.write(b"]}\n")
     return len(chosen)
@@ -99,18 +99,18 @@ def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Even
 
 def _process_and_track_names(run: Run) -> Iterator[Event]:
     hosts = run.started.hosts
-    yield from _named(_RUN_PROCESS, None, "run")
-    yield from _named(_RUN_PROCESS, _EVENT_TRACK, "events")
-    yield from _named(_RUN_PROCESS, _CHECKPOINT_TRACK, "checkpoints")
+    yield from _metadata_events(_RUN_PROCESS, None, "run")
+    yield from _metadata_events(_RUN_PROCESS, _EVENT_TRACK, "events")
+    yield from _metadata_events(_RUN_PROCESS, _CHECKPOINT_TRACK, "checkpoints")
     for rank in run.ranks:
         host = f" on {hosts[rank]}" if rank < len(hosts) else ""
-        yield from _named(rank + 1, None, f"rank {rank}{host}")
-        yield from _named(rank + 1, _STEPS_TRACK, "steps")
-        yield from _named(rank + 1, _TRAINING_THREAD_TRACK, "training thread")
-        yield from _named(rank + 1, _WAITING_TRACK, "waiting")
+        yield from _metadata_events(rank + 1, None, f"rank {rank}{host}")
+        yield from _metadata_events(rank + 1, _STEPS_TRACK, "steps")
+        yield from _metadata_events(rank + 1, _TRAINING_THREAD_TRACK, "training thread")
+        yield from _metadata_events(rank + 1, _WAITING_TRACK, "waiting")
 
 
-def _named(process: int, track: int | None, name: str) -> Iterator[Event]:
+def _metadata_events(process: int, track: int | None, name: str) -> Iterator[Event]:
     """The name of a track, or of a process (None); they are shown in the order of their numbers."""
     what, at = ("process", {"pid": process + 1}) if track is None else ("thread", _track_ids(process, track))
     index = process if track is None else track
@@ -124,13 +124,13 @@ def _track_ids(process: int, track: int) -> dict[str, int]:
 
 
 def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Event]:
-    def time(at_us: float) -> int:
+    def to_rank0_us(at_us: float) -> int:
         # In whole microseconds: slices that lie inside one another on this rank's clock do so on rank 0's.
         return round(run.clocks.on_rank0_clock(rank, at_us))
 
     def slice_(track: int, name: str, start_us: float, end_us: float, **args: Any) -> Event:
-        start = time(start_us)
-        at = {**_track_ids(rank + 1, track), "ts": start, "dur": max(0, time(end_us) - start)}
+        start = to_rank0_us(start_us)
+        at = {**_track_ids(rank + 1, track), "ts": start, "dur": max(0, to_rank0_us(end_us) - start)}
         return {"ph": "X", "name": name, **at, "args": args}
 
     for line in run.step_records(rank, chosen.__contains__):
@@ -148,7 +148,7 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         name = f"{bucket.kind} {bucket.bucket}"
         if track not in named:
             named.add(track)
-            yield from _named(rank + 1, track, name)
+            yield from _metadata_events(rank + 1, track, name)
         params = bucket.params
         more = f" and {len(params) - 8} more" if len(params) > 8 else ""
         facts = {"params": ", ".join(params[:8]) + more}
@@ -157,7 +157,7 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         yield slice_(track, f"{name} of step {bucket.step}", bucket.ready_us, bucket.done_us, **facts)
         for param, at in zip(params, bucket.params_ready_us or (), strict=False):
             if at is not None:
-                about = {**_track_ids(rank + 1, track), "ts": time(at)}
+                about = {**_track_ids(rank + 1, track), "ts": to_rank0_us(at)}
                 yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
         all_ready = bucket.all_ready_us or 0
         for leg in bucket.legs:
@@ -177,7 +177,7 @@ def _profiler_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[
         name = line.track
         if name not in tracks:
             tracks[name] = _FIRST_PROFILER_TRACK + len(tracks)
-            yield from _named(rank + 1, tracks[name], f"torch: {name}")
+            yield from _metadata_events(rank + 1, tracks[name], f"torch: {name}")
         event: Event = {key: getattr(line, key) for key in ("ph", "name", "cat", "args")}
         start = run.clocks.on_rank0_clock(rank, line.start_us)
         event |= {**_track_ids(rank + 1, tracks[name]), "ts": round(start, 3)}
@@ -201,4 +201,4 @@ def _run_events(run: Run) -> Iterator[Event]:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
             about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": event["monotonic_us"], "args": args}
-            yield {"ph": "i", "s": "t", "name": event_name(kind), **about}
+            yield {"ph": "i", "s": "t", "name": readable_event_name(kind), **about}

@@ -145,7 +145,7 @@ class BufferSync:
 
     def before_forward(self) -> bool:
         """Send, if forward passes want the same buffers on all ranks; whether it was done."""
-        return self.send(self.plan.before_forward())
+        return self.average_or_broadcast(self.plan.before_forward())
 
     def before_evaluate_or_save(self) -> tuple[str, ...]:
         """Make all ranks' buffers equal, unless the setting is `never`: an evaluate or a save stage comes.
@@ -165,7 +165,7 @@ class BufferSync:
         flags = zip(named.items(), changes, differs, strict=True)
         wanted = [name for (name, b), changed, differ in flags if (changed if can_be_averaged(b) else differ)]
         if self.plan.setting.when != "never":
-            self.send(wanted)
+            self.average_or_broadcast(wanted)
             self._common_values = self._clones()
         return tuple(wanted)
 
@@ -191,7 +191,7 @@ class BufferSync:
     def _clones(self) -> dict[str, Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self._named.items()}
 
-    def send(self, names: Sequence[str]) -> bool:
+    def average_or_broadcast(self, names: Sequence[str]) -> bool:
         """Make these equal; whether there are any."""
         if not names:
             return False

@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ddprun.telemetry.recorder import StepRecorder
-from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.exchange import Exchange
@@ -62,7 +62,7 @@ class ParameterExchanger:
 
     def equalize(
         self,
-        named: Mapping[str, Tensor] | ParameterBuckets,
+        named: Mapping[str, Tensor] | TensorBuckets,
         kind: PayloadKind,
         source: int | None = None,
         group: RankGroup | None = None,
@@ -73,7 +73,7 @@ class ParameterExchanger:
         queue = self.exchange.plain_queue
         group = group or queue.world
         stack = self._all_reduce_stack if source is None else broadcast_stack(source)
-        buckets = named if isinstance(named, ParameterBuckets) else ParameterBuckets(named, self.cap_bytes)
+        buckets = named if isinstance(named, TensorBuckets) else TensorBuckets(named, self.cap_bytes)
         pending = []
         for index, layout in enumerate(buckets.layouts):
             flat = buckets.flatten(index)
@@ -88,7 +88,7 @@ class ParameterExchanger:
 _COUNTERS = {"step": 0.0, "mu_product": 1.0}  # torch's counts, and what is made of them, before a step
 
 
-def floating_state(optimizer: Optimizer) -> dict[str, Tensor]:
+def averageable_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state that has a mean, by the parameter's index and the state's name."""
     return {
         f"{index}.{name}": value
@@ -109,7 +109,7 @@ def average_optimizer_state(
     state.
     """
     initialize_optimizer_state(optimizer)
-    named = floating_state(optimizer)
+    named = averageable_state(optimizer)
     control = exchanger.exchange.control
     if group is None:
         shapes = str([(name, tuple(value.shape)) for name, value in named.items()])
@@ -121,7 +121,7 @@ def average_optimizer_state(
             numbers = [float(kept[name]) for kept, name in counters]
             gathered = control.all_gather(numbers, "optimizers' counters")  # (ranks, counters)
             for (kept, name), of_ranks in zip(counters, gathered.unbind(1), strict=True):
-                _set(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
+                _set_counter(kept, name, float(of_ranks.max() if name == "step" else of_ranks.min()))
     exchanger.equalize(named, "optimizer", group=group)
 
 
@@ -160,7 +160,7 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def temporary_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+def restore_values_on_exit(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Inside, tensors may change; then they have their values again, bit for bit."""
     own = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
@@ -189,14 +189,14 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0  # or the weights would enter the state
-    with temporary_values(lacking):
+    with restore_values_on_exit(lacking):
         optimizer.step()
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)  # some optimizers count their steps there
     for param in lacking:
         for name, start in _COUNTERS.items():
             if _is_counter(name, optimizer.state[param].get(name)):
-                _set(optimizer.state[param], name, start)
+                _set_counter(optimizer.state[param], name, start)
     for param, gradient in zip(everything, gradients, strict=True):
         param.grad = gradient
 
@@ -212,7 +212,7 @@ def _is_counter(name: str, value: Any) -> bool:
     return name in _COUNTERS and isinstance(value, int | float)
 
 
-def _set(kept: dict[str, Any], name: str, number: float) -> None:
+def _set_counter(kept: dict[str, Any], name: str, number: float) -> None:
     """Set a counter that is a tensor or a plain number."""
     if isinstance(kept[name], Tensor):
         kept[name].fill_(number)

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ddprun.sync.audit import combined_checksum, gather_checksums, odd_ranks
-from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, temporary_values
-from ddprun_hooks.comm.control import PendingMessage
+from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged, restore_values_on_exit
+from ddprun_hooks.comm.control import PendingGather
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -32,11 +32,11 @@ class FrozenParameters:
             name: param for name, param in model.named_parameters() if name not in self.trainable
         }
         self._exchanger, self._control, self._report = exchanger, exchanger.exchange.control, report
-        self._posted: PendingMessage | None = None
+        self._posted: PendingGather | None = None
         self._ranks_differ = False  # what ranks posted last, and have not acted on yet, was not the same
         self._reported: set[str] = set()
 
-    def post_checksum(self) -> None:
+    def start_checksum_comparison(self) -> None:
         """Compare, without waiting for other ranks; `make_equal` acts on it."""
         if self.parameters and self._control.size > 1:
             what, total = "a checksum of the frozen parameters", combined_checksum(self.parameters.values())
@@ -53,20 +53,20 @@ class FrozenParameters:
         """Go on from what `ranks_differ` gave."""
         self._posted, self._ranks_differ = None, differ
 
-    def make_equal(self, source: int | None = None) -> None:
+    def equalize_if_different(self, source: int | None = None) -> None:
         """If the checksums posted last differed: parameters that differ now become those of rank `source`, or
         their mean. Numbers without a mean (quantised weights) are never averaged.
         """
         if not self.ranks_differ():
             return
         self._ranks_differ = False
-        self._equalize(self.differing_parameters(), source)
+        self._equalize(self.find_and_report_differing(), source)
 
     @contextmanager
     def temporarily_equal(self) -> Iterator[None]:
         """Inside, values that differ are their mean; then each rank has its own again, bit for bit."""
-        differing = self.differing_parameters()
-        with temporary_values(differing.values()):
+        differing = self.find_and_report_differing()
+        with restore_values_on_exit(differing.values()):
             self._equalize(differing)
             yield
 
@@ -75,7 +75,7 @@ class FrozenParameters:
             named = {name: param for name, param in named.items() if can_be_averaged(param)}
         self._exchanger.equalize(named, "parameters", source)
 
-    def differing_parameters(self) -> dict[str, Tensor]:
+    def find_and_report_differing(self) -> dict[str, Tensor]:
         """Those of which not all ranks hold the same bits, by name; called by all ranks together."""
         if not self.parameters or self._control.size == 1:
             return {}

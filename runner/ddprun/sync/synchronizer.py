@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ddprun.sync.exchanger import ParameterExchanger, PendingExchange, average_optimizer_state
 from ddprun.sync.frozen import FrozenParameters
 from ddprun.sync.plan import DueTransfers, OuterOptimizer, PlanProgress, SyncPlan, Transfer
-from ddprun_hooks.buckets import ParameterBuckets
+from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm.groups import (
     GroupRequirement,
     GroupRequirements,
@@ -47,10 +47,12 @@ class Synchronizer:
         equalizing = (index for index, one in enumerate(self.plan.transfers) if one.equalizes)
         self._frozen_check_index = next(equalizing, None)  # the transfer with which frozen ones are compared
         self._deltas = {
-            index: self._delta(one) for index, one in enumerate(self.plan.transfers) if one.what == "change"
+            index: self._make_delta_exchange(one)
+            for index, one in enumerate(self.plan.transfers)
+            if one.what == "change"
         }
 
-    def _delta(self, transfer: Transfer) -> "DeltaExchange":
+    def _make_delta_exchange(self, transfer: Transfer) -> "DeltaExchange":
         stack, group = self.stack, self.exchanger.exchange.delta_queue.world
         if transfer.among == "host":
             stack, group = self.host_stack, group.splits[self.plan.hosts][0]
@@ -59,12 +61,12 @@ class Synchronizer:
         delta.load_momentum(self.outer_momentum)
         return delta
 
-    def begin(self) -> None:
+    def set_delta_bases(self) -> None:
         """The stage begins, and all ranks have the same parameters: changes are counted from these."""
         for delta in self._deltas.values():
             delta.set_base()
 
-    def describe(self) -> str:
+    def signature(self) -> str:
         """What must be the same on all ranks."""
         return repr((self.plan, [buckets.layouts for buckets in self._buckets.values()]))
 
@@ -131,11 +133,11 @@ class Synchronizer:
             return
         source = self.plan.transfers[index].source
         if index in chosen.applied:
-            self.frozen.make_equal(source)
+            self.frozen.equalize_if_different(source)
         if index in chosen.started:
-            self.frozen.post_checksum()
+            self.frozen.start_checksum_comparison()
             if chosen.at_end or not self.plan.transfers[index].delay:
-                self.frozen.make_equal(source)
+                self.frozen.equalize_if_different(source)
 
     def _exchange_without_hooks(self, transfer: Transfer) -> None:
         """Exchange the optimizer's state, or parameters, past all hooks."""
@@ -155,7 +157,7 @@ class Synchronizer:
 class DeltaExchange:
     """One part of the parameters: the weights last held in common, and the exchange of their change."""
 
-    buckets: ParameterBuckets
+    buckets: TensorBuckets
     exchanger: ParameterExchanger
     stack: Stack
     group: RankGroup  # of the exchanger's queue of deltas
@@ -252,13 +254,13 @@ class DeltaExchange:
 
 def buckets_by_fragment(
     plan: SyncPlan, trainable: Mapping[str, Tensor], cap_bytes: float
-) -> dict[tuple[int, int], ParameterBuckets]:
+) -> dict[tuple[int, int], TensorBuckets]:
     """A plan's fragments of the trained parameters, in flat buckets; ValueError if there are too many."""
-    buckets: dict[tuple[int, int], ParameterBuckets] = {}
+    buckets: dict[tuple[int, int], TensorBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
         for index, named in enumerate(split_into_fragments(trainable, count)):
-            buckets[index, count] = ParameterBuckets(named, cap_bytes, first)
+            buckets[index, count] = TensorBuckets(named, cap_bytes, first)
             first += len(buckets[index, count].layouts)
     return buckets
 

@@ -42,7 +42,7 @@ class Clock:
         """Traces of buckets that have been waited for, their marks in microseconds."""
         return traces
 
-    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
+    def training_thread_hook_us(self, trace: BucketTrace[Any]) -> int:
         """Time that hooks took on the training thread while this bucket, maybe still in flight, was sent."""
         assert trace.handed_over is not None, "a bucket that was sent has been handed over"
         in_hooks: int = trace.handed_over - trace.ready
@@ -103,9 +103,11 @@ class StreamClock(Clock):
         return [self.us(mark) for mark in marks]
 
     def read_traces(self, traces: Sequence[BucketTrace[Any]]) -> Sequence[BucketTrace[int]]:
-        return [trace if isinstance(trace.ready, int) else trace.in_microseconds(self.us) for trace in traces]
+        return [
+            trace if isinstance(trace.ready, int) else trace.convert_times_to_us(self.us) for trace in traces
+        ]
 
-    def in_hooks_us(self, trace: BucketTrace[Any]) -> int:
+    def training_thread_hook_us(self, trace: BucketTrace[Any]) -> int:
         return 0  # of the device: hooks work on streams of their own
 
     def reanchor(self) -> None:

@@ -96,7 +96,7 @@ class Accumulator:
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
         if found := [trace for trace in traces if trace.findings]:
-            self.first_finding = self.first_finding or first_finding(found)
+            self.first_finding = self.first_finding or first_nonfinite_bucket_code(found)
             self.traces_with_findings += found
 
     def make_messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
@@ -106,21 +106,21 @@ class Accumulator:
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
         numbers = np.zeros((len(rows), message_length(buckets)))
-        self._add_up(resolved, rows, numbers)
+        self._put_sums(resolved, rows, numbers)
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
             _put_ready_times(resolved, rows, numbers, buckets, offset_us)
         findings = self._put_findings(resolved, rows, numbers)
         return OwnMessages(numbers, [steps[row].number for row in rows], rows, findings)
 
-    def _add_up(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray) -> None:
+    def _put_sums(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray) -> None:
         """Put the sums into the messages; keeps those since the last one."""
         running = np.empty((1 + len(resolved.steps), len(SUMS)))
         running[0] = self.sums
         running[1:, SAMPLES_AT] = resolved.loss_weights
         running[1:, STEPS_AT] = 1.0
         running[1:, US_AT] = resolved.step_us
-        running[1:, OWN_AT:] = resolved.own_us
+        running[1:, OWN_AT:] = resolved.own_parts_us
         # Losses are added in the order of their steps, whichever steps are resolved together.
         loss_sum, losses = float(self.sums[LOSS_AT]), []
         for step, loss in zip(resolved.steps, resolved.loss_sums, strict=True):
@@ -156,13 +156,13 @@ class Accumulator:
         return by_message
 
 
-def mean_losses(messages: FloatArray) -> list[float]:
+def mean_losses_over_ranks(messages: FloatArray) -> list[float]:
     """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
-    return mean_loss_of_each(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
+    return mean_loss_of_each_row(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
 
-def mean_loss_of_each(messages: FloatArray) -> list[float]:
+def mean_loss_of_each_row(messages: FloatArray) -> list[float]:
     """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
     with np.errstate(invalid="ignore", divide="ignore"):
         losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()
@@ -224,7 +224,7 @@ _MAX_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one n
 _FINDING_CODES = 3
 
 
-def first_finding(traces: Sequence[BucketTrace[int]]) -> int:
+def first_nonfinite_bucket_code(traces: Sequence[BucketTrace[int]]) -> int:
     """The first bucket that did not come back finite, as a number for the control message. 0: all did.
     Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ddprun.telemetry.records import VERSION, ProfilerRecord
-from ddprun.telemetry.writer import PROFILE_FOLDER, Writer, dumps, record_file
+from ddprun.telemetry.writer import PROFILE_FOLDER, Writer, encode_json_line, record_file
 
 _KINETO_LOG_LEVEL = "6"  # otherwise Kineto says on every rank's screen that it starts and stops
 _SLICES, _FLOWS = "X", "sf"
@@ -58,7 +58,7 @@ class Profiler:
         if step < self._first_profiled_step:
             return  # no step came after all
         # Encoded here: on the writer's thread that would slow down the steps that follow.
-        lines = b"".join(map(dumps, self._records(profile, step)))
+        lines = b"".join(map(encode_json_line, self._records(profile, step)))
         self._writer.put(record_file(PROFILE_FOLDER, self._rank), lines)
 
     def _records(self, profile: torch.profiler.profile, step: int) -> Iterator[ProfilerRecord]:

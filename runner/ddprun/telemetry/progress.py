@@ -149,7 +149,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
         ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),
-        *_best_rows(summary),
+        *_best_and_early_stop_rows(summary),
         ("sent by all ranks", format_bytes(summary.wire_bytes or 0)),
         ("communication", f"{summary.communication_s:.2f} s on the wire or in hooks"),
         ("  of it exposed", f"{exposed_s:.2f} s ({exposed_s / step_s:.0%} of step time)"),
@@ -160,7 +160,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _best_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+def _best_and_early_stop_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     """What is kept of the best evaluation, and which stages have ended early."""
     if (best := summary.best) is not None:
         where = f"{best['value']:.4f} after step {best['step']:,}, in {best['file']}"

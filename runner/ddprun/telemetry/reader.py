@@ -50,7 +50,7 @@ _bucket_decoder = msgspec.json.Decoder(BucketRecord)
 _profiler_decoder = msgspec.json.Decoder(ProfilerRecord)
 
 
-def event_name(event: str) -> str:
+def readable_event_name(event: str) -> str:
     """A kind of event as a reader would call it."""
     return _EVENT_NAMES.get(event, event.replace("_", " "))
 
@@ -92,7 +92,7 @@ class Run:
     def events_of(self, kind: type[_EventT]) -> list[_EventT]:
         """All events of a kind."""
         name = kind.__struct_config__.tag
-        return _converted((event for event in self.events if event["event"] == name), kind)
+        return _convert_valid((event for event in self.events if event["event"] == name), kind)
 
     @cached_property
     def started(self) -> Started:
@@ -114,7 +114,7 @@ class Run:
         if self.summary is not None and self.summary.stragglers is not None:
             return self.summary.stragglers
         found = (event for event in self.events if event["event"] == "straggler")
-        return _converted(({**event, "rank": event.get("straggler")} for event in found), Straggler)
+        return _convert_valid(({**event, "rank": event.get("straggler")} for event in found), Straggler)
 
     @cached_property
     def pipeline_text(self) -> str:
@@ -186,10 +186,10 @@ class Run:
         return ends.union(*(steps_between(self.recorded_steps, first, last + 1) for first, last in intervals))
 
     @cached_property
-    def clocks(self) -> "Clocks":
+    def clocks(self) -> "MeasuredClockOffsets":
         """How to compare times of different ranks."""
         found = self.events_of(ClockOffsets)
-        return Clocks([one.monotonic_us for one in found], [one.offset_us for one in found])
+        return MeasuredClockOffsets([one.monotonic_us for one in found], [one.offset_us for one in found])
 
     def _records(
         self,
@@ -226,7 +226,7 @@ class Run:
             raise self._cannot_be_read(error) from None
 
 
-def _converted(events: Iterable[dict[str, Any]], kind: type[_T]) -> list[_T]:
+def _convert_valid(events: Iterable[dict[str, Any]], kind: type[_T]) -> list[_T]:
     """As the kind of record that they should be; without those that are not."""
     found = []
     for event in events:
@@ -251,7 +251,7 @@ def steps_between(steps: Sequence[int], low: int, high: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Clocks:
+class MeasuredClockOffsets:
     """How far each rank's clock was ahead of rank 0's, measured from time to time."""
 
     at_us: list[int]  # when it was measured, on rank 0's clock

@@ -41,18 +41,18 @@ from ddprun.telemetry.control_message import (
     all_ready_us,
     empty_messages,
     find_overflow,
-    mean_loss_of_each,
-    mean_losses,
+    mean_loss_of_each_row,
+    mean_losses_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
     FloatArray,
     MarkBuffer,
+    NonBackwardExchanges,
     ResolvedSteps,
     StepMarks,
     Totals,
     TraceTimes,
-    Traffic,
     bucket_record,
     in_flight_us,
     resolve_steps,
@@ -60,9 +60,9 @@ from ddprun.telemetry.steps import (
     step_records,
 )
 from ddprun.telemetry.stragglers import StragglerDetector
-from ddprun.telemetry.writer import Writer, dumps, record_file
-from ddprun_hooks.comm.control import ControlChannel, PendingMessage
-from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host, now_us
+from ddprun.telemetry.writer import Writer, encode_json_line, record_file
+from ddprun_hooks.comm.control import ControlChannel, PendingGather
+from ddprun_hooks.comm.trace import BucketTrace, now_us, read_finding_codes
 
 _POST_EVERY_US = 500_000.0
 """Messages of about so much time are posted together: an exchange, however small, costs threads of all ranks
@@ -116,8 +116,8 @@ def combine_messages(
     of_any_rank = int(np.bitwise_or.reduce(requests))
     return AgreedSteps(
         steps=own.steps[:count],
-        mean_losses=mean_losses(messages[:count]),
-        rank_losses=mean_loss_of_each(messages[count - 1]),
+        mean_losses=mean_losses_over_ranks(messages[:count]),
+        rank_losses=mean_loss_of_each_row(messages[count - 1]),
         stop=of_any_rank & STOP > 0,
         checkpoint=of_any_rank & CHECKPOINT > 0,
         compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
@@ -165,7 +165,7 @@ class _PendingSteps:
     resolved: ResolvedSteps | None  # None: there were none, but a message was posted all the same
     own: OwnMessages
     last_step: int
-    posted: PendingMessage | None = None  # None: there are no messages about these steps
+    posted: PendingGather | None = None  # None: there are no messages about these steps
 
 
 class StepRecorder:
@@ -201,7 +201,7 @@ class StepRecorder:
         self._step: StepMarks | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
         self._last_cpu_ns = 0  # processor time of this process at that moment
-        self._between_steps = Traffic()
+        self._between_steps = NonBackwardExchanges()
         self._steps_since_post = 0
         self._resolved_at = 0  # by this rank's own clock
         self._accumulator = Accumulator()
@@ -227,12 +227,12 @@ class StepRecorder:
         return self._buffer.traces
 
     @property
-    def sync(self) -> Traffic:
+    def sync(self) -> NonBackwardExchanges:
         """Takes what is exchanged outside backward, in the running step or between steps."""
         if self._step is None:
             return self._between_steps
         if self._step.sync is None:
-            self._step.sync = Traffic()
+            self._step.sync = NonBackwardExchanges()
         return self._step.sync
 
     def begin_step(self, number: int, stage: int) -> None:
@@ -317,7 +317,7 @@ class StepRecorder:
         for pending in self._pending_steps:
             due += pending.last_step + self.control_delay_steps <= step.number
         if self._steps_since_post >= self.steps_per_post + self._clock.lag_steps and self._must_resolve():
-            self._resolve(self._clock.lag_steps)
+            self._resolve_and_post(self._clock.lag_steps)
         return self._await_messages(due) if due else []
 
     # Between steps.
@@ -328,7 +328,7 @@ class StepRecorder:
         Called by all ranks after the same step. What they have added up since their last exchange stays for
         the next message; `post_remainder` sends it now.
         """
-        self._resolve(0, post_remainder=post_remainder)
+        self._resolve_and_post(0, post_remainder=post_remainder)
         agreed_steps = self._await_messages(len(self._pending_steps))
         self.deferred.do_all()
         return agreed_steps
@@ -344,17 +344,17 @@ class StepRecorder:
         self.pause_timing()
         return self.wait_for_messages(post_remainder=True)
 
-    def write_between_steps(self, stage: int, step: int) -> None:
+    def record_between_step_exchanges(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
-        traffic, self._between_steps = self._between_steps, Traffic()
+        traffic, self._between_steps = self._between_steps, NonBackwardExchanges()
         traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
-        copy_findings_to_host(traces)
+        read_finding_codes(traces)
         self._accumulator.note_findings(traces)
         self._count_traffic(
             traces, int(in_flight_us(TraceTimes.from_traces([0] * len(traces), traces), 1)[0])
         )
         records = [bucket_record(trace, None, {}, stage=stage, step=step, rank=rank) for trace in traces]
-        self._write("buckets", list(map(dumps, records)))
+        self._write("buckets", list(map(encode_json_line, records)))
 
     def state_dict(self) -> dict[str, Any]:
         """What has been added up; after `wait_for_messages`."""
@@ -418,7 +418,7 @@ class StepRecorder:
             return True
         return readable >= self._max_per_post or now_us() - self._resolved_at >= _POST_EVERY_US
 
-    def _resolve(self, keep: int, *, post_remainder: bool = False) -> None:
+    def _resolve_and_post(self, keep: int, *, post_remainder: bool = False) -> None:
         """Resolve the steps that are over, but for the newest `keep`, and post the messages about them.
         `post_remainder`: post one message more, for the steps since the last exchange.
         """
@@ -488,7 +488,7 @@ class StepRecorder:
         yield
         losses: list[float | None] = [None] * len(resolved.steps)
         if messages is not None:
-            for row, loss in zip(own.rows, mean_losses(messages), strict=False):
+            for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=False):
                 losses[row] = loss
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
@@ -498,8 +498,8 @@ class StepRecorder:
                     self.on_step_record(one.record, one.traces)
                 made += 1
                 if one.record.step % self._every == 0:
-                    steps.append(dumps(one.record))
-                    buckets += map(dumps, one.buckets())
+                    steps.append(encode_json_line(one.record))
+                    buckets += map(encode_json_line, one.buckets())
                     made += len(one.traces)
                 if made >= _RECORDS_PER_SLICE:
                     made = 0

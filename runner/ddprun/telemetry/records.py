@@ -184,7 +184,7 @@ class Started(Event, tag="started"):
     groups: list[str] = []
 
 
-class Buffers(Event, tag="buffers"):
+class BufferUsage(Event, tag="buffers"):
     """What the model's forward passes do with its buffers, and what follows from that."""
 
     found: bool = False

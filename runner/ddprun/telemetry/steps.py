@@ -32,7 +32,7 @@ from ddprun.telemetry.records import (
     MachineRecord,
     StepRecord,
 )
-from ddprun_hooks.comm.trace import BucketTrace, copy_findings_to_host
+from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -66,11 +66,11 @@ class TraceTimes(NamedTuple):
         numbers = list[int]()
         for section, trace in zip(sections, traces, strict=True):
             numbers += (section, trace.bucket, trace.ready, trace.done or trace.ready)
-        return cls(*_table(numbers, 4))
+        return cls(*_as_columns(numbers, 4))
 
 
 @dataclass(slots=True)
-class Traffic:
+class NonBackwardExchanges:
     """What is exchanged outside backward, in a running step or between steps."""
 
     sent: list[BucketTrace[Any]] = field(default_factory=list)  # some may still be in flight
@@ -94,7 +94,7 @@ class StepMarks:
     """Index of the mark that ended backward; None: no gradients were exchanged."""
 
     gradient_marks: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
-    sync: Traffic | None = None
+    sync: NonBackwardExchanges | None = None
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
@@ -191,7 +191,7 @@ class ResolvedSteps:
         return found
 
     @property
-    def own_us(self) -> IntArray:
+    def own_parts_us(self) -> IntArray:
         """Microseconds of `OWN_PARTS`, before `split_exposed_time`: shape (steps, parts)."""
         hooks = self.in_hooks_us.reshape(-1, 2)
         own = self.parts_us.copy()
@@ -238,7 +238,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
             sections += [section] * len(completed)
             traces += completed
             for trace in step.sync.sent:  # those that are still in flight cannot be read
-                in_hooks += (section, clock.in_hooks_us(trace))
+                in_hooks += (section, clock.training_thread_hook_us(trace))
             for start, until in step.sync.waits:
                 waits += (section, clock.us(start), clock.us(until))
     work = list[int]()
@@ -246,16 +246,16 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         for span in trace.spans:
             if not span.on_training_thread:
                 work += (section, span.start, span.done)
-    waiting, (hooks_section, hooks_us) = Intervals(*_table(waits, 3)), _table(in_hooks, 2)
+    waiting, (hooks_section, hooks_us) = Intervals(*_as_columns(waits, 3)), _as_columns(in_hooks, 2)
 
-    copy_findings_to_host(traces)
+    read_finding_codes(traces)
     gradient_times = [
         {name: clock.us(mark) for name, mark in step.gradient_marks.items()}
         if step.gradient_marks and step.number % every == 0
         else {}
         for step in steps
     ]
-    loss_sums, loss_weights, samples = _losses(buffer, clock)
+    loss_sums, loss_weights, samples = _loss_sums_weights_samples(buffer, clock)
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
@@ -268,7 +268,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         parts_us=parts_us[:, : len(PARTS)],
         traces=traces,
         trace_times=TraceTimes.from_traces(sections, traces),
-        hook_work=Intervals(*_table(work, 3)),
+        hook_work=Intervals(*_as_columns(work, 3)),
         waits=waiting,
         waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
@@ -328,12 +328,15 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
     """How many microseconds of each window (at least one) the union of intervals covers: shape (windows,)."""
     low, high = int(windows.start.min()), int(windows.end.max())
 
-    def laid_out(section: IntArray, moment: IntArray) -> IntArray:
+    def to_single_timeline(section: IntArray, moment: IntArray) -> IntArray:
         """Moments with all time lines laid end to end, so that one sort serves all."""
         position: IntArray = section * (high - low + 1) + (np.minimum(np.maximum(moment, low), high) - low)
         return position
 
-    start, end = laid_out(intervals.section, intervals.start), laid_out(intervals.section, intervals.end)
+    start, end = (
+        to_single_timeline(intervals.section, intervals.start),
+        to_single_timeline(intervals.section, intervals.end),
+    )
     order = start.argsort(kind="stable")
     start = start[order]
     latest_end = np.zeros(len(start) + 1, dtype=np.int64)
@@ -348,11 +351,13 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
         until: IntArray = covered[begun] - np.maximum(latest_end[begun] - position, 0)
         return until
 
-    until_start = covered_until(laid_out(windows.section, windows.start))
-    return covered_until(laid_out(windows.section, windows.end)) - until_start
+    until_start = covered_until(to_single_timeline(windows.section, windows.start))
+    return covered_until(to_single_timeline(windows.section, windows.end)) - until_start
 
 
-def _losses(buffer: MarkBuffer, clock: Clock) -> tuple[list[float], list[float], list[int]]:
+def _loss_sums_weights_samples(
+    buffer: MarkBuffer, clock: Clock
+) -> tuple[list[float], list[float], list[int]]:
     """This rank's loss of each step, summed over what counts, how much that is, and its samples."""
     means, weights, first = clock.read_numbers(buffer.losses), buffer.loss_weights, 0
     loss_sums, step_weights, samples = list[float](), list[float](), list[int]()
@@ -381,7 +386,7 @@ def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
             step.group_grad_norms = list(islice(norms, len(step.group_grad_norms)))
 
 
-def _table(numbers: Sequence[int], columns: int) -> IntArray:
+def _as_columns(numbers: Sequence[int], columns: int) -> IntArray:
     return np.array(numbers, dtype=np.int64).reshape(-1, columns).T
 
 

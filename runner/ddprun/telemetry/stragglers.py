@@ -104,11 +104,15 @@ class StragglerDetector:
             self._steps.extend(more)
             self._steps_since_judgement += len(more)
             first += len(more)
-            if len(self._steps) == self._window and self._steps_since_judgement >= half and self._judge():
+            if (
+                len(self._steps) == self._window
+                and self._steps_since_judgement >= half
+                and self._update_current()
+            ):
                 changes.append((more[-1].step, self.current))
         return changes
 
-    def _judge(self) -> bool:
+    def _update_current(self) -> bool:
         """Find out who is late; whether that has changed."""
         self._steps_since_judgement = 0
         before, self.current = self.current, self._if_lasting(self._find_straggler())

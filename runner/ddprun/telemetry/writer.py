@@ -124,7 +124,7 @@ class Writer:
             self.failure = self.failure or error.strerror or str(error)
 
 
-def dumps(record: Any) -> bytes:
+def encode_json_line(record: Any) -> bytes:
     """One record as a line of JSON, in ASCII; NaN and infinities become null, which JSON has."""
     try:
         line = _ENCODER.encode(record)
@@ -158,7 +158,7 @@ def event_log(
 
     def write(_: Any, __: str, event: MutableMapping[str, Any]) -> NoReturn:
         if writer is not None:
-            writer.put(EVENTS_FILE, dumps(redact({**event, "monotonic_us": now_us()})))
+            writer.put(EVENTS_FILE, encode_json_line(redact({**event, "monotonic_us": now_us()})))
         raise structlog.DropEvent  # structlog has nothing to print
 
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
@@ -204,7 +204,7 @@ class RecordFiles:
     ) -> None:
         self._control = control
         self._target = folder
-        shared = self._sees_rank_0(from_rank_0)
+        shared = self._sees_run_folder(from_rank_0)
         sees = control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
         self.remote_ranks = [rank for rank, one in enumerate(sees) if not one]
         """Ranks that do not see rank 0's folder: their records travel to it."""
@@ -233,7 +233,7 @@ class RecordFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    def _sees_rank_0(self, from_rank_0: Callable[[str, Callable[[], str]], str]) -> bool:
+    def _sees_run_folder(self, from_rank_0: Callable[[str, Callable[[], str]], str]) -> bool:
         def leave_token() -> str:
             token = uuid.uuid4().hex
             with replace_atomically(self._target, _TOKEN) as file:

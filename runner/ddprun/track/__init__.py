@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ddprun import options
 from ddprun.plugins import Plugin
-from ddprun.run_files import check_folder
+from ddprun.run_files import check_folder_if_exists
 from ddprun.telemetry.records import PARTS, StepRecord
 
 
@@ -23,7 +23,7 @@ class RunInfo:
 
     def own_folder(self, name: str) -> Path:
         """Where a tracker may keep files of its own; need not exist. Raises WrongFileTypeError."""
-        check_folder(self.folder, name)
+        check_folder_if_exists(self.folder, name)
         return self.folder / name
 
 

@@ -49,7 +49,7 @@ class TunedStage:
         steps = candidate.period * _MIN_SYNCS_PER_STAGE
         return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
 
-    def candidate_from_changes(self, changes: Mapping[str, Any]) -> "Candidate":
+    def candidate_from_untrusted(self, changes: Mapping[str, Any]) -> "Candidate":
         """The candidate with changes from a file or another host; raises ValueError if they make none."""
         if not changes or not set(changes) <= set(self.paths_by_key.values()):
             raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")

@@ -20,14 +20,14 @@ _FLOORS = {"cosine": re.compile(r"(\d*\.?\d+)"), "loss": re.compile(r"\+?(\d+(?:
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
+class QualityFloors:
     """What a candidate must not fall below."""
 
     cosine: float | None = None  # of the angle between the mean gradient with hooks and the exact mean
     loss: float | None = None  # how far the training loss, over equal samples, may be above the file's
 
 
-def parse_quality_floors(texts: Sequence[str]) -> Floors:
+def parse_quality_floors(texts: Sequence[str]) -> QualityFloors:
     """Floors as a command line says them, `cosine=0.99` and `loss=+1%`; raises ValueError for others."""
     found: dict[str, float] = {}
     for text in texts:
@@ -37,7 +37,7 @@ def parse_quality_floors(texts: Sequence[str]) -> Floors:
             allowed = "write cosine=0.99 or loss=+1%, each at most once"
             raise ValueError(f'"{text}" is not a floor; {allowed}; a cosine floor is above 0 and at most 1')
         found[name] = float(number[1]) / (100 if name == "loss" else 1)
-    return Floors(**found)
+    return QualityFloors(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Trial:
         """How many times as many samples a second as the baseline; 0: not measured."""
         return self.speed_ratio.mean if self.speed_ratio is not None else 0.0
 
-    def training_speedup(self, floors: Floors) -> float:
+    def training_speedup(self, floors: QualityFloors) -> float:
         """How many times as fast it trains. A candidate that changes training counts by how soon it comes to
         the loss that the file has after `TARGET_LOSS_SHARE` of its samples, and by 0 if it does not come to
         it, unless there is a floor for the loss.
@@ -88,7 +88,7 @@ class Trial:
         return min(self.speedup, self.speedup_to_loss or 0.0)
 
     @property
-    def loss_increase(self) -> float | None:
+    def relative_loss_increase(self) -> float | None:
         """By which share its loss is above the file's; None: not known."""
         if self.loss is None or self.baseline_loss is None:
             return None
@@ -97,7 +97,7 @@ class Trial:
         return difference / size if size else math.copysign(math.inf, difference) if difference else 0.0
 
 
-def rejection_reason(trial: Trial, floors: Floors) -> str | None:
+def rejection_reason(trial: Trial, floors: QualityFloors) -> str | None:
     """The reason why a candidate cannot win, with the figure; None: nothing is against it."""
     if trial.verdict == "failed":
         return f"its run failed with exit code {trial.code}"
@@ -111,7 +111,7 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
         if trial.cosine < floors.cosine:
             return f"its cosine is {trial.cosine:.4f}, the floor {floors.cosine:g}"
     if floors.loss is not None:
-        above = trial.loss_increase
+        above = trial.relative_loss_increase
         if above is None:
             return "its loss is not known"
         if not above <= floors.loss:
@@ -123,7 +123,7 @@ def rejection_reason(trial: Trial, floors: Floors) -> str | None:
     return None
 
 
-def pick_winner(trials: Sequence[Trial], floors: Floors) -> Trial | None:
+def pick_winner(trials: Sequence[Trial], floors: QualityFloors) -> Trial | None:
     """The trial that gains most of those faster than the file beyond noise that hold the floors, if any;
     among gains that cannot be told apart, the one that changes training least.
     """
@@ -134,7 +134,10 @@ def pick_winner(trials: Sequence[Trial], floors: Floors) -> Trial | None:
     assert best.speed_ratio is not None, "what is faster has been measured"
     least = best.training_speedup(floors) * (best.speed_ratio.low / best.speedup)  # at most its own
     alike = [one for one in left if one.training_speedup(floors) >= least]
-    return min(alike, key=lambda one: (*_training_impact(one.entry.candidate), -one.training_speedup(floors)))
+    return min(
+        alike,
+        key=lambda one: (*_training_impact_sort_key(one.entry.candidate), -one.training_speedup(floors)),
+    )
 
 
 def predicted_winner(
@@ -146,10 +149,10 @@ def predicted_winner(
         return None
     least = min(one.us_per_sample for one in left)
     alike = [one for one in left if one.us_per_sample <= least / (1 - _PREDICTION_ERROR)]
-    return min(alike, key=lambda one: (*_training_impact(one.candidate), one.us_per_sample))
+    return min(alike, key=lambda one: (*_training_impact_sort_key(one.candidate), one.us_per_sample))
 
 
-def _training_impact(candidate: Candidate) -> tuple[int, int, int]:
+def _training_impact_sort_key(candidate: Candidate) -> tuple[int, int, int]:
     """Sort key of how much a candidate changes training: rare synchronisation, lossy hooks, changed keys."""
     period = candidate.period if candidate.kind == "rare exchange" else 0
     return period, candidate.lossiness, len(candidate.changes)
@@ -159,7 +162,7 @@ def next_candidates(
     baseline: PredictedCandidate,
     entries: Sequence[PredictedCandidate],
     trials: Sequence[Trial],
-    floors: Floors,
+    floors: QualityFloors,
     *,
     most: int,
     max_period: int,
@@ -186,7 +189,7 @@ def next_candidates(
 
 
 def _best_possible_speedup(
-    entry: PredictedCandidate, baseline: PredictedCandidate, trials: Sequence[Trial], floors: Floors
+    entry: PredictedCandidate, baseline: PredictedCandidate, trials: Sequence[Trial], floors: QualityFloors
 ) -> float:
     """The highest speedup it may reach: what is predicted, but at most what a trial that loses no more has
     reached, scaled by the predictions; 0 if such a trial was rejected.

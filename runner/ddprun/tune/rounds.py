@@ -75,7 +75,7 @@ def judge_round(
     return [trials[0], *trials[2:]], compare.noise_factor(sides)
 
 
-def turn_and_run_steps(
+def steps_per_turn_and_run(
     step_s: float, budget_s: float, longest_period: int | None, stage_steps: int | None
 ) -> tuple[int, int] | None:
     """Steps of a turn, and of each run of a round; None: there is no time for enough turns.
@@ -124,7 +124,9 @@ def _speedup_to_loss(
 
 def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None]:
     """The mean time of a step in all turns, and half the distance between the quartiles of turns."""
-    times = sorted(side.step_s_by_turn.values())
+    times = sorted(side.step_s_by_seed_and_turn.values())
     if not times:
         return None, None
-    return sum(times) / len(times), (compare.quantile(times, 0.75) - compare.quantile(times, 0.25)) / 2
+    return sum(times) / len(times), (
+        compare.quantile_of_sorted(times, 0.75) - compare.quantile_of_sorted(times, 0.25)
+    ) / 2

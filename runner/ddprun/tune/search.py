@@ -30,7 +30,7 @@ from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
-from ddprun.predict.measure import cost_model_of_run, hook_stacks_to_measure, run_measurement
+from ddprun.predict.measure import cost_model_of_run, distinct_stacks_without_noop, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import TuneError, choose
@@ -42,8 +42,8 @@ from ddprun.tune.candidates import (
     find_tuned_stage,
     values_to_try,
 )
-from ddprun.tune.rounds import judge_round, make_round_variants, turn_and_run_steps
-from ddprun.tune.state import FILE, Round, State, next_numbered_folder, open_search
+from ddprun.tune.rounds import judge_round, make_round_variants, steps_per_turn_and_run
+from ddprun.tune.state import FILE, Round, State, next_numbered_folder, resume_or_create_search
 from ddprun.units import format_count
 
 _MAX_ROUNDS = 5
@@ -66,7 +66,7 @@ class SearchRequest:
     links: Links | None  # None: unlimited; on several hosts that are here, measured
     measured_run: Path | None  # a saved run in place of a short one
     vary: Mapping[str, Sequence[Any]]  # values of `candidates.TUNABLE_KEYS` in place of those that are tried
-    floors: choose.Floors
+    floors: choose.QualityFloors
     minutes: float
     runs_folder: Path
 
@@ -90,7 +90,7 @@ class SearchOutcome:
     tuned: TunedStage
     world: WorldShape
     links: Links
-    floors: choose.Floors
+    floors: choose.QualityFloors
     baseline: choose.PredictedCandidate  # the file as it is
     entries: Sequence[choose.PredictedCandidate]  # the candidates, by predicted time
     unmeasured_stacks: Sequence[str]  # stacks of hooks that were left out: nothing is known of their work
@@ -146,14 +146,14 @@ class Search:
         self._cost_model: CostModel
         self._state: State
 
-    def follow(self) -> int:
+    def follow_first_host(self) -> int:
         """Take part in the rounds that the first of several hosts runs; gives the exit code."""
         assert self._hosts is not None
-        return self._hosts.follow(self._take_part)
+        return self._hosts.follow_first_host(self._take_part)
 
     def _take_part(self, message: HostMessage) -> None:
         try:
-            chosen = list(map(self._tuned.candidate_from_changes, message.candidates))
+            chosen = list(map(self._tuned.candidate_from_untrusted, message.candidates))
         except ValueError as error:
             raise HostsError(f"the first host sent an invalid message: {error}") from None
         folder = self._request.runs_folder / message.folder
@@ -164,7 +164,7 @@ class Search:
         it is cannot be run or predicted, what `cost_model_of_run` raises if costs are not to be had, and
         OSError.
         """
-        self.folder, self._state = open_search(
+        self.folder, self._state = resume_or_create_search(
             self._request.runs_folder,
             self._request.loaded.pipeline.name,
             self._request.inputs_hash(self._world),
@@ -230,7 +230,7 @@ class Search:
         if request.measured_run is not None:
             return cost_model_of_run(request.measured_run, Links())
         if self._state.costs is None:
-            stacks = hook_stacks_to_measure(candidate.settings.hook_specs for candidate in found)
+            stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
             run_dir = next_numbered_folder(self.folder, "costs")
             self._progress(f"a short run measures what steps cost here, in {run_dir}")
             began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
@@ -311,7 +311,7 @@ class Search:
         try:
             if len(done.codes) != len(done.candidates) + 2:
                 raise ValueError("other runs than candidates")
-            found = list(map(self._tuned.candidate_from_changes, done.candidates))
+            found = list(map(self._tuned.candidate_from_untrusted, done.candidates))
             missing = [candidate for candidate in found if candidate.name not in names]
             names |= {one.candidate.name: one for one in self._predict(missing)}
             return [names[candidate.name] for candidate in found]
@@ -328,7 +328,7 @@ class Search:
             scale = outcome.baseline_trial.step_s / file_s
             file_s = outcome.baseline_trial.step_s
         runs = _CANDIDATES_PER_ROUND + 2
-        longest = turn_and_run_steps(runs * file_s, self._budget_s(runs), None, self._tuned.steps)
+        longest = steps_per_turn_and_run(runs * file_s, self._budget_s(runs), None, self._tuned.steps)
         known = outcome.baseline, outcome.entries, outcome.trials, outcome.floors
         best = partial(choose.next_candidates, *known, most=_CANDIDATES_PER_ROUND)
         chosen = best(max_period=longest[0] if longest is not None else 1)
@@ -340,7 +340,7 @@ class Search:
             return False
         step_s = 2 * file_s + sum(scale * one.predicted.step_us / 1e6 for one in chosen)
         period = max(one.candidate.period for one in chosen)
-        lengths = turn_and_run_steps(step_s, self._budget_s(len(chosen) + 2), period, self._tuned.steps)
+        lengths = steps_per_turn_and_run(step_s, self._budget_s(len(chosen) + 2), period, self._tuned.steps)
         if lengths is None:
             outcome.end_reason = "--minutes leaves no time for more runs"
             return False

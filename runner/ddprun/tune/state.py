@@ -64,11 +64,13 @@ class State(_Strict):
             file.write(json.dumps(self.model_dump(mode="json"), indent=1).encode() + b"\n")
 
 
-def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) -> tuple[Path, State]:
+def resume_or_create_search(
+    runs: Path, name: str, inputs: str, say: Callable[[str], None]
+) -> tuple[Path, State]:
     """The folder of the newest unfinished search with these inputs for the pipeline `name`, or a new one;
     `say` takes a line about each folder that cannot be read.
     """
-    for folder in _folders(runs, name):
+    for folder in _search_folders_newest_first(runs, name):
         try:
             state = State.read(folder)
         except FileNotFoundError:
@@ -87,7 +89,7 @@ def open_search(runs: Path, name: str, inputs: str, say: Callable[[str], None]) 
     return folder, state
 
 
-def _folders(runs: Path, name: str) -> list[Path]:
+def _search_folders_newest_first(runs: Path, name: str) -> list[Path]:
     """Folders of searches for a pipeline of this name, the newest first."""
     names = [one for one in names_in(runs) if one.startswith(f"{name}-")] if runs.exists() else []
     found = [runs / one for one in reversed(names[-_MAX_FOLDERS:])]

@@ -58,7 +58,16 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     step_s, loss = (None, None) if measured is None else (measured.step_s, measured.loss)
     rows: list[tuple[str, ...]] = [
         _HEADS,
-        (file.candidate.name, _predicted_text(file), _step_text(step_s), "1", "1", "", _number(loss), ""),
+        (
+            file.candidate.name,
+            _predicted_step_time_text(file),
+            _step_text(step_s),
+            "1",
+            "1",
+            "",
+            _number(loss),
+            "",
+        ),
     ]
     # What keeps training the same comes first, then what loses less; the fastest first in each kind.
     for trial in sorted(
@@ -66,11 +75,11 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
         key=lambda t: (CANDIDATE_KINDS.index(t.entry.candidate.kind), -t.training_speedup(outcome.floors)),
     ):
         out, ratio = choose.rejection_reason(trial, outcome.floors), trial.speed_ratio
-        above = trial.loss_increase
+        above = trial.relative_loss_increase
         rows.append(
             (
                 trial.entry.candidate.name,
-                _predicted_text(trial.entry),
+                _predicted_step_time_text(trial.entry),
                 _step_text(trial.step_s, trial.spread_s),
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
                 _number(trial.speedup_to_loss, 2),
@@ -82,7 +91,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     ran = {trial.entry.candidate.name for trial in outcome.trials}
     left = [one for one in outcome.entries if one.candidate.name not in ran]
     rows += [
-        (one.candidate.name, _predicted_text(one), "", "", "", "", "", one.predicted.limit)
+        (one.candidate.name, _predicted_step_time_text(one), "", "", "", "", "", one.predicted.limit)
         for one in left[:_MAX_UNRUN_CANDIDATES]
     ]
     if len(left) > _MAX_UNRUN_CANDIDATES:
@@ -90,7 +99,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     return rows
 
 
-def _predicted_text(entry: choose.PredictedCandidate) -> str:
+def _predicted_step_time_text(entry: choose.PredictedCandidate) -> str:
     return format_duration(1e-6 * entry.predicted.step_us)
 
 
@@ -120,7 +129,7 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     }[entry.candidate.kind]
     winner = f"{headline}: {entry.candidate.name}."
     if trial is None:
-        step, baseline_step = _predicted_text(entry), _predicted_text(outcome.baseline)
+        step, baseline_step = _predicted_step_time_text(entry), _predicted_step_time_text(outcome.baseline)
         yield (
             f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
             f"{before / after:.2f} times as many samples a second. Nothing was run with it, because "
@@ -168,7 +177,7 @@ def training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> st
     measured = []
     if trial.cosine is not None:
         measured.append(f"its gradients have a cosine similarity of {trial.cosine:.4f} to the exact ones")
-    if (above := trial.loss_increase) is not None:
+    if (above := trial.relative_loss_increase) is not None:
         losses = f"{trial.loss:.4g}, that of the file {trial.baseline_loss:.4g} ({above:+.1%})"
         measured.append(f"its training loss is {losses}")
     figures = f" In the short run, {' and '.join(measured)}." if measured else ""
@@ -212,7 +221,7 @@ def winner_changes(outcome: SearchOutcome) -> list[Change]:
             (one for one in (outcome.baseline, *outcome.entries) if dict(one.candidate.changes) == rest), None
         )
         if without is not None:
-            times = f"{_predicted_text(without)}, not {_predicted_text(entry)}"
+            times = f"{_predicted_step_time_text(without)}, not {_predicted_step_time_text(entry)}"
             comment += f"; with that, a step is predicted to take {times}"
         found.append(Change(key, value, comment))
     return found
@@ -284,7 +293,7 @@ def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
 def _trial_object(trial: choose.Trial | None, outcome: SearchOutcome) -> dict[str, Any] | None:
     if trial is None:
         return None
-    ratio, above = trial.speed_ratio, trial.loss_increase
+    ratio, above = trial.speed_ratio, trial.relative_loss_increase
     return {
         "step_us": _us(trial.step_s),
         "spread_us": _us(trial.spread_s),

@@ -51,7 +51,7 @@ def tuned_text(loaded: LoadedPipeline, changes: Sequence[Change], heading: Seque
     return head + notes + wanted.resolved_yaml()
 
 
-def secret_overrides(loaded: LoadedPipeline) -> list[str]:
+def secret_override_keys(loaded: LoadedPipeline) -> list[str]:
     """Keys that `--set` has changed and that are not written to a file, for they hold secrets."""
     return [key_of(text) for text in loaded.overrides if loaded.secrets.redact(text) != text]
 

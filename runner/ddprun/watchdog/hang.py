@@ -18,7 +18,13 @@ from typing import IO, Any, Literal, NamedTuple
 from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog, WatchedCollective
-from ddprun.watchdog.status_page import RankStatus, ask_servers, claim_once, read_page, read_pages
+from ddprun.watchdog.status_page import (
+    RankStatus,
+    announce_hang_and_ask_all,
+    claim_once,
+    read_page,
+    read_pages,
+)
 from ddprun_hooks.errors import format_ranks
 
 _EXIT_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
@@ -52,7 +58,7 @@ class HangReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RunContext:
+class HangContext:
     """What the alarm needs of the run; each call comes back within about a second."""
 
     rank: int
@@ -67,7 +73,9 @@ class RunContext:
     before_exit: Callable[[], None] = lambda: None  # the last thing to do before this rank ends
 
 
-def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
+def report_hang_and_exit(
+    context: HangContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
+) -> None:
     """Report what this rank waits for, oldest first, and end the process with exit code 1."""
     last = threading.Timer(_EXIT_DEADLINE_S, os._exit, [1])
     last.daemon = True
@@ -82,7 +90,7 @@ def handle_hang(context: RunContext, watchdog: RankWatchdog, waits: list[Overdue
     os._exit(1)
 
 
-def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
+def _report(context: HangContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
     watchdog.write_status(waits)
     first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
     peers = context.peers()
@@ -95,7 +103,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueColl
         text = f"ddprun: other ranks have waited too long, but rank {context.rank} is not waiting{activity}"
         report = HangReport(text, "", text)
     if (log := context.log_path()) is not None:
-        write_log(log, report)
+        log_report_and_stacks(log, report)
         dump_flight_recorders(log.parent, context.rank)
     if first_here and waits and context.claim_report():
         context.publish_report(report)
@@ -111,7 +119,7 @@ def _report(context: RunContext, watchdog: RankWatchdog, waits: list[OverdueColl
 
 
 def _collect_statuses(
-    context: RunContext, watchdog: RankWatchdog, peers: Mapping[int, PeerStatusAddress]
+    context: HangContext, watchdog: RankWatchdog, peers: Mapping[int, PeerStatusAddress]
 ) -> dict[int, RankStatus]:
     """What the status pages say that can be read, of this host and of the others."""
     on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == context.host}
@@ -122,7 +130,7 @@ def _collect_statuses(
         local |= read_pages(watchdog.folder)
     local[context.rank] = read_page(watchdog.status_page.path) or local.get(context.rank)
     return {
-        **ask_servers(sorted(servers)),
+        **announce_hang_and_ask_all(sorted(servers)),
         **{rank: status for rank, status in local.items() if status is not None},
     }
 
@@ -141,7 +149,7 @@ def diagnose(me: int, statuses: Mapping[int, RankStatus]) -> Diagnosis:
         status = statuses.get(rank)
         if status is None:
             silent.append(rank)
-        elif rank != me and (status.is_unresponsive or not status.waits):
+        elif rank != me and (status.is_unexpectedly_lifeless or not status.waits):
             late.append(rank)
         else:
             visited += [other for other in _awaited_ranks(status, statuses) if other not in visited]
@@ -162,11 +170,11 @@ def _awaited_ranks(status: RankStatus, statuses: Mapping[int, RankStatus]) -> li
     known = {rank: statuses[rank] for rank in others if rank in statuses}
     late = [rank for rank, other in known.items() if other.issued_count(wait.index) < wait.number]
     unknown = [rank for rank in others if rank not in known]
-    return late or unknown or [rank for rank, other in known.items() if other.is_unresponsive]
+    return late or unknown or [rank for rank, other in known.items() if other.is_unexpectedly_lifeless]
 
 
 def build_report(
-    context: RunContext,
+    context: HangContext,
     timeout_s: float,
     waits: Sequence[OverdueCollective],
     statuses: Mapping[int, RankStatus],
@@ -226,7 +234,10 @@ def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> Over
 
 
 def _describe_rank(
-    rank: int, context: RunContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerStatusAddress]
+    rank: int,
+    context: HangContext,
+    statuses: Mapping[int, RankStatus],
+    peers: Mapping[int, PeerStatusAddress],
 ) -> str:
     status, peer = statuses.get(rank), peers.get(rank)
     if status is not None:
@@ -269,16 +280,16 @@ def describe_activity(status: RankStatus) -> str:
     """What a rank is doing."""
     where = f" of step {status.step}" if status.step else ""
     stage = f" ({status.stage})" if status.stage else ""
-    if status.state in ("Z", "gone") and status.is_unresponsive:
+    if status.state in ("Z", "gone") and status.is_unexpectedly_lifeless:
         return f"has ended; last seen in {status.phase}{where}{stage}"
-    if status.stopped:
+    if status.is_suspended:
         state = f"its process ({status.pid}) is stopped, by SIGSTOP or a debugger; it was"
-    elif status.is_unresponsive:
+    elif status.is_unexpectedly_lifeless:
         state = f"its process ({status.pid}) gives no sign of life (state {status.state}); it was"
     else:
         state = "is"
     text = f"{state} in {status.phase}{where}{stage}, for {status.phase_age_s:.1f} s"
-    if status.waits and not status.is_unresponsive:
+    if status.waits and not status.is_unexpectedly_lifeless:
         wait = status.waits[0]
         text += f", and waits in {wait.op} {wait.number} of {wait.name} ({wait.what})"
     return text + (f", at {status.at}" if status.at else "")
@@ -289,7 +300,7 @@ def open_log(log: Path) -> IO[bytes]:
     return open_file(log.parent.parent, Path(log.parent.name) / log.name, "ab", make_folders=True)
 
 
-def write_log(log: Path, report: HangReport) -> None:
+def log_report_and_stacks(log: Path, report: HangReport) -> None:
     """Append to a rank's log what it has found, and where its threads are."""
     try:
         with open_log(log) as file:

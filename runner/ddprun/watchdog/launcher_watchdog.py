@@ -46,7 +46,7 @@ class LauncherWatchdog:
         self._server: HangStatusServer | None = None
         if address is not None:
             try:
-                self._server = HangStatusServer(address, self.read_statuses, self._hang_found)
+                self._server = HangStatusServer(address, self.read_statuses, self._announce_to_live_ranks)
             except OSError as error:
                 say(
                     f"warning: no status server at {address}: {error}; if the run hangs, other hosts "
@@ -62,7 +62,7 @@ class LauncherWatchdog:
     def __enter__(self) -> "LauncherWatchdog":
         if self._server is not None:
             os.environ[STATUS_SERVER_VARIABLE] = self._server.endpoint
-            self._server.open()
+            self._server.serve_in_thread()
         self._thread = threading.Thread(target=self._watch, name="ddprun-watchdog", daemon=True)
         self._thread.start()
         return self
@@ -91,10 +91,10 @@ class LauncherWatchdog:
             found |= _live_ranks(folder)
         return found
 
-    def _hang_found(self) -> None:
+    def _announce_to_live_ranks(self) -> None:
         for folder in _attempt_folders(self._folder):
             if _live_ranks(folder):
-                _announce_hang(folder)
+                _create_hang_file(folder)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -104,13 +104,15 @@ class LauncherWatchdog:
             if passed > _SUSPENSION_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
             living: dict[Path, dict[int, RankStatus]] = {}
-            with self._check_failures.reporting():
+            with self._check_failures.report_and_suppress():
                 living = {folder: _live_ranks(folder) for folder in _attempt_folders(self._folder)}
-            for check in (self._check_ranks, self._check_launcher):
-                with self._check_failures.reporting():
+            for check in (self._check_ranks, self._give_up_without_ranks):
+                with self._check_failures.report_and_suppress():
                     check(living, passed)
 
-    def _check_launcher(self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float) -> None:
+    def _give_up_without_ranks(
+        self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float
+    ) -> None:
         """Give up if all ranks are gone, for long, and torchelastic waits for what will not come."""
         if not living or self._give_up is None:
             return
@@ -134,11 +136,11 @@ class LauncherWatchdog:
                     self._kill(stuck)
                 continue
             # With all of a host's ranks stopped, none of them can report.
-            stopped = [status for status in ranks.values() if status.stopped]
+            stopped = [status for status in ranks.values() if status.is_suspended]
             all_stopped = bool(stopped) and len(stopped) == len(ranks)
             self._stopped_s[folder] = self._stopped_s.get(folder, 0.0) + passed_s if all_stopped else 0.0
             if self._stopped_s[folder] > self._timeout_s:
-                _announce_hang(folder)
+                _create_hang_file(folder)
                 who = format_ranks([status.rank for status in stopped])
                 have = "has" if len(stopped) == 1 else "have"
                 self._kill(stopped)
@@ -176,6 +178,6 @@ def _live_ranks(folder: Path) -> dict[int, RankStatus]:
     }
 
 
-def _announce_hang(folder: Path) -> None:
+def _create_hang_file(folder: Path) -> None:
     with suppress(OSError):
         (folder / HANG_FILE).open("a").close()

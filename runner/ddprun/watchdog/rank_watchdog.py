@@ -53,7 +53,7 @@ class WatchdogErrorReporter:
     reported: bool = False
 
     @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def report_and_suppress(self) -> Iterator[None]:
         """Report whatever the block raises, and continue after it."""
         try:
             yield
@@ -130,7 +130,7 @@ class WatchedSequence(CollectiveSequence):
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     outstanding: dict[int, WatchedCollective] = field(default_factory=dict)
 
-    def issue(
+    def record_issued(
         self, op: str, payload: Payload | None = None, *, what: str = "", peers: Sequence[int] | None = None
     ) -> WatchedCollective:
         number = next(self.numbers)
@@ -257,7 +257,7 @@ class RankWatchdog(EngineListener):
     def write_status(self, waits: Sequence[OverdueCollective]) -> None:
         """Write on the status page what this rank waits for, and where its training thread is."""
         self.status_page.write_heartbeat(
-            [one.status_entry for one in waits[:_WAITS_NOTED]], current_source_location(self._training_thread)
+            [one.status_entry for one in waits[:_WAITS_NOTED]], user_code_location(self._training_thread)
         )
 
     def _watch(self) -> None:
@@ -270,13 +270,13 @@ class RankWatchdog(EngineListener):
             before = now
             waits: list[OverdueCollective] = []
             # Each by itself: a rank that cannot write its status page still sees a hang.
-            with self._check_failures.reporting():
+            with self._check_failures.report_and_suppress():
                 waits = self.find_overdue(tick)
-            with self._check_failures.reporting():
+            with self._check_failures.report_and_suppress():
                 self.write_status(waits)
             oldest = waits[0].pending if waits else None
             if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
-                with self._check_failures.reporting():
+                with self._check_failures.report_and_suppress():
                     self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
@@ -291,12 +291,12 @@ class RankWatchdog(EngineListener):
             torch.cuda.set_device(self._device)  # of this thread; else it would begin to use the first GPU
         # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
         # raised, nobody can say whether the collective is over; the group's own timeout is left.
-        with self._check_failures.reporting(), suppress(RuntimeError):
+        with self._check_failures.report_and_suppress(), suppress(RuntimeError):
             return has_ended()
         return True
 
 
-def current_source_location(thread: int) -> str:
+def user_code_location(thread: int) -> str:
     """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None and _is_library_file(frame.f_code.co_filename):

@@ -72,12 +72,12 @@ class UnfinishedCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _WaitsAndLocation:
     waits: Sequence[UnfinishedCollective] = ()
     at: str = ""
 
 
-_NOTE_ADAPTER = TypeAdapter(_Note)
+_NOTE_ADAPTER = TypeAdapter(_WaitsAndLocation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,17 @@ class RankStatus:
         return self.issued[sequence] if sequence < len(self.issued) else 0
 
     @property
-    def stopped(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether a signal or a debugger has stopped the process."""
         return self.state in ("T", "t")
 
     @property
     def lifeless(self) -> bool:
         """It does nothing; not even its watchdog does."""
-        return self.stopped or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
+        return self.is_suspended or self.state in ("Z", "gone") or self.beat_age_s > LIFELESS_S
 
     @property
-    def is_unresponsive(self) -> bool:
+    def is_unexpectedly_lifeless(self) -> bool:
         """It does nothing, and not because it has reported a hang and ended, as every rank then does."""
         return self.lifeless and not self.reported
 
@@ -167,7 +167,7 @@ class StatusPage:
 
     def write_heartbeat(self, waits: Sequence[UnfinishedCollective] = (), at: str = "") -> None:
         """A sign of life, with what this rank waits for and where its training thread is."""
-        text = _NOTE_ADAPTER.dump_json(_Note(waits, at))
+        text = _NOTE_ADAPTER.dump_json(_WaitsAndLocation(waits, at))
         self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
         self._page.beat = now_us()
 
@@ -244,7 +244,7 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
         host, port = self.server_address[:2]
         self.endpoint = f"{host!s}:{port}/{self.secret}"  # where `ask_server` reaches it: host:port/secret
 
-    def open(self) -> None:
+    def serve_in_thread(self) -> None:
         """Answer from now on, on a thread."""
         threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
 
@@ -271,7 +271,7 @@ class _AnswerHandler(socketserver.StreamRequestHandler):
             self.wfile.write(STATUSES_ADAPTER.dump_json(server.read_statuses()) + b"\n")
 
 
-def ask_server(server: str) -> dict[int, RankStatus] | None:
+def announce_hang_and_ask(server: str) -> dict[int, RankStatus] | None:
     """The status pages of another host, which learns that the run hangs; None if nobody answers in time."""
     address, _, secret = server.partition("/")
     host, _, port = address.rpartition(":")
@@ -284,10 +284,10 @@ def ask_server(server: str) -> dict[int, RankStatus] | None:
         return None
 
 
-def ask_servers(servers: Sequence[str]) -> dict[int, RankStatus]:
+def announce_hang_and_ask_all(servers: Sequence[str]) -> dict[int, RankStatus]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}
     with ThreadPoolExecutor(len(servers)) as pool:
-        answers = [answer for answer in pool.map(ask_server, servers) if answer]
+        answers = [answer for answer in pool.map(announce_hang_and_ask, servers) if answer]
     return {rank: status for answer in answers for rank, status in answer.items()}

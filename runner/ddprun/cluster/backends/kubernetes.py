@@ -129,7 +129,7 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
             faults.append(problem(f'"{name}" is set by ddprun', _RESERVED_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
             faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
-    faults += _context_faults(value.get("initContainers", []))
+    faults += _security_context_faults(value.get("initContainers", []))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
     for path, leaf in _leaves(value):
         if isinstance(leaf, str) and "${env:" in leaf:
@@ -152,7 +152,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(item, (*path, step))
 
 
-def _context_faults(containers: Any) -> Iterator[ValidationError]:
+def _security_context_faults(containers: Any) -> Iterator[ValidationError]:
     """What the security contexts of init containers say that no restricted one may."""
     if not isinstance(containers, list):
         yield expected("a list of containers", at="initContainers")
@@ -387,7 +387,7 @@ class Kubernetes(Cluster):
         with _cluster_client() as cluster, ExitStack() as undo:
             namespace = self._options.namespace or _namespace()
             for manifest in self.manifests:
-                resource = _resource(cluster, manifest)
+                resource = _api_resource(cluster, manifest)
                 resource.create(body=manifest, namespace=namespace)
                 undo.callback(resource.delete, name=self.name, namespace=namespace)
             undo.pop_all()
@@ -400,13 +400,13 @@ class Kubernetes(Cluster):
         with _cluster_client() as cluster:
             namespace = self._options.namespace or _namespace()
             log = _Log(CoreV1Api(cluster.client), namespace, f"{JOB_LABEL}={job}", show)
-            resource = _resource(cluster, self.manifests[-1])
+            resource = _api_resource(cluster, self.manifests[-1])
             while True:
-                log.show_new()
+                log.show_while_running()
                 status = resource.get(name=job, namespace=namespace).to_dict().get("status", {})
                 for condition in status.get("conditions", []):
                     if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-                        log.show_new()
+                        log.show_while_running()
                         return Outcome(condition["type"], condition["type"] == "Complete")
                 time.sleep(_POLL_S)
 
@@ -430,7 +430,7 @@ class _Log:
     read_s: dict[tuple[str, int], float] = field(default_factory=dict)
     reason: str = ""
 
-    def show_new(self) -> None:
+    def show_while_running(self) -> None:
         """Show what there is to show; comes back when the pod has ended, or does not run yet."""
         from kubernetes.client.exceptions import ApiException
 
@@ -478,7 +478,7 @@ def _waiting_reason(pod: Any, container: Any) -> str:
     return ""
 
 
-def _resource(cluster: Any, manifest: Manifest) -> Any:
+def _api_resource(cluster: Any, manifest: Manifest) -> Any:
     """What creates, finds and deletes objects of this kind."""
     return cluster.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
 

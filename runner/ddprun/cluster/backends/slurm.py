@@ -173,7 +173,7 @@ class Slurm(Cluster):
     @property
     def text(self) -> str:
         options, submission = self._options, self._submission
-        loaded, program = submission.loaded, _program(options, submission)
+        loaded, program = submission.loaded, _ddprun_executable(options, submission)
         directives = {
             "job-name": loaded.pipeline.name,
             "nodes": submission.host_count(options.nodes),
@@ -190,7 +190,7 @@ class Slurm(Cluster):
             **options.options,
         }
         lines = [
-            f"#SBATCH --{name}" + ("" if value is True else f"={_directive(str(value))}")
+            f"#SBATCH --{name}" + ("" if value is True else f"={_quote_directive_value(str(value))}")
             for name, value in directives.items()
             if value is not None and value is not False
         ]
@@ -265,7 +265,7 @@ class Slurm(Cluster):
             time.sleep(_POLL_S)
 
 
-def _program(options: Slurm.Options, submission: Submission) -> str:
+def _ddprun_executable(options: Slurm.Options, submission: Submission) -> str:
     if given := submission.flags.get("program"):
         return given
     if options.image is not None:
@@ -274,7 +274,7 @@ def _program(options: Slurm.Options, submission: Submission) -> str:
     return str(here) if here.name.startswith("ddprun") else shutil.which("ddprun") or "ddprun"  # python -m
 
 
-def _directive(value: str) -> str:
+def _quote_directive_value(value: str) -> str:
     """A value in a line of options, which sbatch reads nearly as a shell does."""
     return value if _PLAIN.fullmatch(value) else f'"{value}"'
 

@@ -21,7 +21,7 @@ from ddprun_hooks.config import grammar
 
 
 @register_check("ddp", "accumulate", "sync", "stages")
-def _accumulate_with_ddp(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():
         settings = stage.effective_settings(pipeline)
         if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.plan.gradients is not None:
@@ -38,7 +38,7 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("ddp", "sync", "stages")
-def _ddp_and_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _wasteful_ddp_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
     stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
     gradients = {settings.plan.gradients for _, settings in stages}
     by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
@@ -72,7 +72,7 @@ def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("launch", "checkpoint")
-def _restarts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
     least, most = pipeline.launch.host_range
     restarts = pipeline.launch.max_restarts
     if least < most and not restarts:
@@ -92,7 +92,7 @@ def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("hooks", "stages", "launch")
-def _hooks_and_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         for number, hook in enumerate(hooks):
             here = f"{path}[{number}]"
@@ -163,7 +163,7 @@ def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("sync", "stages", "launch")
-def _two_levels(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, plan in sync_plans(pipeline):
         yield from _hosts_divide_ranks(pipeline, plan.hosts, f"{path}.hosts")
     for path, sync in values_of_key(pipeline, "sync"):
@@ -184,7 +184,7 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if settings.steps is None or period <= settings.steps:
             continue
         effect = "ranks synchronise only at its end"
-        if not pipeline.averages_after(stage):
+        if not pipeline.averages_at_end_of(stage):
             effect = "ranks do not synchronise in it"
         elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
             effect = "some fragments are exchanged only at its end"
@@ -204,16 +204,16 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(f"stages[{stage.index}]", text, None, "warning")
             equal = True
         elif isinstance(stage, StepStage):
-            equal = _leaves_equal(pipeline, stage, before=equal)
+            equal = _parameters_equal_after(pipeline, stage, before=equal)
         else:
             continue
         why = f"{stage.path} leaves all ranks with the same parameters"
 
 
-def _leaves_equal(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
+def _parameters_equal_after(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
     """Whether all ranks surely hold the same parameters after a stage."""
     settings = stage.effective_settings(pipeline)
-    if pipeline.averages_after(stage):
+    if pipeline.averages_at_end_of(stage):
         return True
     if not settings.updates_weights and settings.mutate is None:
         return before

@@ -15,7 +15,7 @@ from ddprun.config.checks.registry import (
     values_of_key,
 )
 from ddprun.config.choices import Choice
-from ddprun.config.patterns import matches, unmatched
+from ddprun.config.patterns import matches, unmatched_pattern_problems
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
@@ -28,16 +28,16 @@ _MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `ch
 
 @register_check("model", "data", "stages")
 def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for data in _train_data(pipeline):
+    for data in _train_data_of_all_stages(pipeline):
         yield from _check_model_fits(pipeline, data)
 
 
-def _train_data(pipeline: Pipeline) -> list[Choice]:
+def _train_data_of_all_stages(pipeline: Pipeline) -> list[Choice]:
     return [pipeline.train_data(), *(stage.data for stage in pipeline.stages_with_steps() if stage.data)]
 
 
 def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]:
-    shape, tokens = _sample_shape(data)
+    shape, tokens = _sample_shape_and_is_tokens(data)
     model = pipeline.model.settings
     if shape is None or model is None:
         return
@@ -62,7 +62,7 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
         yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}", "warning")
 
 
-def _sample_shape(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
+def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
     """Shape of a built-in's samples and whether they are tokens; no shape for what is not built in."""
     if data.name == "digits" and data.settings:
         return (1, 8, 8), False
@@ -89,7 +89,7 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check()
-def _nesterov(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, optimizer in values_of_key(pipeline, "optimizer"):
         options, at = optimizer.options, f"{path}.SGD"
         if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
@@ -124,7 +124,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("model", "freeze", "groups")
-def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Of built-in models the names are known without building them, unless the loss may bring some."""
     model = pipeline.model.settings
     places: list[tuple[str, tuple[str, ...]]] = [("freeze", pipeline.freeze)]
@@ -139,7 +139,7 @@ def _patterns_of_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
         return  # the run will see
     for path, patterns in places:
-        for index, text, allowed in unmatched(patterns, names):
+        for index, text, allowed in unmatched_pattern_problems(patterns, names):
             yield KeyConflict(f"{path}[{index}]", text, allowed)
     if all(matches(name, pipeline.freeze) for name in names):
         yield KeyConflict("freeze", "no parameter is left to train", "freeze fewer")
@@ -153,7 +153,7 @@ def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("batch", "loss")
-def _batch_and_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     batch, loss = pipeline.batch, pipeline.loss
     own = loss.name == "model" and loss.source == "built-in"
     if batch.target is not None and own:
@@ -168,7 +168,7 @@ def _batch_and_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("loss", "weight_by")
-def _weight_of_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     weight, loss = pipeline.weight_by, pipeline.loss
     if weight is None:
         return
@@ -270,7 +270,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("sync", "stages")
-def _evaluate_inside_a_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
         monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
@@ -311,8 +311,8 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("data", "loader", "stages")
-def _sharded_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    built_in = next((data for data in _train_data(pipeline) if data.source == "built-in"), None)
+def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    built_in = next((data for data in _train_data_of_all_stages(pipeline) if data.source == "built-in"), None)
     if pipeline.loader.sharded and built_in is not None:
         text = f'"sharded: true" clashes with "data: {built_in.name}": each rank would train on every sample'
         yield KeyConflict("loader.sharded", text, "remove it")
@@ -328,7 +328,7 @@ def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
 
 
 @register_check("compile", "model")
-def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Which modules a built-in model has is known without building it, and which of them repeat."""
     wanted, model = pipeline.compile, pipeline.model
     if wanted is None or wanted.blocks != "auto" or not isinstance(model.settings, Mlp | Cnn):
@@ -338,7 +338,7 @@ def _blocks_of_built_in(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("compile", "launch", "accumulate", "stages")
-def _graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
     if pipeline.compile is None or pipeline.launch.device == "cpu":
         return

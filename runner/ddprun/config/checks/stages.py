@@ -56,7 +56,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("stages")
-def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         for key in _UPDATE_KEYS if not updates_weights(pipeline, stage) else ():
             if key in stage.model_fields_set and getattr(stage, key):
@@ -65,7 +65,7 @@ def _nothing_is_updated(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("ema", "stages")
-def _ema_of_nothing(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _ema_never_used(pipeline: Pipeline) -> Iterator[KeyConflict]:
     saves = any(isinstance(stage, SaveStage) for stage in pipeline.stages)
     if pipeline.ema is not None and not saves and not [*find_evaluations(pipeline)]:
         text = '"ema" has no effect: nothing evaluates or saves the average'
@@ -73,7 +73,7 @@ def _ema_of_nothing(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 
 @register_check("stages")
-def _saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _repeated_or_early_saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
     changed = False
     written: dict[str, int] = {}
     for stage in pipeline.stages:

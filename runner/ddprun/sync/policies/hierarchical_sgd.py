@@ -29,10 +29,10 @@ class HierarchicalSgd(SyncPolicy):
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     @model_validator(mode="after")
-    def _hosts_meet_when_all_do(self) -> Self:
+    def _across_is_multiple_of_within(self) -> Self:
         if self.across % self.within:
             text = f"across {self.across} is not a multiple of within {self.within}"
-            raise problem(text, _multiples(self.across, self.within), at="across")
+            raise problem(text, _nearest_multiples_advice(self.across, self.within), at="across")
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:
@@ -48,7 +48,7 @@ class HierarchicalSgd(SyncPolicy):
         return SyncPlan("host" if gradients else None, tuple(transfers), hosts=self.hosts)
 
 
-def _multiples(number: int, factor: int) -> str:
+def _nearest_multiples_advice(number: int, factor: int) -> str:
     """The multiples next to a number that is none."""
     below = number // factor * factor
     return f"write {below} or {below + factor}" if below else f"write {factor}"
