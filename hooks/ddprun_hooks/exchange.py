@@ -57,9 +57,9 @@ class Exchange:
     ) -> "Exchange":
         """Make all process groups. Every rank of the default group has to call this, with equal arguments.
 
-        `hosts` and `local_sizes` are those of `Placement`. `gradients`, `deltas` and `plain` say which ranks,
-        and how many rounds of collectives, the three queues need. Raises HookSetupError if the ranks do not
-        lie as a stack needs them, or for shared memory on a GPU.
+        `hosts` and `local_sizes` are those of `RankPlacement`. `gradients`, `deltas` and `plain` say which
+        ranks, and how many rounds of collectives, the three queues need. Raises HookSetupError if the ranks
+        do not lie as a stack needs them, or for shared memory on a GPU.
         """
         gpu = Gpu(device) if device.type == "cuda" else None
         groups.check_shared_memory_device(device, [*gradients, *deltas, *plain])

@@ -36,7 +36,7 @@ class Finding:
     """0: all is finite. 1: the result is not, though this rank's payload was. 2: this rank's payload was not.
 
     A hook leaves it as a tensor of shape () in host memory, which a device may still have to fill; when the
-    payload has arrived, `ddprun_hooks.comm.trace.copy_findings_to_host` makes numbers of many at once."""
+    payload has arrived, `ddprun_hooks.comm.trace.read_finding_codes` makes numbers of many at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class BlockScaled(WireFormat):
 
 class FusedBlockReduction(TwoPhaseReduction):
     """The same for block-scaled codes, by one kernel for each method, which reads and writes memory once. The
-    kernels of `encode` and `sum_shares` also bring the residual up to date.
+    kernels of `encode` and `sum_and_encode` also bring the residual up to date.
     """
 
     wire_format: BlockScaled

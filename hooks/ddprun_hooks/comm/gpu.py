@@ -145,7 +145,7 @@ class CopyStream:
         self._moved: list[Tensor] = []
 
     def copy_to_gpu(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor, unless it is there; `wait_for_copies` comes before it is used."""
+        """Start to copy a tensor, unless it is there; `join_current_stream` comes before it is used."""
         with self._gpu.use_stream(self._stream):
             moved = tensor.to(self._gpu.device, non_blocking=True)
         if moved is not tensor:

@@ -135,7 +135,7 @@ def launch_downcast(
     """Launch `downcast` of a payload, shape (numel,), fp32 or 16 bits, to fp16 or bf16.
 
     `residual`, fp32, is added, and gets what is rounded off. Gives the message, shape (message_numel,), which
-    zeros fill up (None: numel), and flags for `launch_upcast`.
+    zeros fill up (None: numel), and flags for `launch_upcast_and_check`.
     """
     message_numel = payload.numel() if message_numel is None else message_numel
     message = torch.empty(message_numel, dtype=dtype, device=payload.device)

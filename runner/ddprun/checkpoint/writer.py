@@ -161,7 +161,7 @@ class CheckpointWriter:
                 job.staged.release()
             if self._current_job is job:
                 self._current_job = None
-            if outcome is not None and job.step:  # step 0: from `skip_to`; this rank had stopped before it
+            if outcome is not None and job.step:  # 0: from `report_missed_checkpoints`; this rank had stopped
                 self.outcomes.put(outcome)
             self._jobs.task_done()
             self._broadcast_outcome(job, outcome)

@@ -43,7 +43,7 @@ class DatasetFingerprints:
         return {name: {**found, "mid_epoch": name in in_use} for name, found in self._by_name.items()}
 
     def changes(self, saved: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
-        """On rank 0, datasets that are not as in `of_checkpoint`: name, difference, whether in mid-epoch."""
+        """On rank 0, datasets that are not as in `for_checkpoint`: name, difference, whether in mid-epoch."""
         pairs = [(name, saved[name], now) for name, now in self._by_name.items() if name in saved]
         return [(name, text, was["mid_epoch"]) for name, was, now in pairs if (text := _difference(was, now))]
 

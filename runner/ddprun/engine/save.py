@@ -94,7 +94,7 @@ def write_weights_and_pipeline(
 
 
 def saved_step(folder: Path, name: str) -> int | None:
-    """The step in a weights file that `write_weights` made; None: there is no such file, or no step in it."""
+    """The step in a weights file of `write_weights_and_pipeline`; None: there is no such file, or no step."""
     try:
         with open_file(folder, name) as file, safe_open(f"/dev/fd/{file.fileno()}", "pt") as weights:
             return int((weights.metadata() or {})[_STEP])

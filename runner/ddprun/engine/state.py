@@ -40,8 +40,9 @@ class StateError(ValueError):
 def collect_state(session: Session) -> dict[str, Any]:
     """This rank's part of a checkpoint. Tensors are those that training continues with, not copies.
 
-    What has a `state_dict` goes into `_parts`; any other new key here and into `restore`. `resume.py` says
-    what becomes of it on another number of ranks; tests/engine/test_session.py looks for what is left out.
+    What has a `state_dict` goes into `_stateful_parts`; any other new key here and into `restore`.
+    `resume.py` says what becomes of it on another number of ranks; tests/engine/test_session.py looks for
+    what is left out.
     """
     runtime, state, model = session.runtime, session.state, session.runtime.model
     ema = runtime.ema

@@ -118,7 +118,7 @@ def _torchmetrics_parts(metric: Any) -> list[Any] | None:
 
 
 def _decode_state(data: bytes, device: torch.device) -> dict[str, Any]:
-    """The state of `_own_bytes`."""
+    """The state of `_encode_state`."""
     end = _TREE_LENGTH_BYTES + int.from_bytes(data[:_TREE_LENGTH_BYTES], "little")
     tensors = {name: tensor.to(device) for name, tensor in load(data[end:]).items()}
     return decode(json.loads(data[_TREE_LENGTH_BYTES:end]), tensors)

@@ -98,7 +98,7 @@ class CostModel:
     costs: StepCosts
     cores: float  # of a host; infinite where each rank computes on a device of its own
     overlap_slowdown: float = 1.0  # of computation beside an exchange, on such a device
-    stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `hooks_key`
+    stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `hook_stack_id`
 
     def predict(
         self, stage: StageExplanation, world: WorldShape, links: Links, stack: StackCosts | None = None

@@ -37,7 +37,7 @@ class FrozenParameters:
         self._reported: set[str] = set()
 
     def start_checksum_comparison(self) -> None:
-        """Compare, without waiting for other ranks; `make_equal` acts on it."""
+        """Compare, without waiting for other ranks; `equalize_if_different` acts on it."""
         if self.parameters and self._control.size > 1:
             what, total = "a checksum of the frozen parameters", combined_checksum(self.parameters.values())
             self._posted = self._control.all_gather_async([float(total)], what)

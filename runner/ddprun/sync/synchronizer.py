@@ -79,7 +79,7 @@ class Synchronizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there; comes after `begin`."""
+        """Continue from there; comes after `set_delta_bases`."""
         self.frozen.load_ranks_differ(state["frozen_differ"])
         for index in range(len(self.plan.transfers)):
             own = state[str(index)]

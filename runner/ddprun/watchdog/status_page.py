@@ -242,7 +242,7 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _AnswerHandler)
         host, port = self.server_address[:2]
-        self.endpoint = f"{host!s}:{port}/{self.secret}"  # where `ask_server` reaches it: host:port/secret
+        self.endpoint = f"{host!s}:{port}/{self.secret}"  # host:port/secret, for `announce_hang_and_ask`
 
     def serve_in_thread(self) -> None:
         """Answer from now on, on a thread."""
