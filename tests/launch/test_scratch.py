@@ -15,9 +15,9 @@ from ddprun.host.rank_files import remove_dead_launcher_folders, temporary_launc
 OPEN = """
 import sys
 
-from ddprun.host.rank_files import launcher_folder
+from ddprun.host.rank_files import temporary_launcher_folder
 
-with launcher_folder() as folder:
+with temporary_launcher_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """

@@ -530,11 +530,7 @@ def test_a_report_reads_no_holes(tmp_path: Path, name: str, lines: bool) -> None
     huge(folder / name, lines=lines)
     code, said = bounded("report", folder)
     assert code == 2
-    expected = (
-        f"ddprun: {folder} cannot be read: more than 16 MiB of {Path(name).name} are not records; "
-        "see `ddprun --help`\n"
-    )
-    assert said == expected
+    assert said == f"ddprun: {folder} cannot be read: more than 16 MiB of {Path(name).name} are not records\n"
 
 
 @pytest.mark.parametrize("kind", ["noise", "empty lines", "a beginning", "no records"])
