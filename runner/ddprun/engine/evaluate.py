@@ -58,7 +58,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     return {"metrics": found, "samples": samples}
 
 
-def evaluate_for_best_and_stop(run: StageRun, *, at_end: bool = False) -> None:
+def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     """Measure the held-out data between two steps, or at the end; leaves no trace. Called by all ranks."""
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate

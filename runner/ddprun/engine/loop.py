@@ -18,10 +18,10 @@ for each step:
                           checkpoint?); read those of earlier steps
     act_on_messages       act on what all ranks know by them:
                           progress; fail or stop                        sync_us of the next step
-                          evaluate_for_best_and_stop, if it is due      no step's time
+                          evaluate_in_stage, if it is due               no step's time
                           checkpoint, clocks                            sync_us of the next step
 agree_on_stage_end        unless the steps failed or stopped: read the messages that are left
-end_stage                 if the stage is complete: make ranks equal, evaluate_for_best_and_stop once more
+end_stage                 if the stage is complete: make ranks equal, evaluate_in_stage once more
 ```
 """
 
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.data import MicroBatch, StepBatches
-from ddprun.engine.evaluate import evaluate_for_best_and_stop, summary_of_evaluations
+from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
@@ -87,7 +87,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
             with excluded_from_timing(run, b"evaluate"):
-                evaluate_for_best_and_stop(run, at_end=True)
+                evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
@@ -111,7 +111,7 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
     steps_left = run.batches()
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
-            evaluate_for_best_and_stop(run)  # after a resume: it was due when the checkpoint was taken
+            evaluate_in_stage(run)  # after a resume: it was due when the checkpoint was taken
     while not run.stopped_early:
         handle_time_slice_and_profiler(run)
         step, stage_step = state.current_step, run.steps_done + 1
@@ -399,7 +399,7 @@ def act_on_messages(
         session.reporter.show_step(run.steps_done, step)
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
-            evaluate_for_best_and_stop(run)  # first: a checkpoint holds its outcome
+            evaluate_in_stage(run)  # first: a checkpoint holds its outcome
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)

@@ -94,7 +94,7 @@ class StreamClock(Clock):
         if mark.us is None:
             event = mark.event
             if not event.query():  # type: ignore[no-untyped-call]
-                event.synchronize()  # gives up Python's lock, which then has to be had again
+                event.synchronize()  # it releases the GIL, and to get that back may take long
             mark.set_time(round(self._time_of(event)))
         assert mark.us is not None
         return mark.us
