@@ -29,14 +29,7 @@ from ddprun.config.secrets import (
     secret_or_reference_problem,
 )
 from ddprun.config.stages import Stage
-from ddprun.config.tree import (
-    KeyPath,
-    Node,
-    find_nearest,
-    format_path,
-    map_strings,
-    parse_path,
-)
+from ddprun.config.tree import KeyPath, Node, find_nearest, format_path, map_strings, parse_path
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
 FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder

@@ -9,14 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ddprun.config import (
-    AverageStage,
-    BroadcastStage,
-    EvaluateStage,
-    SaveStage,
-    StepStage,
-    StepStageSettings,
-)
+from ddprun.config import AverageStage, BroadcastStage, EvaluateStage, SaveStage, StepStage, StepStageSettings
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, reweight_step

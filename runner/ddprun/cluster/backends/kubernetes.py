@@ -8,7 +8,6 @@ https://kubernetes.io/docs/concepts/security/pod-security-standards/
 
 import base64
 import codecs
-import json
 import math
 import posixpath
 import re
@@ -47,6 +46,7 @@ from ddprun.options import (
     pattern_constraint,
     problem,
 )
+from ddprun_hooks.config.messages import allowed_values
 
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
@@ -60,11 +60,12 @@ Manifest = dict[str, Any]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Shows a text of several lines as it is."""
+    """Shows a text of several lines as it is, and quotes what YAML 1.2 would read as a number (1e3)."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None)
+    style = "|" if "\n" in text else '"' if text[:1].isdigit() else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -94,25 +95,19 @@ _REFUSED_FIELDS = {
     "hostNetwork": _POD_SECURITY_REASON,
     "hostPID": _POD_SECURITY_REASON,
 }  # fields of a pod that may not stand in a file, and why
-_ALLOWED_CONTEXT_VALUES: dict[str, tuple[Any, ...]] = {
-    "allowPrivilegeEscalation": (False,),
-    "capabilities": ({"drop": ["ALL"]},),
-    "privileged": (False,),
-    "procMount": ("Default",),
-    "readOnlyRootFilesystem": (True, False),
-    "runAsNonRoot": (True,),
-    "seccompProfile": ({"type": "RuntimeDefault"},),
-}
-"""What the security context of an init container may say; a number of a user or group but 0, too."""
-
-_HANDLERS = ("lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
+# What `pod` may say of an init container.
+_INIT_CONTAINER_FIELDS = ["name", "image", "imagePullPolicy", "command", "args", "workingDir"]
+_INIT_CONTAINER_FIELDS += ["env", "envFrom", "resources", "volumeMounts"]
 
 _FIELD_PATTERN = r"^[a-z][A-Za-z]*$"
 
 _POD_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": _FIELD_PATTERN, "not": {"enum": list(_RESERVED_FIELDS)}},
-    "properties": {name: {"const": False} for name in _REFUSED_FIELDS},
+    "properties": {
+        **{name: {"const": False} for name in _REFUSED_FIELDS},
+        "initContainers": {"items": {"propertyNames": {"enum": _INIT_CONTAINER_FIELDS}}},
+    },
 }  # `pod` as far as a JSON Schema can say it
 
 
@@ -129,16 +124,20 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
             faults.append(problem(f'"{name}" is set by ddprun', _RESERVED_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
             faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
-    faults += _security_context_faults(value.get("initContainers", []))
+    init_containers = value.get("initContainers", [])
+    if not isinstance(init_containers, list) or not all(isinstance(one, dict) for one in init_containers):
+        faults.append(expected("a list of containers, each a mapping", at="initContainers"))
+        init_containers = []
+    for index, container in enumerate(init_containers):
+        for name in container:
+            if name not in _INIT_CONTAINER_FIELDS:
+                text = f'"{name}" is not allowed in an init container'
+                hint = allowed_values(_INIT_CONTAINER_FIELDS)
+                faults.append(problem(text, hint, at=("initContainers", index, str(name)), on_key=True))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
     for path, leaf in _leaves(value):
         if isinstance(leaf, str) and "${env:" in leaf:
             faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
-        match path:
-            case ("initContainers", _, "ports", _, "hostPort", *_) if leaf:
-                faults.append(problem('"hostPort" is not allowed', _POD_SECURITY_REASON, at=path))
-            case ("initContainers", _, where, *_, "host") if leaf and where in _HANDLERS:
-                faults.append(problem('"host" is not allowed', _POD_SECURITY_REASON, at=path))
     if faults:
         raise combine(faults)
     return dict(value)
@@ -150,28 +149,6 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         return
     for step, item in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _leaves(item, (*path, step))
-
-
-def _security_context_faults(containers: Any) -> Iterator[ValidationError]:
-    """What the security contexts of init containers say that no restricted one may."""
-    if not isinstance(containers, list):
-        yield expected("a list of containers", at="initContainers")
-        return
-    for index, container in enumerate(containers):
-        if not isinstance(container, dict):
-            yield expected("a container's fields", at=("initContainers", index))
-            continue
-        here: KeyPath = ("initContainers", index, "securityContext")
-        context = container.get("securityContext")
-        if not isinstance(context, dict | None):
-            yield expected("a mapping of a security context's fields", at=here)
-            continue
-        for name, item in (context or {}).items():
-            allowed = _ALLOWED_CONTEXT_VALUES.get(name, ())
-            user = name in ("runAsUser", "runAsGroup") and isinstance(item, int) and item > 0
-            if not user and not any(item == one and type(item) is type(one) for one in allowed):
-                rule = f"must be {json.dumps(allowed[0])}" if allowed else "is not allowed"
-                yield problem(f'"{name}" {rule}', _POD_SECURITY_REASON, at=(*here, name))
 
 
 class Kubernetes(Cluster):
@@ -351,8 +328,7 @@ class Kubernetes(Cluster):
         if len(self._paths) > 1:
             items = [{"key": key, "path": path} for key, path in self._paths.items()]
         init_containers = [
-            {**one, "securityContext": {**_RESTRICTED_CONTEXT, **(one.get("securityContext") or {})}}
-            for one in options.pod.get("initContainers", ())
+            {**one, "securityContext": _RESTRICTED_CONTEXT} for one in options.pod.get("initContainers", ())
         ]
         spec = {
             "restartPolicy": restart,

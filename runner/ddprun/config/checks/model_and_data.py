@@ -8,12 +8,7 @@ from pydantic import ValidationError
 
 from ddprun.config import signatures
 from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
-from ddprun.config.checks.registry import (
-    KeyConflict,
-    register_check,
-    setting_text,
-    values_of_key,
-)
+from ddprun.config.checks.registry import KeyConflict, register_check, setting_text, values_of_key
 from ddprun.config.choices import Choice
 from ddprun.config.patterns import matches, unmatched_pattern_problems
 from ddprun.config.schema import Pipeline
