@@ -30,7 +30,7 @@ class BucketLayout:
         return cls(index, dtype_name(dtype), offset, tuple(params))
 
 
-def view_complex_as_real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers, shape (..., 2), as it is sent; any other as it is."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
@@ -44,7 +44,7 @@ class TensorBuckets:
     """
 
     def __init__(self, named_tensors: Mapping[str, Tensor], cap_bytes: float, first_index: int = 0) -> None:
-        named_tensors = {name: view_complex_as_real(tensor) for name, tensor in named_tensors.items()}
+        named_tensors = {name: as_real(tensor) for name, tensor in named_tensors.items()}
         names_by_bucket = _assign_to_buckets(named_tensors, cap_bytes)
         self._tensors = [[named_tensors[name] for name in names] for names in names_by_bucket]
         self.layouts = tuple(

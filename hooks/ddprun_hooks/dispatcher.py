@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
+from ddprun_hooks.buckets import BucketLayout, as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
 from ddprun_hooks.errors import ExchangeError, fail_future
@@ -145,8 +145,8 @@ class BucketDispatcher:
                     continue  # the mean is in it
                 mean = means[place.name] = place.of(bucket.buffer())
                 if grad is not None:  # zeros, or of an earlier pass: that is in it
-                    like = view_complex_as_real(param)
-                    mean.as_strided(like.size(), like.stride()).sub_(view_complex_as_real(grad))
+                    like = as_real(param)
+                    mean.as_strided(like.size(), like.stride()).sub_(as_real(grad))
         if means:
             self._take_back(means)
 
@@ -178,9 +178,7 @@ class BucketDispatcher:
     def _record_layout(self, bucket: dist.GradBucket) -> None:
         if bucket.index() == 0:
             self._layout = {}
-        named_tensors = (
-            (self._names[id(param)], view_complex_as_real(param)) for param in bucket.parameters()
-        )
+        named_tensors = ((self._names[id(param)], as_real(param)) for param in bucket.parameters())
         self._layout[bucket.index()] = BucketLayout.from_tensors(
             bucket.index(), bucket.buffer().dtype, named_tensors
         )

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ddprun_hooks.config import grammar
 from ddprun_hooks.config.import_path import import_entry_point, import_trusted, installed_entry_points
-from ddprun_hooks.config.messages import describe_value, option_error_messages
+from ddprun_hooks.config.messages import describe_value, option_errors
 from ddprun_hooks.config.options import BUILT_IN, ENTRY_POINT_GROUP, HookSpec, read_hook, unknown_hook_message
 from ddprun_hooks.config.trust import ExpectedObject, TrustSettingError, UntrustedError
 from ddprun_hooks.ddp_comm_hook import DdpCommHook
@@ -78,7 +78,7 @@ def _make_hooks(hooks: Sequence[Any], at: str) -> list[tuple[str, Hook]]:
         try:
             named_hooks.append(_make_named_hook(hook))
         except ValidationError as error:
-            faults += option_error_messages(error, f"{at}[{index}]", BUILT_IN)
+            faults += option_errors(error, f"{at}[{index}]", BUILT_IN)
         except HookSetupError as error:
             faults += [f"{at}[{index}]: {line}" for line in str(error).splitlines()]
     if faults:

@@ -196,7 +196,7 @@ def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> Non
     assert row["learning"] == "one seed cannot tell"
     assert row["loss_difference"] == pytest.approx(-0.005)
     assert row["loss_difference_low"] is None
-    assert learning.speed_and_learning_verdict(row) == "faster; one seed cannot tell how well it learns"
+    assert learning.overall_verdict(row) == "faster; one seed cannot tell how well it learns"
     assert learning.comparison_sentences(table)[-1] == (
         "other is the fastest; before you choose it, compare again with `--seeds 5`, to see whether it "
         "learns as well."
@@ -213,7 +213,7 @@ def test_too_few_turns_say_how_many_more_it_takes(tmp_path: Path) -> None:
     table = comparison_rows([first, twin, other, failed])
     assert [row["turns_needed"] for row in table[1:]] == [2, 2, 6]
     assert table[1]["verdict"] == "noise: not known yet"
-    assert learning.speed_and_learning_verdict(table[2]).startswith("too few turns to tell, 2 more needed")
+    assert learning.overall_verdict(table[2]).startswith("too few turns to tell, 2 more needed")
     told = learning.comparison_sentences(table)
     assert len(told) == 3
     assert told[0].startswith(
@@ -234,7 +234,7 @@ def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
     summary.write_text(summary.read_text().replace('"steps":', '"nonfinite": {"step": 3}, "steps":', 1))
     table = comparison_rows([first, nothing, diverged])
     assert [row["verdict"] for row in table] == ["the first", "faster", "faster"]
-    assert learning.speed_and_learning_verdict(table[2]) == "faster, and its loss is not finite"
+    assert learning.overall_verdict(table[2]) == "faster, and its loss is not finite"
     assert [row["chosen"] for row in table] == [True, False, False]
 
 

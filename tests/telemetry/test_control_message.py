@@ -30,7 +30,7 @@ from ddprun.telemetry.control_message import (
     empty_messages,
     find_overflow,
     message_length,
-    reported_bucket_indices,
+    reported_buckets,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
@@ -139,13 +139,11 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
 
 
 def test_of_many_buckets_some_ready_times_are_reported() -> None:
-    """Those of `reported_bucket_indices`, so that a message stays small."""
+    """Those of `reported_buckets`, so that a message stays small."""
     step = step_of(1, 1)
     step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
     _, (numbers,), _ = messages_of([step], [1], buckets=100)
-    assert numbers[READY_AT:].tolist() == [
-        900 + bucket - OFFSET_US for bucket in reported_bucket_indices(100)
-    ]
+    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in reported_buckets(100)]
 
 
 def test_findings_that_are_empty_are_kept_too() -> None:

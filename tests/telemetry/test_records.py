@@ -20,7 +20,7 @@ from ddprun.telemetry.control_message import (
     all_ready_us,
     mean_losses_over_ranks,
     message_length,
-    reported_bucket_indices,
+    reported_buckets,
 )
 from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.steps import NonBackwardExchanges, RecordedStep, resolve_steps, step_records
@@ -67,7 +67,7 @@ def records_of(
         every: as of `step_records`.
         us: instead of the parts that come of the steps.
     """
-    reported = reported_bucket_indices(buckets)
+    reported = reported_buckets(buckets)
     messages = np.zeros((len(ready_times), 2, message_length(buckets)))
     messages[..., SAMPLES_AT] = 1
     for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
@@ -146,7 +146,7 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
 )
 def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: int) -> None:
     """As backward fills them in order; the last one is always reported."""
-    reported = reported_bucket_indices(buckets)
+    reported = reported_buckets(buckets)
     assert len(reported) == min(buckets, MAX_READY_TIMES)
     assert reported == sorted(set(reported))
     assert reported[-1] == buckets - 1

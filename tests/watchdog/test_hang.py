@@ -8,7 +8,7 @@ import torch
 from ddprun.engine import outcome, worker
 from ddprun.engine.outcome import FailureContext
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.watchdog.hang import HangContext, PeerStatusAddress, build_report
+from ddprun.watchdog.hang import HangContext, PeerAddress, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
@@ -98,5 +98,5 @@ def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> 
     control = WatchedSequence(watchdog, 0, "control", (0, 1, 2))
     word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
     seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
-    report = build_report(AROUND, 8.0, [word], seen, {1: PeerStatusAddress("there", "/page", "")})
+    report = build_report(AROUND, 8.0, [word], seen, {1: PeerAddress("there", "/page", "")})
     assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message

@@ -23,8 +23,8 @@ from ddprun.watchdog.status_page import (
     STATUSES_ADAPTER,
     HangStatusServer,
     StatusPage,
+    announce_hang,
     announce_hang_and_ask,
-    announce_hang_and_ask_all,
     read_page,
     read_pages,
 )
@@ -221,7 +221,7 @@ def test_another_hosts_launcher_answers_those_who_know_its_secret(tmp_path: Path
         assert found is not None
         assert found[5].pid == os.getpid()
         assert called == [True]
-        assert list(announce_hang_and_ask_all([server.endpoint])) == [5]
+        assert list(announce_hang([server.endpoint])) == [5]
         assert called == [True, True]
         name = server.endpoint
         server.shutdown()
@@ -235,7 +235,7 @@ def test_asking_takes_no_longer_than_one_answer_may(tmp_path: Path) -> None:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
         servers = [f"127.0.0.1:{server.getsockname()[1]}/secret" for server in silent]
         since = time.monotonic()
-        assert announce_hang_and_ask_all(servers) == {}
+        assert announce_hang(servers) == {}
         assert time.monotonic() - since < 8, "one after the other would take 12 s"
 
 

@@ -151,9 +151,7 @@ def error_message_parts(item: ErrorDetails, got: str) -> MessageParts:
     return item["msg"][:1].lower() + item["msg"][1:], None, None
 
 
-def option_error_messages(
-    error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]
-) -> list[str]:
+def option_errors(error: ValidationError, at: str, models: Mapping[str, type[BaseModel]]) -> list[str]:
     """Pydantic's errors about the options of a choice at a path: `hooks[0].topk.density: must be …`. The
     errors' own paths begin with the choice's name; `models` has the options of each choice.
     """

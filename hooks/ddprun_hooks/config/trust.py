@@ -35,7 +35,7 @@ _METHOD_ALTERNATIVES_TEXT = (
 )
 
 
-class _AllowedModuleNames(NamedTuple):
+class _AllowedModules(NamedTuple):
     """A module of a well-known package, and what in it may be named."""
 
     module: str
@@ -55,41 +55,37 @@ _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 # compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules,
 # methods and everything elsewhere can do more.
 _OPEN_PLACES = (
-    _AllowedModuleNames("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
-    _AllowedModuleNames(
-        "torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")
-    ),
-    _AllowedModuleNames("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
-    _AllowedModuleNames(
+    _AllowedModules("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
+    _AllowedModules("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
+    _AllowedModules("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
+    _AllowedModules(
         "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
     ),
-    _AllowedModuleNames("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
-    _AllowedModuleNames("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
-    _AllowedModuleNames(
+    _AllowedModules("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
+    _AllowedModules("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
+    _AllowedModules(
         "torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)
     ),
-    _AllowedModuleNames("torch", _DTYPES, "the types of tensors in torch", ()),
+    _AllowedModules("torch", _DTYPES, "the types of tensors in torch", ()),
     *(
-        _AllowedModuleNames(
-            f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",)
-        )
+        _AllowedModules(f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",))
         for task in ("", ".detection", ".segmentation", ".video")
     ),
     # LSUN unpickles a file that it finds among the images.
-    _AllowedModuleNames(
+    _AllowedModules(
         "torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets in torchvision.datasets", ("data",)
     ),
-    _AllowedModuleNames("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
+    _AllowedModules("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
     *(
-        _AllowedModuleNames(
+        _AllowedModules(
             f"torchvision.transforms{version}", _TRANSFORMS, "the transforms in torchvision.transforms", ()
         )
         for version in ("", ".v2")
     ),
-    _AllowedModuleNames("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
-    _AllowedModuleNames("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
-    _AllowedModuleNames("timm", "create_model", "create_model in timm", ("model",)),
-    _AllowedModuleNames("numpy", _DTYPES, "the types of numbers in numpy", ()),
+    _AllowedModules("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
+    _AllowedModules("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
+    _AllowedModules("timm", "create_model", "create_model in timm", ("model",)),
+    _AllowedModules("numpy", _DTYPES, "the types of numbers in numpy", ()),
 )
 
 # Packages of which open places may be named and nothing else.

@@ -210,9 +210,7 @@ class ShmGroup:
             if len(self._plans) >= 256:  # of tensors that are never of one length twice
                 self._plans.clear()
             memory = self._memory.view(dtype)
-            parts = (
-                _even_part_sizes(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
-            )
+            parts = _part_sizes(sizes, self.size, memory.element_size()) if isinstance(sizes, int) else sizes
             plan = self._plans[dtype, sizes] = _TransferPlan(self.rank, parts, memory)
         return plan
 
@@ -279,7 +277,7 @@ class _PieceViews:
         self.own_part = [slots[rank] for slots in self.incoming_parts]  # this rank's part in its own slot
 
 
-def _even_part_sizes(numel: int, count: int, element_bytes: int) -> list[int]:
+def _part_sizes(numel: int, count: int, element_bytes: int) -> list[int]:
     """Sizes of `count` parts of whole cache lines, the last but for what is left."""
     share = round_up(-(-numel // count), CACHE_LINE_BYTES // element_bytes)
     return [max(0, min(share, numel - part * share)) for part in range(count)]

@@ -220,7 +220,7 @@ def _metric_label(quantity: str) -> str:
     return name if name == quantity else f"held-out {name}"
 
 
-def speed_and_learning_verdict(row: Row) -> str:
+def overall_verdict(row: Row) -> str:
     """Speed and learning in a few words."""
     verdict = str(row["verdict"])
     if verdict == TOO_FEW_TURNS:

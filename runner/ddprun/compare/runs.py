@@ -180,7 +180,7 @@ class SpeedRatio:
     turns: int
 
     @property
-    def max_deviation_factor(self) -> float:
+    def max_deviation(self) -> float:
         """The factor, at least 1, by which the interval reaches away from 1."""
         return max(self.high, 1 / self.low, 1.0)
 
@@ -337,19 +337,14 @@ def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> SpeedRatio:
     draw = random.Random(0)
     found = sorted(_ratio_of_sums(draw.choices(pairs, k=len(pairs))) for _ in range(_DRAWS))
     tail = (1 - _CONFIDENCE) / 2
-    return SpeedRatio(
-        _ratio_of_sums(pairs),
-        quantile_of_sorted(found, tail),
-        quantile_of_sorted(found, 1 - tail),
-        len(pairs),
-    )
+    return SpeedRatio(_ratio_of_sums(pairs), quantile(found, tail), quantile(found, 1 - tail), len(pairs))
 
 
 def _ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(one for one, _ in pairs) / sum(other for _, other in pairs)
 
 
-def quantile_of_sorted(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
     """The value below which such a share of sorted `values` lies."""
     return values[min(len(values) - 1, round(share * (len(values) - 1)))]
 
@@ -360,7 +355,7 @@ def noise_factor(sides: Sequence[VariantRuns]) -> float | None:
     if twin is None or not (twin.completed and sides[0].completed):
         return None
     ratio = speed_ratio(sides[0], twin)
-    return ratio.max_deviation_factor if ratio is not None and ratio.turns >= _MIN_TURNS else None
+    return ratio.max_deviation if ratio is not None and ratio.turns >= _MIN_TURNS else None
 
 
 def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -> str:
@@ -374,11 +369,7 @@ def speed_verdict(first: VariantRuns, other: VariantRuns, noise: float | None) -
     ratio = speed_ratio(first, other)
     enough = ratio is not None and ratio.turns >= _MIN_TURNS
     if other.variant.twin:
-        return (
-            f"noise: up to {ratio.max_deviation_factor - 1:.1%}"
-            if ratio and enough
-            else "noise: not known yet"
-        )
+        return f"noise: up to {ratio.max_deviation - 1:.1%}" if ratio and enough else "noise: not known yet"
     if ratio is None or not enough:
         return learning.TOO_FEW_TURNS
     least = noise or 1.0
@@ -422,7 +413,7 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     steps = sum(one.steps for one in summaries)
     return {
         "steps_per_s": found.steps_per_s,
-        "spread": (quantile_of_sorted(rates, 0.75) - quantile_of_sorted(rates, 0.25)) / 2 if rates else None,
+        "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
         "exposed_share": found.times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
         "cosine": found.mean_fidelity_cosine,
@@ -437,10 +428,7 @@ def _uses_noop_hook(side: VariantRuns) -> bool:
 
 def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     """What a reader wants of the rows, a table of speed and one of learning: heads, cells, and a caption."""
-    speed = [
-        [*(_cell(key, row) for key in _SPEED_COLUMNS), learning.speed_and_learning_verdict(row)]
-        for row in rows
-    ]
+    speed = [[*(_cell(key, row) for key in _SPEED_COLUMNS), learning.overall_verdict(row)] for row in rows]
     turns = format_count(max(row["turns"] for row in rows), "turn")
     caption = f"Speed: over {turns}, with 95% intervals."
     return [([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption), learning.table(rows)]

@@ -10,9 +10,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def unmatched_pattern_problems(
-    patterns: Sequence[str], names: Sequence[str]
-) -> Iterator[tuple[int, str, str]]:
+def pattern_problems(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[int, str, str]]:
     """Each pattern that fits no name: its index, the problem, and what there is."""
     for index, pattern in enumerate(patterns):
         if not any(fnmatchcase(name, pattern) for name in names):

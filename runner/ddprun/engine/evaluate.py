@@ -25,12 +25,7 @@ from ddprun.engine.objective import ForwardResult, Objective
 from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
 from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
-from ddprun.engine.stage_run import (
-    StageRun,
-    make_buffers_equal,
-    model_for_evaluation,
-    swap_in_averaged_weights,
-)
+from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.stateful_metric import StatefulMetric
 
 _T = TypeVar("_T")
@@ -51,7 +46,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
-    with swap_in_averaged_weights(session):
+    with averaged_weights(session):
         found, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
     shown = _record_and_format_metrics(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
@@ -63,7 +58,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate
     assert wanted is not None, "the stage evaluates"
-    with model_for_evaluation(session):
+    with eval_model(session):
         held_out = session.runtime.held_out
         found, _ = evaluate_metrics(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
         evaluations.step = state.step

@@ -398,9 +398,7 @@ def _type_and_shape(value: Any) -> str:
     return name
 
 
-def settle_bucket_layout(
-    replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]
-) -> None:
+def settle_layout(replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
     with preserve_state(objective.precision.device, replica.model, objective.loss):
         content = objective.precision.to_device(feed.first_batch())
@@ -408,6 +406,6 @@ def settle_bucket_layout(
         def make_unused_error(names: Sequence[str]) -> PipelineError:
             return objective.unused_parameters_error(names, "the loss of a rank's first batch")
 
-        replica.settle_bucket_layout(
+        replica.settle_layout(
             lambda: objective(replica.ddp, content).loss, make_unused_error=make_unused_error, barrier=barrier
         )

@@ -20,7 +20,7 @@ from ddprun.config import SaveStage
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
-from ddprun.engine.stage_run import make_buffers_equal, swap_in_averaged_weights
+from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name
 from ddprun.run_files import encodable_path, open_file
 
@@ -42,7 +42,7 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     """
     reporter = session.reporter
     make_buffers_equal(session, stage)
-    with swap_in_averaged_weights(session):
+    with averaged_weights(session):
         target = session.runtime.display_path(_write_on_rank_0(session, stage))
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")

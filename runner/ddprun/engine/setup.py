@@ -20,7 +20,7 @@ from ddprun.engine.objective import (
     Precision,
     find_buffer_use,
     map_tensors,
-    settle_bucket_layout,
+    settle_layout,
     warmup_pass,
 )
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
@@ -140,7 +140,7 @@ def build_session(
     if any(stage.effective_settings(pipeline).plan.gradients for stage in pipeline.train_stages()):
         replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first)
         barrier = partial(control.barrier, "freezing the bucket layout")
-        settle_bucket_layout(replica, objective, feed, barrier)
+        settle_layout(replica, objective, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
     _check_shared_memory(loaded, feeds, ranks, place.backend)
@@ -230,9 +230,7 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
     workers, here, room = loaded.pipeline.loader.workers, ranks.environment, dev_shm.shm_space()
     shortage = dev_shm.nccl_shortage(here.local_world_size, room) if backend == "nccl" else None
     if workers:
-        sizes = max(
-            map(_batch_tensor_bytes, feeds.by_name().values()), key=sum
-        )  # stages come one after the other
+        sizes = max(map(_tensor_bytes, feeds.by_name().values()), key=sum)  # stages come one after the other
         shortage = dev_shm.shortage(here.local_world_size, workers, sizes, room) or shortage
     if shortage is None:
         return
@@ -243,7 +241,7 @@ def _check_shared_memory(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks, bac
         print_stderr(f"ddprun: warning: {text}: {dev_shm.REMEDY}")
 
 
-def _batch_tensor_bytes(feed: Feed) -> list[int]:
+def _tensor_bytes(feed: Feed) -> list[int]:
     sizes: list[int] = []
 
     def note_size(tensor: Tensor) -> Tensor:

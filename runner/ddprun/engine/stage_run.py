@@ -268,7 +268,7 @@ def _equalize(session: Session, action: Equalize) -> None:
 
 
 @contextmanager
-def swap_in_averaged_weights(session: Session) -> Iterator[None]:
+def averaged_weights(session: Session) -> Iterator[None]:
     """Inside, the model has the weights that are measured and saved: the average (`ema`) or those of the
     optimizer's `eval()`, if there is one, and the mean over ranks of what differs between them. Then each
     rank has its own again, bit for bit.
@@ -296,8 +296,8 @@ def swap_in_averaged_weights(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def model_for_evaluation(session: Session) -> Iterator[None]:
-    """Inside, the model is the one that an evaluate stage would see now: `swap_in_averaged_weights`, equal
+def eval_model(session: Session) -> Iterator[None]:
+    """Inside, the model is the one that an evaluate stage would see now: `averaged_weights`, equal
     frozen parameters and buffers, in evaluation mode. Then all of that is on each rank as it was, and
     nothing has been drawn at random. An exchange of the sync policy that is in flight goes on: this uses
     another queue.
@@ -308,7 +308,7 @@ def model_for_evaluation(session: Session) -> Iterator[None]:
         seeding.preserve_rng_state(runtime.device),
         runtime.buffers.temporarily_equal(),
         runtime.frozen.temporarily_equal(),
-        swap_in_averaged_weights(session),
+        averaged_weights(session),
     ):
         runtime.model.eval()
         try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError, PipelineFault
-from ddprun.config.patterns import abbreviated_list, matches, unmatched_pattern_problems
+from ddprun.config.patterns import abbreviated_list, matches, pattern_problems
 from ddprun.run_files import encodable_path
 
 _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
@@ -128,7 +128,7 @@ def _matching_parameters(
     named = [(plain_name(name), param) for name, param in model.named_parameters(remove_duplicate=False)]
     faults = [
         loaded.fault(f"{path}[{index}]", *texts)
-        for index, *texts in unmatched_pattern_problems(patterns, [name for name, _ in named])
+        for index, *texts in pattern_problems(patterns, [name for name, _ in named])
     ]
     if faults:
         raise PipelineError(faults)

@@ -20,7 +20,7 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_bucket_layout, warmup_pass
+from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_layout, warmup_pass
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -272,7 +272,7 @@ def _bucket_layouts_from_ddp(
     with _one_rank_process_group():
         queue = HostCommQueue(RankGroup("world", 0, ("here",)))
         replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
-        settle_bucket_layout(replica, objective, feed, barrier=lambda: None)
+        settle_layout(replica, objective, feed, barrier=lambda: None)
         layout = replica.dispatcher.layout
         del replica
         gc.collect()  # before the group ends, on which DDP still has a hand

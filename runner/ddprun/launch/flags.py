@@ -28,7 +28,7 @@ _ELASTIC_CONF = {
 }
 
 
-def missing_flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | bool]:
+def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | bool]:
     """What the file says where neither a flag nor torchrun's own environment variable does."""
     settings = loaded.pipeline.launch
     found = {"nnodes": settings.nnodes, "max_restarts": settings.max_restarts}
@@ -37,7 +37,7 @@ def missing_flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, s
     return {name: str(value) for name, value in found.items() if not flag_or_variable(flags, name)}
 
 
-def torchrun_arguments(flags: Flags, command: Sequence[str]) -> object:
+def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
     given: list[str] = []
     for name, value in flags.items():
@@ -110,14 +110,14 @@ def _prepare_restarts(arguments: Any) -> bool:
     return True
 
 
-def restarts_allowed(config: LaunchConfig) -> bool:
+def may_restart(config: LaunchConfig) -> bool:
     """Whether ranks may be started again."""
     return config.max_restarts > 0 or config.min_nodes < config.max_nodes
 
 
 def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousParameters:
     """As torch.distributed.launcher.api.launch_agent has them, with other values of `--rdzv-conf`."""
-    defaults = _ELASTIC_CONF if restarts_allowed(config) and config.rdzv_backend != "static" else {}
+    defaults = _ELASTIC_CONF if may_restart(config) and config.rdzv_backend != "static" else {}
     return RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

@@ -29,12 +29,7 @@ from ddprun.host import network, processes, rank_files
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import check_launch
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
-from ddprun.launch.flags import (
-    missing_flags_from_file,
-    restarts_allowed,
-    silence_torchelastic,
-    torchrun_arguments,
-)
+from ddprun.launch.flags import flags_from_file, may_restart, silence_torchelastic, torchrun_args
 from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import say
@@ -52,7 +47,7 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
     """
-    flags = {**missing_flags_from_file(loaded, flags), **flags}
+    flags = {**flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
         check_launch(loaded, int(ranks))
     _prepare_environment()
@@ -69,7 +64,7 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
             os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
             os.environ |= overrides_variable(loaded.overrides)
             try:
-                read = torchrun_arguments(flags, ["-m", "ddprun", *command])
+                read = torchrun_args(flags, ["-m", "ddprun", *command])
                 config, program, arguments = torchrun.config_from_args(read)
                 assert isinstance(program, str)
                 if warning := network.public_warning(config.rdzv_endpoint):
@@ -101,12 +96,12 @@ def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfi
         loaded.pipeline.launch.timeout_s,
         network.address_towards(endpoint) if multi_host else None,
         partial(_exit_without_other_hosts, folder) if multi_host else None,
-        partial(network.endpoint_answers, endpoint) if multi_host and restarts_allowed(config) else None,
+        partial(network.endpoint_answers, endpoint) if multi_host and may_restart(config) else None,
     )
     try:
         with watchdog:
             try:
-                _run_agent(agent, elastic=restarts_allowed(config))
+                _run_agent(agent, elastic=may_restart(config))
             except ChildFailedError:
                 processes.hard_exit_on_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 if multi_host:

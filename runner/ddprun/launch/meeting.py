@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from ddprun import EXIT_FAILURE
 from ddprun.host.network import host_and_port, is_this_host, resolve_addresses
-from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_arguments
+from ddprun.launch.flags import rendezvous_parameters, silence_torchelastic, torchrun_args
 from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.launch.rendezvous import make_handler
 from ddprun.standard_streams import say
@@ -122,7 +122,7 @@ def join_rendezvous(flags: Flags, timeout_s: float, purpose: str) -> tuple[Rende
     until = time.monotonic() + timeout_s
     hosts = (flag_or_variable(flags, "nnodes") or "1").rpartition(":")[2]
     given = {**flags, "nproc_per_node": "1", "max_restarts": "0", "nnodes": hosts}
-    config, _, _ = torchrun.config_from_args(torchrun_arguments(given, ["-m", "ddprun"]))
+    config, _, _ = torchrun.config_from_args(torchrun_args(given, ["-m", "ddprun"]))
     config.run_id = f"{config.run_id}-{purpose}"
     static = config.rdzv_backend == "static"
     limits: dict[str, Any] = {"timeout": round(timeout_s)}

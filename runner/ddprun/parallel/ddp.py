@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun.config import Ddp
-from ddprun_hooks.buckets import BucketLayout, view_complex_as_real
+from ddprun_hooks.buckets import BucketLayout, as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.dispatcher import BucketDispatcher
@@ -41,7 +41,7 @@ class DdpReplica:
         self.dispatcher = BucketDispatcher(self.ddp, queue, stack)
         self._settings = settings
 
-    def settle_bucket_layout(
+    def settle_layout(
         self,
         loss: Callable[[], Tensor],
         *,
@@ -61,7 +61,7 @@ class DdpReplica:
         self.model.train()
         for _ in range(3 if settings.static_graph else 2):
             loss().backward()  # type: ignore[no-untyped-call]
-            missing = parameters_without_gradient(self.model)
+            missing = without_gradient(self.model)
             if missing and not (settings.find_unused_parameters or settings.static_graph):
                 raise make_unused_error(missing)
             self.model.zero_grad(set_to_none=True)
@@ -89,9 +89,7 @@ class DdpReplica:
         finally:
             self.dispatcher.traces = None
         missing = self.dispatcher.unsent_params if exchange else ()
-        return missing and (
-            [name for name in parameters_without_gradient(self.model) if name in missing] or missing
-        )
+        return missing and ([name for name in without_gradient(self.model) if name in missing] or missing)
 
 
 def predict_bucket_layout(
@@ -103,7 +101,7 @@ def predict_bucket_layout(
     size at which each bucket is full; the last counts for all that follow.
     """
     names = list(params_by_completion)
-    tensors = [view_complex_as_real(param) for param in params_by_completion.values()]
+    tensors = [as_real(param) for param in params_by_completion.values()]
     buckets, _ = dist._compute_bucket_assignment_by_size(
         tensors, list(caps_bytes), [False] * len(tensors), list(range(len(tensors)))
     )
@@ -114,7 +112,7 @@ def predict_bucket_layout(
     return tuple(layouts)
 
 
-def parameters_without_gradient(model: nn.Module) -> list[str]:
+def without_gradient(model: nn.Module) -> list[str]:
     """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
     return [

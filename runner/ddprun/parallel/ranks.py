@@ -17,7 +17,7 @@ from ddprun.host.device import DeviceAndBackend
 from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_this_host
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
-from ddprun.watchdog.hang import PeerStatusAddress
+from ddprun.watchdog.hang import PeerAddress
 from ddprun.watchdog.launcher_watchdog import STATUS_SERVER_VARIABLE
 from ddprun.watchdog.rank_watchdog import NO_OP_LISTENER, EngineListener
 from ddprun.watchdog.status_page import claim_once
@@ -69,7 +69,7 @@ class Ranks:
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
     _unanswered: threading.Thread | None = None  # asks the store, which has not answered in time
-    _peers: dict[int, PeerStatusAddress] = field(default_factory=dict)
+    _peers: dict[int, PeerAddress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.environment.rank, self.environment.world_size
@@ -151,7 +151,7 @@ class Ranks:
             )
         everyone = self._collect("host", "learning which host each rank is on")
         self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
-        self._peers = dict(enumerate(map(PeerStatusAddress, self.hosts, pages, servers)))
+        self._peers = dict(enumerate(map(PeerAddress, self.hosts, pages, servers)))
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank, as JSON has it."""
@@ -165,17 +165,17 @@ class Ranks:
         holder = [0] if _rank_0_hosts_store() else []
         return observed_wait(self._joining, "ask", "the ranks' store", holder)
 
-    def peers(self) -> dict[int, PeerStatusAddress]:
+    def peers(self) -> dict[int, PeerAddress]:
         """The ranks that have joined; takes no longer than a second."""
         if self._peers:
             return self._peers
-        found: dict[int, PeerStatusAddress] = {}
+        found: dict[int, PeerAddress] = {}
 
         def ask(store: dist.Store) -> None:
             for rank in range(self.size):
                 if store.check([f"host/{rank}"]):
                     host, _, page, server = json.loads(store.get(f"host/{rank}"))
-                    found[rank] = PeerStatusAddress(host, page, server)
+                    found[rank] = PeerAddress(host, page, server)
 
         self._query_store(ask)
         return dict(found)

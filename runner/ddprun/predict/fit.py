@@ -72,7 +72,7 @@ def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu:
     """The time of each part of a micro-step, in microseconds on a core that it has to itself."""
     work, steps = dict.fromkeys(PARTS_WITHOUT_EXCHANGE, 0.0), sum(found.steps for _, found in pairs)
     for stage, found in pairs:
-        share, own_us, times = core_share, sum(found.parts.values()), _part_counts_per_step(stage)
+        share, own_us, times = core_share, sum(found.parts.values()), _part_counts(stage)
         if on_cpu and found.cpu_us and own_us > 0 and not sends_anything(stage):
             share = min(1.0, found.cpu_us / own_us)  # with threads of its own, a rank computes for longer
         for part in PARTS_WITHOUT_EXCHANGE:
@@ -80,7 +80,7 @@ def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu:
     return work
 
 
-def _part_counts_per_step(stage: StageExplanation) -> dict[str, int]:
+def _part_counts(stage: StageExplanation) -> dict[str, int]:
     """How often each part comes in a step."""
     accumulate = settings_of(stage).accumulate
     return {part: accumulate if part in MICRO_STEP_PARTS else 1 for part in PARTS_WITHOUT_EXCHANGE}
@@ -106,10 +106,7 @@ def _fit_stack(
     stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if costs.on_cpu and all(one.cpu_us for one in found):
-        own = (
-            sum(us * _part_counts_per_step(stage)[part] for part, us in costs.own_work_us[True].items())
-            * threads
-        )
+        own = sum(us * _part_counts(stage)[part] for part, us in costs.own_work_us[True].items()) * threads
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
         hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
         if hooks > _MAX_HOOK_SHARE * left:

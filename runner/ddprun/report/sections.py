@@ -282,9 +282,7 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     return found
 
 
-def _mean_parts_by_stage_and_rank(
-    digest: RunDigest,
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+def _mean_parts(digest: RunDigest) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
     """The mean parts of a step, in microseconds: of each stage, and of each rank in it."""
     several = len(digest.stages) > 1
     of_ranks = {
@@ -307,7 +305,7 @@ def _time_section(runs: NamedDigests) -> Iterator[Block]:
         if not digest.recorded_steps:
             yield Text(_NO_STEPS, "note")
             return
-        of_stages, of_ranks = _mean_parts_by_stage_and_rank(digest)
+        of_stages, of_ranks = _mean_parts(digest)
         bars, by = of_ranks, "stage and rank" if len(of_stages) > 1 else "rank"
         if len(of_ranks) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
@@ -336,7 +334,7 @@ def _step_time_section(digest: RunDigest) -> Iterator[Block]:
         caption += "The median is over the stage's steps of the same kind: with or without an exchange."
         heads = ["step", "ms", "median, ms", "part that grew most"]
         yield Table(heads, rows, caption, f"{title}: which, and why")
-    of_stages, of_ranks = _mean_parts_by_stage_and_rank(digest)
+    of_stages, of_ranks = _mean_parts(digest)
     rows = [
         [name, *(us.get(part, 0.0) / 1000 for part in (*STEP_PARTS, "step_us"))]
         for name, us in (of_stages | of_ranks).items()

@@ -182,7 +182,7 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
         f"rank, and took {format_duration(balance.hook_us / 1e6)} to encode and decode: they save time over "
         f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}."
     )
-    without = _fastest_comparable_stage(digest, stage, with_hooks=False)
+    without = _fastest_stage(digest, stage, with_hooks=False)
     if without is not None and abs(without.step_ms / stage.step_ms - 1) > _NEGLIGIBLE_SHARE:
         saved_time = stage.step_ms < without.step_ms
         text += f" {_SAVED if saved_time else _COST_MORE}: a step took {stage.step_ms:.1f} ms, and "
@@ -217,7 +217,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         exact.append((shares["sync"], what))
     balance = hook_balance(digest, stage)
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
-        without = _fastest_comparable_stage(digest, stage, with_hooks=False)
+        without = _fastest_stage(digest, stage, with_hooks=False)
         if without is None:
             exact.append((shares["hook"], "no hooks, or cheaper ones, which `ddprun compare` measures"))
         elif without.step_ms < stage.step_ms:
@@ -258,16 +258,14 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
 def _lossy_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     """How to send less, or less often."""
     if not stage.hooks:
-        if (fastest := _fastest_comparable_stage(digest, stage, with_hooks=True)) is None:
+        if (fastest := _fastest_stage(digest, stage, with_hooks=True)) is None:
             yield "sending less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
         elif fastest.step_ms < stage.step_ms:
             yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
     yield _sync_less_often_phrase(digest, stage)
 
 
-def _fastest_comparable_stage(
-    digest: RunDigest, stage: StageDigest, *, with_hooks: bool
-) -> StageDigest | None:
+def _fastest_stage(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> StageDigest | None:
     """The fastest other stage with hooks, or without, of the same kind and policy, so that hooks differ."""
     alike = [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
     found = [one for one in alike if one is not stage and bool(one.hooks) == with_hooks]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddprun_hooks.buckets import view_complex_as_real
+from ddprun_hooks.buckets import as_real
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.exchange import Exchange
 
@@ -101,7 +101,7 @@ def combined_checksum(tensors: Iterable[Tensor]) -> int:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Shape (), int64; its arithmetic is modulo 2^64."""
-    values = view_complex_as_real(tensor.detach()).reshape(-1).view(torch.uint8)
+    values = as_real(tensor.detach()).reshape(-1).view(torch.uint8)
     words = nn.functional.pad(values, (0, -len(values) % 4)).view(torch.int32)
     chunk_words = min(_WORDS_PER_CHUNK.get(tensor.device.type, _WORDS_PER_CHUNK["cpu"]), max(1, len(words)))
     factors = torch.arange(chunk_words, device=tensor.device) * _HASH_MULTIPLIERS[0]

@@ -30,13 +30,13 @@ LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
 """Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
-ready; when the gradient buckets of `reported_bucket_indices` were ready, zeros if this rank exchanged none.
+ready; when the gradient buckets of `reported_buckets` were ready, zeros if this rank exchanged none.
 """
 
 OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
-def reported_bucket_indices(buckets: int) -> list[int]:
+def reported_buckets(buckets: int) -> list[int]:
     """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
     if buckets <= MAX_READY_TIMES:
         return list(range(buckets))
@@ -182,7 +182,7 @@ def all_ready_us(
         return np.zeros(len(resolved.traces))
     sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
-    at = READY_AT + np.searchsorted(reported_bucket_indices(buckets), bucket)
+    at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
     known = (about >= 0) & (outside | (bucket < buckets))
     ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
@@ -195,7 +195,7 @@ def _put_ready_times(
     """Put into this rank's messages when it had its buckets ready."""
     sections, bucket, ready, _ = resolved.trace_times
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
-    reported, at = np.array(reported_bucket_indices(buckets)), ready - offset_us
+    reported, at = np.array(reported_buckets(buckets)), ready - offset_us
     mine = (about >= 0) & ~outside & np.isin(bucket, reported)
     numbers[about[mine], READY_AT + np.searchsorted(reported, bucket[mine])] = at[mine]
     mine = (about >= 0) & outside

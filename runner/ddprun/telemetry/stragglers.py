@@ -20,12 +20,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 
-from ddprun.telemetry.control_message import (
-    OWN_COLUMNS,
-    READY_COLUMNS,
-    SYNC_READY_AT,
-    reported_bucket_indices,
-)
+from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
 from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
 from ddprun.telemetry.steps import FloatArray
 
@@ -174,7 +169,7 @@ class StragglerDetector:
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
             return None  # late in too few of the steps
         cause, index = _find_cause(rank, late_us, numbers, None if before is None else before.cause)
-        bucket = None if index is None else reported_bucket_indices(len(self._params))[index]
+        bucket = None if index is None else reported_buckets(len(self._params))[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)

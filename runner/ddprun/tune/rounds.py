@@ -127,6 +127,4 @@ def _step_time_and_spread(side: VariantRuns) -> tuple[float | None, float | None
     times = sorted(side.step_s_by_seed_and_turn.values())
     if not times:
         return None, None
-    return sum(times) / len(times), (
-        compare.quantile_of_sorted(times, 0.75) - compare.quantile_of_sorted(times, 0.25)
-    ) / 2
+    return sum(times) / len(times), (compare.quantile(times, 0.75) - compare.quantile(times, 0.25)) / 2

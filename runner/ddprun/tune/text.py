@@ -58,16 +58,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     step_s, loss = (None, None) if measured is None else (measured.step_s, measured.loss)
     rows: list[tuple[str, ...]] = [
         _HEADS,
-        (
-            file.candidate.name,
-            _predicted_step_time_text(file),
-            _step_text(step_s),
-            "1",
-            "1",
-            "",
-            _number(loss),
-            "",
-        ),
+        (file.candidate.name, _step_time_text(file), _step_text(step_s), "1", "1", "", _number(loss), ""),
     ]
     # What keeps training the same comes first, then what loses less; the fastest first in each kind.
     for trial in sorted(
@@ -79,7 +70,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
         rows.append(
             (
                 trial.entry.candidate.name,
-                _predicted_step_time_text(trial.entry),
+                _step_time_text(trial.entry),
                 _step_text(trial.step_s, trial.spread_s),
                 "-" if ratio is None else f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
                 _number(trial.speedup_to_loss, 2),
@@ -91,7 +82,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     ran = {trial.entry.candidate.name for trial in outcome.trials}
     left = [one for one in outcome.entries if one.candidate.name not in ran]
     rows += [
-        (one.candidate.name, _predicted_step_time_text(one), "", "", "", "", "", one.predicted.limit)
+        (one.candidate.name, _step_time_text(one), "", "", "", "", "", one.predicted.limit)
         for one in left[:_MAX_UNRUN_CANDIDATES]
     ]
     if len(left) > _MAX_UNRUN_CANDIDATES:
@@ -99,7 +90,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     return rows
 
 
-def _predicted_step_time_text(entry: choose.PredictedCandidate) -> str:
+def _step_time_text(entry: choose.PredictedCandidate) -> str:
     return format_duration(1e-6 * entry.predicted.step_us)
 
 
@@ -129,7 +120,7 @@ def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
     }[entry.candidate.kind]
     winner = f"{headline}: {entry.candidate.name}."
     if trial is None:
-        step, baseline_step = _predicted_step_time_text(entry), _predicted_step_time_text(outcome.baseline)
+        step, baseline_step = _step_time_text(entry), _step_time_text(outcome.baseline)
         yield (
             f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
             f"{before / after:.2f} times as many samples a second. Nothing was run with it, because "
@@ -221,7 +212,7 @@ def winner_changes(outcome: SearchOutcome) -> list[Change]:
             (one for one in (outcome.baseline, *outcome.entries) if dict(one.candidate.changes) == rest), None
         )
         if without is not None:
-            times = f"{_predicted_step_time_text(without)}, not {_predicted_step_time_text(entry)}"
+            times = f"{_step_time_text(without)}, not {_step_time_text(entry)}"
             comment += f"; with that, a step is predicted to take {times}"
         found.append(Change(key, value, comment))
     return found

@@ -122,7 +122,7 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
     start, end = parent_key.end_mark.index, _value_end(node)
     return [
         _Edit(start, end, f": {flow_yaml(change.value)}"),
-        _insert_comment_above(text, parent_key.start_mark.index, change.comment),
+        _insert_comment(text, parent_key.start_mark.index, change.comment),
     ]
 
 
@@ -141,10 +141,7 @@ def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) 
         empty = not mapping.value
         comma = "" if empty or text[:before_brace].rstrip().endswith(",") else ", "
         line = mapping.start_mark.index
-        return [
-            _Edit(before_brace, before_brace, f"{comma}{entry}"),
-            _insert_comment_above(text, line, comment),
-        ]
+        return [_Edit(before_brace, before_brace, f"{comma}{entry}"), _insert_comment(text, line, comment)]
     first = mapping.value[0][0].start_mark.index
     start = text.rfind("\n", 0, first) + 1
     indent = text[start:first]
@@ -156,7 +153,7 @@ def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) 
     return [_Edit(start, start, f"{indent}# {comment}\n{indent}{entry}\n")]
 
 
-def _insert_comment_above(text: str, index: int, comment: str) -> _Edit:
+def _insert_comment(text: str, index: int, comment: str) -> _Edit:
     """A comment line above the line of a place, as far in as that."""
     start = text.rfind("\n", 0, index) + 1
     line = text[start:index]

@@ -18,13 +18,7 @@ from typing import IO, Any, Literal, NamedTuple
 from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog, WatchedCollective
-from ddprun.watchdog.status_page import (
-    RankStatus,
-    announce_hang_and_ask_all,
-    claim_once,
-    read_page,
-    read_pages,
-)
+from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import format_ranks
 
 _EXIT_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
@@ -39,7 +33,7 @@ HangCause = Literal["late", "silent", "circle", "network"]
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStatusAddress:
+class PeerAddress:
     """Where another rank is, as it said when it joined."""
 
     host: str
@@ -64,7 +58,7 @@ class HangContext:
     rank: int
     size: int
     host: str
-    peers: Callable[[], Mapping[int, PeerStatusAddress]]  # ranks that have joined
+    peers: Callable[[], Mapping[int, PeerAddress]]  # ranks that have joined
     hosts_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
     # Claim to be the one that prints the report, among all hosts; True if nobody can be asked.
     claim_report: Callable[[], bool]
@@ -119,7 +113,7 @@ def _report(context: HangContext, watchdog: RankWatchdog, waits: list[OverdueCol
 
 
 def _collect_statuses(
-    context: HangContext, watchdog: RankWatchdog, peers: Mapping[int, PeerStatusAddress]
+    context: HangContext, watchdog: RankWatchdog, peers: Mapping[int, PeerAddress]
 ) -> dict[int, RankStatus]:
     """What the status pages say that can be read, of this host and of the others."""
     on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == context.host}
@@ -130,7 +124,7 @@ def _collect_statuses(
         local |= read_pages(watchdog.folder)
     local[context.rank] = read_page(watchdog.status_page.path) or local.get(context.rank)
     return {
-        **announce_hang_and_ask_all(sorted(servers)),
+        **announce_hang(sorted(servers)),
         **{rank: status for rank, status in local.items() if status is not None},
     }
 
@@ -178,7 +172,7 @@ def build_report(
     timeout_s: float,
     waits: Sequence[OverdueCollective],
     statuses: Mapping[int, RankStatus],
-    peers: Mapping[int, PeerStatusAddress],
+    peers: Mapping[int, PeerAddress],
 ) -> HangReport:
     """Say who is missing; `waits`: what this rank waits for, oldest first; `statuses` has its own, too."""
     diagnosis = diagnose(context.rank, statuses)
@@ -234,10 +228,7 @@ def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> Over
 
 
 def _describe_rank(
-    rank: int,
-    context: HangContext,
-    statuses: Mapping[int, RankStatus],
-    peers: Mapping[int, PeerStatusAddress],
+    rank: int, context: HangContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerAddress]
 ) -> str:
     status, peer = statuses.get(rank), peers.get(rank)
     if status is not None:

@@ -284,7 +284,7 @@ def announce_hang_and_ask(server: str) -> dict[int, RankStatus] | None:
         return None
 
 
-def announce_hang_and_ask_all(servers: Sequence[str]) -> dict[int, RankStatus]:
+def announce_hang(servers: Sequence[str]) -> dict[int, RankStatus]:
     """The status pages behind several servers, those that answer; takes no longer than one."""
     if not servers:
         return {}

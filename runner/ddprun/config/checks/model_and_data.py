@@ -10,7 +10,7 @@ from ddprun.config import signatures
 from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
 from ddprun.config.checks.registry import KeyConflict, register_check, setting_text, values_of_key
 from ddprun.config.choices import Choice
-from ddprun.config.patterns import matches, unmatched_pattern_problems
+from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
@@ -134,7 +134,7 @@ def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
         return  # the run will see
     for path, patterns in places:
-        for index, text, allowed in unmatched_pattern_problems(patterns, names):
+        for index, text, allowed in pattern_problems(patterns, names):
             yield KeyConflict(f"{path}[{index}]", text, allowed)
     if all(matches(name, pipeline.freeze) for name in names):
         yield KeyConflict("freeze", "no parameter is left to train", "freeze fewer")
