@@ -1,5 +1,7 @@
 """Sizes, rates, counts and times for a reader."""
 
+from collections.abc import Sequence
+
 
 def format_bytes(count: float) -> str:
     """Bytes with three significant digits, in units of 1000."""
@@ -33,6 +35,12 @@ def format_bit_rate(bits_per_s: float) -> str:
 def format_count(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def format_world_sizes(world_sizes: Sequence[Sequence[int]]) -> str:
+    """`2`, or `2 to step 700, then 1`: of each number of ranks the first step, and the number."""
+    (_, text), *changes = ((first, f"{size:,}") for first, size in world_sizes)
+    return text + "".join(f" to step {first - 1:,}, then {size}" for first, size in changes)
 
 
 def format_duration(seconds: float) -> str:

@@ -134,7 +134,7 @@ def test_containers_are_restricted(docker: Engine, tmp_path: Path) -> None:
         refused = docker.call("exec", name, "sh", "-c", "echo x >/workspace/pipelines/x || echo x >/opt/x")
         assert refused.returncode != 0
         assert refused.stderr.count("Read-only file system") == 2
-    docker.ask("stop", "-t", "60", *names, timeout_s=120)  # SIGINT, as for Ctrl-C
+    docker.ask("stop", *names, timeout_s=150)  # SIGINT, as for Ctrl-C; the engine waits 120 s
     assert {docker.inspect(name)["State"]["ExitCode"] for name in names} == {130}
     assert {line for name in names for line in docker.ask("diff", name).splitlines()} == set()
     assert len(of_job(docker, job)) == 3, "and the network"

@@ -380,6 +380,11 @@ UNRESTRICTED = [
         "initContainers[0].env[0].value",
         "is not filled in for pods; take it from a Secret, by valueFrom",
     ),
+    (
+        "initContainers: [{name: a, env: [{name: A_TOKEN, value: hunter2hunter2}]}]",
+        "initContainers[0].env[0].value",
+        "a secret in plain text; take it from a Secret, by valueFrom",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddprun.config import Loader
+from ddprun.config import Loader, PipelineError, load
 from ddprun.engine.data import BatchDataset, Feed
+from ddprun.engine.feeds import open_feeds
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.testing import run_ranks
@@ -308,6 +310,16 @@ def test_shuffling_an_iterable_is_refused() -> None:
     """It has an order of its own."""
     with pytest.raises(ValueError, match=r"loader\.shuffle must be false"):
         feed(Stream(8), 0, 2, shuffle=True)
+
+
+def test_a_sampler_of_an_iterable_is_refused(tmp_path: Path) -> None:
+    """It would be ignored."""
+    (tmp_path / "p.yaml").write_text(
+        "model: {mlp: {inputs: 6, outputs: 3}}\ndata: mine.Stream\noptimizer: sgd\n"
+        "loader: {sampler: torch.utils.data.RandomSampler, shuffle: false}\nstages: [{train: {steps: 1}}]\n"
+    )
+    with pytest.raises(PipelineError, match=r"an iterable dataset has an order of its own: loader\.sampler"):
+        open_feeds(load(tmp_path / "p.yaml"), Stream(8), rank=0, world_size=1)
 
 
 def test_no_epochs_left_are_no_steps() -> None:

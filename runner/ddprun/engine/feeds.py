@@ -6,7 +6,7 @@ from typing import Any
 
 from ddprun.config import Choice, DataPair, LoadedPipeline, StepStageSettings
 from ddprun.engine.build import build_collate, build_dataset, build_sampler_order, data_error_factory
-from ddprun.engine.data import Feed, is_iterable
+from ddprun.engine.data import Feed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def open_feeds(
             rank=rank,
             world_size=world_size,
             collate=build_collate(loaded),
-            sampler_order=None if is_iterable(dataset) else build_sampler_order(loaded, dataset),
+            sampler_order=build_sampler_order(loaded, dataset),
             pin=pin,
             make_error=data_error_factory(loaded, path, choice),
         )

@@ -48,12 +48,15 @@ def finish_run(session: Session, status: Status) -> list[str]:
     runtime, state, reporter = session.runtime, session.state, session.reporter
     ranks, records = runtime.ranks, runtime.records
     records.writer.flush()
-    failures = ranks.gather("records", records.writer.failure or "")
-    if incomplete := [(rank, why) for rank, why in enumerate(failures) if why]:
+    written = ranks.gather("records", [records.writer.dropped, records.writer.failure or ""])
+    incomplete = [(rank, why) for rank, (_, why) in enumerate(written) if why]
+    if incomplete:
         (rank, why), *others = incomplete
         more = f" (and of {len(others)} more)" if others else ""
         reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
     raw_summary = summarize(session, status)
+    raw_summary.records_dropped = sum(dropped for dropped, _ in written)
+    raw_summary.records_failure = next((why for _, why in incomplete), None)
     if status == "failed":
         first = runtime.finite_check.first_nonfinite
         assert first is not None
@@ -139,6 +142,7 @@ def summarize(session: Session, status: Status) -> Summary:
         stragglers=[] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.episodes,
         wire_bytes=sum(total.wire_bytes for total in totals),
         world_size=runtime.ranks.size,
+        world_sizes=[(first, size) for first, size in state.cursor.world_sizes],
         backend=runtime.backend,
         device=runtime.device.type,
         versions={
@@ -146,8 +150,6 @@ def summarize(session: Session, status: Status) -> Summary:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        records_dropped=runtime.records.writer.dropped,
-        records_failure=runtime.records.writer.failure,
         run_dir=str(runtime.shown_dir),
         audit=None
         if audit is None

@@ -70,12 +70,14 @@ def resume(session: Session) -> None:
     for note in notes:
         reporter.note(note)
     shown = runtime.display_path(checkpoint.path)
+    state.cursor.note_world_size(state.step + 1, runtime.ranks.size)
     reporter.events.info(
         "resumed",
         step=state.step,
         stage=state.cursor.next,
         checkpoint=str(shown),
         world_size_before=checkpoint.world_size,
+        world_sizes=state.cursor.world_sizes,
         changed=notes,
     )
     done = state.cursor.next >= len(runtime.loaded.pipeline.stages)
@@ -334,10 +336,9 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["replicas"] = ["common", "common", None, own[0]["replicas"][3]]
-    # What old ranks had added up, each given to one new rank.
-    totals = [one["telemetry"]["totals"] for one in own[rank::ranks]]
+    totals = [Totals.of(one["telemetry"]["totals"]) for one in own]
     state["telemetry"] = {
-        "totals": [sum(column) for column in zip(*totals, strict=True)] if totals else Totals().numbers(),
+        "totals": Totals.of_other_ranks(totals, rank, ranks).numbers(),
         "round": Accumulator().state_dict(),
         "own_loss": own[0]["telemetry"]["own_loss"],
         "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],

@@ -114,6 +114,9 @@ class Cursor:
     seconds: float = 0.0  # in that stage, in all attempts; of a broken one, up to its last checkpoint
     run_seconds: float = 0.0  # in all stages
     entries: list[dict[str, Any]] = field(default_factory=list)  # the summary's, of stages that are done
+    world_sizes: list[list[int]] = field(default_factory=list)
+    """How many ranks take the run's steps: the first step from which so many do, and the number."""
+
     ticked_at: float = 0.0  # when time was counted last, on this process's monotonic clock
 
     @property
@@ -123,6 +126,12 @@ class Cursor:
 
     def begin(self, stage: int, step: int, epoch: int) -> None:
         self.stage, self.first_step, self.first_epoch, self.seconds = stage, step, epoch, 0.0
+
+    def note_world_size(self, next_step: int, ranks: int) -> None:
+        """So many ranks take the steps from `next_step` on."""
+        self.world_sizes = [one for one in self.world_sizes if one[0] < next_step]
+        if not self.world_sizes or self.world_sizes[-1][1] != ranks:
+            self.world_sizes.append([next_step, ranks])
 
     def end(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)

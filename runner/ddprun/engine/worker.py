@@ -151,6 +151,7 @@ def _run(
     signals.report_replaced_handlers(session.reporter.report_handlers)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
+    cursor.note_world_size(session.state.step + 1, ranks.size)
     cursor.ticked_at = time.monotonic()
     status = _run_stages(session)
     cursor.count_time(in_stage=False)

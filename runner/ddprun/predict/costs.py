@@ -13,6 +13,7 @@ import numpy as np
 from ddprun import InputError
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import BucketRecord, StepRecord
+from ddprun.units import format_world_sizes
 
 PARTS_WITHOUT_EXCHANGE = ("data_us", "forward_us", "backward_us", "optimizer_us", "sync_us", "other_us")
 """Parts of a step in which the training thread works for itself."""
@@ -118,6 +119,9 @@ class Costs:
 def costs_of_run(run: Run, stage_count: int) -> Costs:
     """Read a run whose pipeline has so many stages; raises CostsUnknownError, or as `Run` does."""
     started = run.started
+    if len(run.world_sizes) > 1:
+        ranks = format_world_sizes(run.world_sizes)
+        raise CostsUnknownError(f"{run.folder}: the number of its ranks has changed ({ranks})")
     stages = [_StageRecords() for _ in range(stage_count)]
     for rank in run.ranks:
         # The stage, and the beginning and length of the last backward pass.

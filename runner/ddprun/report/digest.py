@@ -142,10 +142,13 @@ class StepTimes:
     total_us_by_rank: list[Counter[str]]
     """Sums over steps: of each part, of `step_us`, and of `samples`; and how many `steps` these are."""
 
+    total_us: Counter[str] = field(default_factory=Counter)
+    """The same of the run: in each step the mean over the ranks that took it, and all of their samples."""
+
     def __add__(self, other: "StepTimes") -> "StepTimes":
         """The times of the steps of both, of which one may have records of more ranks."""
         totals = zip_longest(self.total_us_by_rank, other.total_us_by_rank, fillvalue=Counter[str]())
-        return StepTimes([one + more for one, more in totals])
+        return StepTimes([one + more for one, more in totals], self.total_us + other.total_us)
 
     @cached_property
     def mean_us_by_rank(self) -> list[dict[str, float]]:
@@ -158,8 +161,7 @@ class StepTimes:
     @cached_property
     def mean_parts_us(self) -> dict[str, float]:
         """The mean of each part of a step, and of `step_us`, over ranks."""
-        known = [one for one in self.mean_us_by_rank if one]
-        return {part: sum(one[part] for one in known) / max(1, len(known)) for part in _STEP_AND_PARTS}
+        return {part: self.total_us[part] / max(1, self.total_us["steps"]) for part in _STEP_AND_PARTS}
 
     @cached_property
     def shares_by_category(self) -> dict[str, float]:
@@ -261,8 +263,8 @@ class RunDigest:
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second of all ranks together, while steps are taken."""
-        known = [us for us in self.times.total_us_by_rank if us["step_us"]]
-        return 1e6 * sum(us["samples"] / us["step_us"] for us in known) if known else None
+        us = self.times.total_us
+        return 1e6 * us["samples"] / us["step_us"] if us["step_us"] else None
 
     @property
     def mean_fidelity_cosine(self) -> float | None:
@@ -289,6 +291,10 @@ class _StepMeans:
         """The mean of a step; None: no rank has a number."""
         at = _step_index(self._steps, step)
         return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else None
+
+    def sum_of_means(self, indices: Iterable[int]) -> float:
+        """The means of the steps with these indices, added up; each has one."""
+        return sum(self.sums[one] / self.counts[one] for one in indices)
 
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
@@ -350,6 +356,12 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
     counts = columns["step_us"].counts
+    for stage in stages:
+        first, end = bisect_left(steps, stage.first_step), bisect_right(steps, stage.last_step)
+        timed = [index for index in range(first, end) if counts[index] and is_timed(steps[index])]
+        samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
+        us = {part: round(columns[part].sum_of_means(timed)) for part in _STEP_AND_PARTS}
+        stage.times.total_us.update({"steps": len(timed), "samples": samples, **us})
     found = RunDigest(
         run=run,
         recorded_steps=[step for step, count in zip(steps, counts, strict=True) if count],

@@ -21,7 +21,7 @@ from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
 from ddprun.run_files import parse_json
 from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
-from ddprun.units import format_count, format_duration
+from ddprun.units import format_count, format_duration, format_world_sizes
 
 StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
@@ -230,7 +230,7 @@ class MeasuredStage:
         hooks = [next(iter(hook), "") if isinstance(hook, dict) else hook for hook in one.hooks]
         facts = {
             "kind": (one.kind, self.stage.kind),
-            "ranks": (prediction.ranks, started.world_size or self.digest.rank_count),
+            "ranks": (f"{prediction.ranks:,}", format_world_sizes(self.digest.run.world_sizes)),
             "hosts": (prediction.hosts, len(set(started.hosts or [""]))),
             "sync": (flow_yaml(one.sync), flow_yaml(self.stage.sync)),
             "hooks": (flow_yaml(hooks), flow_yaml(list(self.stage.hooks))),

@@ -31,7 +31,7 @@ from ddprun.report.predicted import StageComparison, StepPart
 from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
-from ddprun.units import format_bit_rate, format_bytes, format_count
+from ddprun.units import format_bit_rate, format_bytes, format_count, format_world_sizes
 
 _MAX_ERRORS = _MAX_EVALUATIONS = 30
 _MAX_HELD_OUT_POINTS = 200
@@ -138,9 +138,9 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     if digest.slow_step_count:
         yield "slow steps", f"{digest.slow_step_count:,} of {len(digest.recorded_steps):,}"
     yield "wall time, s", summary and summary.seconds
-    hosts, ranks = len(set(started.hosts)), started.world_size or digest.rank_count
+    hosts, ranks = len(set(started.hosts)), format_world_sizes(digest.run.world_sizes)
     device = "GPU" if started.device == "cuda" else started.device
-    yield "ranks", f"{ranks:,} on {format_count(hosts, 'host')}, {device} over {started.backend}"
+    yield "ranks", f"{ranks} on {format_count(hosts, 'host')}, {device} over {started.backend}"
     yield "mean loss, last step", summary and summary.loss
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
 from ddprun.report.parts import STEP_PARTS
-from ddprun.telemetry.records import ClockOffsets, Started
+from ddprun.telemetry.records import ClockOffsets
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
@@ -56,7 +56,7 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
 
 def _main_stages(digest: RunDigest) -> list[StageDigest]:
     """The few stages in which the run spent most of its time, in pipeline order."""
-    us = {stage.index: sum(one["step_us"] for one in stage.times.total_us_by_rank) for stage in digest.stages}
+    us = {stage.index: stage.times.total_us["step_us"] for stage in digest.stages}
     longest = sorted(digest.stages, key=lambda stage: us[stage.index])[-_MAX_STAGES_WITH_SENTENCES:]
     least = max(1, _MIN_STAGE_SHARE * sum(us.values()))
     return [stage for stage in digest.stages if stage in longest and us[stage.index] >= least]
@@ -146,9 +146,9 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
     the same ranks in the whole run.
     """
-    started, ranks = digest.run.events_of(Started), digest.rank_count
+    ranks, hosts = digest.rank_count, digest.run.started.hosts
     through = [one for one in stage.traffic if one.kind in ("gradient", "delta") and one.hooks]
-    if len(through) != 1 or ranks < 2 or {one.world_size for one in started} != {ranks}:
+    if len(through) != 1 or ranks < 2 or digest.run.world_sizes != [(1, ranks)]:
         return None
     (one,) = through
     plain_bytes, hook_us = 2 * (ranks - 1) / ranks * one.bytes, one.encode_us + one.decode_us
@@ -157,7 +157,7 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     per_step = max(1, stage.sampled_step_count) * ranks
     clocks = digest.run.events_of(ClockOffsets)
     latency_us = _LATENCIES * max((us for one in clocks for us in one.error_us), default=math.inf)
-    several_hosts = len(set(started[0].hosts)) > 1
+    several_hosts = len(set(hosts)) > 1
     sent = [one for each in digest.stages for one in each.traffic if one.among_all_ranks and one.wire_us]
     # A payload's latency is not the link's time; inside a host it is not known.
     times_us = [one.wire_us - (latency_us * one.payloads if several_hosts else math.inf) for one in sent]

@@ -17,7 +17,7 @@ from ddprun.standard_streams import is_terminal
 from ddprun.telemetry.recorder import AgreedSteps
 from ddprun.telemetry.records import Straggler, Summary
 from ddprun.telemetry.stragglers import straggler_totals
-from ddprun.units import format_bytes
+from ddprun.units import format_bytes, format_world_sizes
 
 _LINES_PER_STAGE = 10
 _LINE_EVERY_S = 30.0
@@ -142,10 +142,11 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """The closing table of a run."""
     step_s, exposed_s = summary.seconds_in_steps or 1.0, summary.exposed_communication_s or 0.0
+    sizes = summary.world_sizes or [(1, summary.world_size or 0)]
     waits = [f"rank {rank}: {s:.2f} s" for rank, s in enumerate(summary.straggler_wait_s or [])]
     return [
         ("status", summary.status),
-        ("ranks", f"{summary.world_size} on {summary.device} over {summary.backend}"),
+        ("ranks", f"{format_world_sizes(sizes)} on {summary.device} over {summary.backend}"),
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
         ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),

@@ -23,6 +23,7 @@ from ddprun.telemetry.records import (
     ClockOffsets,
     Event,
     ProfilerRecord,
+    Resumed,
     Started,
     StepRecord,
     Straggler,
@@ -98,6 +99,18 @@ class Run:
     def started(self) -> Started:
         """How the run started the first time."""
         return next(iter(self.events_of(Started)), Started())
+
+    @cached_property
+    def world_sizes(self) -> list[tuple[int, int]]:
+        """How many ranks took the steps: the first step of so many, and the number."""
+        found = [(1, self.started.world_size or len(self.ranks))]
+        for event in self.events:
+            if event["event"] == "started":  # maybe from the beginning again
+                again = _convert_valid([event], Started)
+                found = [(1, one.world_size) for one in again] or found
+            elif event["event"] == "resumed":
+                found = next((one.world_sizes for one in _convert_valid([event], Resumed)), []) or found
+        return found
 
     @cached_property
     def summary(self) -> Summary | None:

@@ -184,6 +184,12 @@ class Started(Event, tag="started"):
     groups: list[str] = []
 
 
+class Resumed(Event, tag="resumed"):
+    """The run continues from a checkpoint."""
+
+    world_sizes: list[tuple[StepNumber, Count]] = []  # as in the summary
+
+
 class BufferUsage(Event, tag="buffers"):
     """What the model's forward passes do with its buffers, and what follows from that."""
 
@@ -248,6 +254,7 @@ class Summary(Struct, kw_only=True):
     stragglers: list[Straggler] | None = None
     wire_bytes: Count | None = None
     world_size: Count | None = None
+    world_sizes: list[tuple[StepNumber, Count]] | None = None  # the first step of so many ranks, and how many
     backend: str | None = None
     device: str | None = None
     versions: dict[str, str] | None = None

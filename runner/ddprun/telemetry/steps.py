@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -525,16 +526,26 @@ class Totals:
 
     steps: int = 0
     samples: int = 0
-    parts_us: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*PARTS, "step_us"), 0))
-    communication_us: int = 0
     wire_bytes: int = 0
+    communication_us: int = 0
+    parts_us: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*PARTS, "step_us"), 0))
 
     def numbers(self) -> list[float]:
         """As checkpoints hold them and ranks gather them."""
-        return [self.steps, self.samples, *self.parts_us.values(), self.communication_us, self.wire_bytes]
+        return [self.steps, self.samples, self.wire_bytes, self.communication_us, *self.parts_us.values()]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Totals":
         """From what `numbers` returned."""
-        steps, samples, *parts, communication, wire = (int(number) for number in numbers)
-        return cls(steps, samples, dict(zip((*PARTS, "step_us"), parts, strict=True)), communication, wire)
+        steps, samples, wire_bytes, communication_us, *parts = map(int, numbers)
+        parts_us = dict(zip((*PARTS, "step_us"), parts, strict=True))
+        return cls(steps, samples, wire_bytes, communication_us, parts_us)
+
+    @classmethod
+    def of_other_ranks(cls, totals: Sequence["Totals"], rank: int, ranks: int) -> "Totals":
+        """With what one of so many ranks goes on, after as many others as have `totals`. Counts are divided
+        among the ranks: their sum stays. Times are the mean of the others': the mean over ranks stays.
+        """
+        mine, columns = totals[rank::ranks], zip(*(one.numbers() for one in totals), strict=True)
+        counts = (sum(getattr(one, name) for one in mine) for name in ("steps", "samples", "wire_bytes"))
+        return cls.of([*counts, *(round(fmean(column)) for column in list(columns)[3:])])

@@ -33,6 +33,7 @@ from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_c
 
 JOB_LABEL = "ddprun.job"  # label of all that belongs to a job; its value is the job's id
 _SIGKILL_EXIT_CODE = 137
+_STOP_TIMEOUT_S = 120  # after SIGINT: for a step and a checkpoint
 
 _VariableName = Annotated[
     str,
@@ -170,6 +171,7 @@ class Docker(Cluster):
             "Env": self._environment({variable: f"${{env:{variable}}}" for variable in self._env}),
             "Labels": {JOB_LABEL: self.name},
             "StopSignal": "SIGINT",
+            "StopTimeout": _STOP_TIMEOUT_S,
             "HostConfig": host,
         }
 

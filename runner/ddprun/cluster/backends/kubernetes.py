@@ -35,6 +35,7 @@ from ddprun.cluster import (
     Submission,
     trust_variables,
 )
+from ddprun.config.secrets import PipelineString
 from ddprun.options import (
     CustomValidator,
     KeyPath,
@@ -138,6 +139,11 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
     for path, leaf in _leaves(value):
         if isinstance(leaf, str) and "${env:" in leaf:
             faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
+        match path:
+            case ("initContainers", int(at), "env", int(number), "value") if isinstance(leaf, str):
+                name = value["initContainers"][at]["env"][number].get("name")
+                if PipelineString((str(name),), leaf).is_literal_secret:
+                    faults.append(problem("a secret in plain text", hint, at=path))
     if faults:
         raise combine(faults)
     return dict(value)

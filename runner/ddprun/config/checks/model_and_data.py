@@ -283,6 +283,9 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
             text += "trains a model of its own and stops by itself, so there is no model to measure"
             hint = "use an evaluate stage after an average stage"
+            if not settings.plan.changes_weights:
+                text = '"evaluate" clashes with a stage that changes no weights: its ranks exchange nothing '
+                text, hint = f"{text}and stop by themselves", "use an evaluate stage after this one"
             yield KeyConflict(f"{stage.path}.evaluate", text, hint)
         if settings.steps is not None and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
