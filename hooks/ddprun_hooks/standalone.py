@@ -147,7 +147,7 @@ def register(
         hooks: one or a list, such as `"fp16"` or `[{"hierarchical": {"across": ["int8"]}}]` as in a pipeline
             file, and `Hook` objects and async functions as they are.
         scaler: the GradScaler, if one scales the loss: hooks then see true gradients, and a step that it
-            skips leaves their state as it was.
+            skips leaves their state as it was. One that is disabled counts as none.
         timeout: how long a collective may take.
 
     Raises:
@@ -177,7 +177,7 @@ def register(
         timeout=timeout,
     )
     try:
-        return Handle(model, exchange, stack, scaler)
+        return Handle(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
     except RuntimeError as error:
         if "only be called once" not in str(error):
             raise

@@ -77,6 +77,7 @@ def two_ranks() -> Results:
         reads_as_on_a_device,
         with_objects,
         with_scaler,
+        with_disabled_scaler,
         scale_reads,
     )
     return lambda body: [results[body.__name__] for results in ranks]
@@ -339,6 +340,25 @@ def test_a_step_that_the_scaler_skips_leaves_the_hooks_state(two_ranks: Results)
         assert skipped
         assert as_before
         assert 0 < largest < 1e-3
+
+
+def with_disabled_scaler() -> tuple[list[Tensor], list[Tensor]]:
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        model, optimizer = start()
+        ddprun_hooks.register(model, ["fp16"], scaler=scaler)
+        for step in range(3):
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach() for param in model.parameters()])
+    return found[0], found[1]
+
+
+def test_a_disabled_scaler_is_none(two_ranks: Results) -> None:
+    """As `GradScaler()` is on a machine without a GPU: it has no scale that could be noted."""
+    for without, disabled in two_ranks(with_disabled_scaler):
+        assert all(torch.equal(a, b) for a, b in zip(without, disabled, strict=True))
 
 
 @pytest.mark.parametrize(
