@@ -99,7 +99,7 @@ def measured(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, float]]:
         loaded = session.runtime.loaded = load(folder / "p.yaml", [f"loader.batch_size={size}"])
         stage: Any = loaded.pipeline.stages[-1]
         held_out = session.runtime.held_out
-        values, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
+        values, samples = evaluate_metrics(session, held_out, stage, stage.path)
         found.append(values | {"samples": samples})
     return found
 

@@ -115,6 +115,9 @@ class StageEvaluation(Options):
     metrics: Metrics = ()
     """What to measure besides the loss."""
 
+    gradients: bool = False
+    """Record gradients, for a model or loss that asks for some, such as forces or a gradient penalty."""
+
 
 class MonitoredMetric(Options):
     """A metric by which evaluations are compared."""
@@ -287,6 +290,9 @@ class EvaluateStage(Stage):
 
     metrics: Metrics = ()
     """What to measure besides the loss."""
+
+    gradients: bool = False
+    """Record gradients, for a model or loss that asks for some, such as forces or a gradient penalty."""
 
 
 class SaveStage(Stage):

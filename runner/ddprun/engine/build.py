@@ -395,13 +395,31 @@ def build_optimizer(
             own = {key: getattr(read, key) for key in own}
         options.append(own)
     params = parameter_groups(loaded, model, options)
-    optimizer: Any = ChoiceBuilder.from_path(loaded, path, choice).construct(torch.optim, params, Optimizer)
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
+    _check_optimizer(chosen, optimizer)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
             raise loaded.error("ema", text, "remove one of the two")
         optimizer.train()
     return cast("Optimizer", optimizer)
+
+
+def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
+    """Raise a PipelineError if an optimizer's step takes arguments, or checkpoints would miss its state."""
+    kind = type(optimizer)
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise chosen.error(f"its step() is called without arguments: {error}") from None
+    if not {"state", "param_groups"}.issubset(held := optimizer.state_dict()):
+        has = f"its state_dict() holds {', '.join(map(str, held)) or 'nothing'}"
+        raise chosen.error(has, "a checkpoint needs torch's form: state and param_groups")
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and kind.load_state_dict is Optimizer.load_state_dict:
+            text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
+            raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
 
 
 def optimizer_settings(
@@ -469,16 +487,6 @@ def build_metric(
         problem = f'"{chosen.name}" lacks update or compute'
         raise chosen.error(problem, _REQUIREMENTS_BY_KIND["metric"].description)
     return StatefulMetric(lambda: chosen.call_constructor(chosen.call), chosen.error, device)
-
-
-def check_metrics(loaded: LoadedPipeline, device: torch.device) -> None:
-    """Refuse, by a PipelineError, dotted metrics that cannot be made, before a run trains for hours."""
-    for stage in loaded.pipeline.stages:
-        evaluation = stage if isinstance(stage, EvaluateStage) else getattr(stage, "evaluate", None)
-        inside = "" if evaluation is stage else ".evaluate"
-        for index, choice in enumerate(() if evaluation is None else evaluation.metrics):
-            if choice.source != "built-in":
-                build_metric(loaded, f"{stage.path}{inside}.metrics[{index}]", choice, device)
 
 
 def check_sync(loaded: LoadedPipeline, model: nn.Module, world_size: int) -> None:

@@ -178,6 +178,14 @@ class Feed:
             return None if per_epoch is None else 0
         return -(-self._micro_batches_left(self._consumed_samples) // accumulate) + (epochs - 1) * per_epoch
 
+    def smallest_batch(self) -> int | None:
+        """Samples of this rank's last micro-batch in an epoch; None: nobody knows."""
+        if self.iterable:
+            return None
+        order, start = self._epoch_indices(), (self._micro_batches_left(0) - 1) * self.batch_size
+        start *= self.world_size
+        return len(self._rank_indices(order, start) or self._padding_indices(order, start))
+
     def first_batch(self, max_samples: int | None = None) -> Any:
         """A batch of the coming epoch, to learn shapes from; the epoch still begins with its samples."""
         if self._first_samples is None and self.iterable:

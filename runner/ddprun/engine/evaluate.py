@@ -1,7 +1,7 @@
 """The held-out data, each sample once, summed over ranks: in an evaluate stage, and while a stage trains."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -12,16 +12,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
+from ddprun.config.checks.model_and_data import find_evaluations
+from ddprun.config.stages import StageEvaluation
 from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.data import (
     BatchDataset,
+    ErrorFactory,
     all_gather_number,
     dataloader_options,
     is_iterable,
     require_equal_lengths,
 )
-from ddprun.engine.objective import ForwardResult, Objective
+from ddprun.engine.objective import ForwardResult, Objective, describe_tensor
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
 from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
@@ -47,7 +51,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
     with averaged_weights(session):
-        found, samples = evaluate_metrics(session, held_out, stage.metrics, f"{stage.path}.metrics")
+        found, samples = evaluate_metrics(session, held_out, stage, stage.path)
     shown = _record_and_format_metrics(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": samples}
@@ -60,7 +64,7 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     assert wanted is not None, "the stage evaluates"
     with eval_model(session):
         held_out = session.runtime.held_out
-        found, _ = evaluate_metrics(session, held_out, wanted.metrics, f"{stage.path}.evaluate.metrics")
+        found, _ = evaluate_metrics(session, held_out, wanted, f"{stage.path}.evaluate")
         evaluations.step = state.step
         shown = _record_and_format_metrics(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
@@ -147,60 +151,113 @@ def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, 
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
 
+def try_evaluations(session: Session) -> None:
+    """Try each evaluation of the pipeline on one batch, without a trace: what cannot work is told before
+    step 1. A stream that is its own iterator is left alone.
+    """
+    runtime, size = session.runtime, session.runtime.loaded.pipeline.loader.batch_size
+    evaluations = list(find_evaluations(runtime.loaded.pipeline))
+    if not evaluations:
+        return
+    with preserve_state(runtime.device, runtime.model, runtime.objective.loss):
+        runtime.model.eval()
+        for path, wanted in evaluations:
+            held_out = runtime.held_out
+            if isinstance(wanted, EvaluateStage):
+                held_out = runtime.stage_held_out.get(wanted.index, held_out)
+            metrics = _metrics(session, wanted.metrics, path)
+            data = held_out.dataset
+            if not is_iterable(data):
+                samples = [data[index] for index in range(min(size, len(data)))]
+            else:
+                samples = [] if iter(data) is data else list(islice(data, size))
+            if not samples:
+                continue
+            content = _checked(held_out, collate(samples, range(len(samples)), runtime.main_feed.collate))
+            try:
+                _measure(session, [(content, len(samples))], metrics, wanted.gradients)
+            except RuntimeError as error:
+                if wanted.gradients or "does not require grad" not in str(error):
+                    raise
+                text = "the model or the loss asks for gradients, which an evaluation does not record"
+                raise runtime.loaded.error(path, text, "write evaluate: {gradients: true}") from error
+            for metric in metrics.values():
+                if isinstance(metric, StatefulMetric):
+                    metric.check_compute()
+
+
 def evaluate_metrics(
-    session: Session, held_out: HeldOutData, metrics: Sequence[Choice], path: str
+    session: Session, held_out: HeldOutData, wanted: EvaluateStage | StageEvaluation, path: str
 ) -> tuple[dict[str, float], int]:
-    """The loss and these metrics, which are at `path` in the file, and how many samples they are of; equal on
-    all ranks.
+    """The loss and the metrics of an evaluation, at `path` in the file, and how many samples they are of;
+    equal on all ranks.
 
     The bare module is called, as often on every rank and each time on batches of one size, so that a model
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
     quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
-    runtime, control = session.runtime, session.runtime.exchange.control
-    wanted = _metrics(session, metrics, path)
-    means = {name: metric for name, metric in wanted.items() if isinstance(metric, MeanMetric)}
-    stateful = {name: metric for name, metric in wanted.items() if isinstance(metric, StatefulMetric)}
+    control, metrics = session.runtime.exchange.control, _metrics(session, wanted.metrics, path)
+    mine = _measure(session, _batches(session, held_out), metrics, wanted.gradients)
+    *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
+    sums = zip(totals[::2], totals[1::2], strict=True)
+    values: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, MeanMetric):
+            value, count = next(sums)
+            values[name] = metric.finish(value / count) if count else math.nan
+        else:
+            values[name] = metric.compute(control)
+    return values, int(samples)
+
+
+def _measure(
+    session: Session,
+    batches: Iterable[tuple[Any, int]],
+    metrics: Mapping[str, MeanMetric | StatefulMetric],
+    gradients: bool,
+) -> list[float]:
+    """Update the metrics with this rank's batches; gives, of each mean, the sum of its values and how many
+    they are, and last the number of samples.
+    """
+    runtime, means = session.runtime, [one for one in metrics.values() if isinstance(one, MeanMetric)]
     sums = torch.zeros((len(means), 2), dtype=torch.float64, device=runtime.device)
     counted = 0
-    with torch.no_grad():
-        for content, samples in _batches(session, held_out):
+    for content, samples in batches:
+        with torch.set_grad_enabled(gradients):
             result = runtime.objective(runtime.model, runtime.precision.to_device(content))
-            if not samples:
-                continue
-            counted += samples
-            for index, mean in enumerate(means.values()):
+        if not samples:
+            continue
+        counted += samples
+        result = result._replace(loss=result.loss.detach())
+        with torch.no_grad():
+            for index, mean in enumerate(means):
                 value, count = mean.measure(result, samples)
                 sums[index, 0] += value
                 sums[index, 1] += count
-            for metric in stateful.values():
-                metric.update(result)
-    mine = [*sums.flatten().tolist(), counted]
-    *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
-    values = {
-        name: mean.finish(value / count) if count else math.nan
-        for (name, mean), value, count in zip(means.items(), totals[::2], totals[1::2], strict=True)
-    }
-    values |= {name: metric.compute(control) for name, metric in stateful.items()}
-    return {name: values[name] for name in wanted}, int(samples)
+            for metric in metrics.values():
+                if isinstance(metric, StatefulMetric):
+                    metric.update(result)
+    return [*sums.flatten().tolist(), counted]
 
 
 def _metrics(
     session: Session, metrics: Sequence[Choice], path: str
 ) -> dict[str, MeanMetric | StatefulMetric]:
+    """The metrics of an evaluation at `path`, newly made, by name; the loss is the first."""
     loaded, objective = session.runtime.loaded, session.runtime.objective
     mean_loss = partial(_mean_loss, objective)
     found: dict[str, MeanMetric | StatefulMetric]
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
+        place = f"{path}.metrics[{index}]"
         if choice.source != "built-in":
-            metric = build.build_metric(loaded, f"{path}[{index}]", choice, session.runtime.device)
+            metric = build.build_metric(loaded, place, choice, session.runtime.device)
             if isinstance(metric, StatefulMetric):
                 found[name] = metric
             else:
                 found[name] = MeanMetric(partial(_custom_metric, objective, metric))
         elif choice.name == "accuracy":
-            found[name] = MeanMetric(partial(_accuracy, objective.ignore_index))
+            found[name] = MeanMetric(partial(_accuracy, objective.ignore_index, partial(loaded.error, place)))
         else:
             found[name] = MeanMetric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
@@ -220,11 +277,12 @@ def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sum
     return loss * count if count else 0.0, count
 
 
-def _accuracy(ignored: int | None, result: ForwardResult, samples: int) -> Sums:
+def _accuracy(ignored: int | None, make_error: ErrorFactory, result: ForwardResult, samples: int) -> Sums:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
     target = result.target
-    if target.is_floating_point() and target.shape == result.output.shape:
-        target = target.argmax(1)  # of probabilities
+    if target.is_floating_point():
+        text = f"accuracy compares class numbers, and the targets are {describe_tensor(target)}"
+        raise make_error(text, "evaluate on class numbers, or name a function of (output, target)")
     right = result.output.argmax(1) == target
     if ignored is None:
         return right.sum(), right.numel()
@@ -245,9 +303,13 @@ def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int
     """
     batches = _iterable_batches if is_iterable(held_out.dataset) else _map_style_batches
     for content, samples in batches(session, held_out):
-        if isinstance(content, BatchError):
-            raise held_out.make_error(content.problem, content.allowed)
-        yield content, samples
+        yield _checked(held_out, content), samples
+
+
+def _checked(held_out: HeldOutData, content: Any) -> Any:
+    if isinstance(content, BatchError):
+        raise held_out.make_error(content.problem, content.allowed)
+    return content
 
 
 def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError
@@ -29,6 +31,7 @@ _CROSS_ENTROPIES: tuple[Any, ...] = (nn.CrossEntropyLoss, nn.NLLLoss)
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
     _CROSS_ENTROPIES = (*_CROSS_ENTROPIES, nn.LinearCrossEntropyLoss)
 
+_BATCH_NORM_ERROR = "more than 1 value per channel"  # torch's, of a batch of one sample
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -207,6 +210,8 @@ class Objective:
             output = model(*positional, **named)
         except Exception as error:
             error.add_note(f"the model was called as {_describe_call('model', positional, named)}")
+            if _BATCH_NORM_ERROR in str(error):
+                error.add_note("write loader: {drop_last: true} if an epoch's last batch is a single sample")
             if criterion is None and self._batch.inputs is None and positional:
                 error.add_note("write batch: {inputs: …} if its arguments are different")
             raise
@@ -351,6 +356,34 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor |
     return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))
 
 
+def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Feed) -> None:
+    """Give lazy parameters their shapes and values by a pass on the first batch, as in torch's docs.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.lazy.LazyModuleMixin.html
+    """
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        model.eval()
+        with torch.no_grad():
+            objective(model, objective.precision.to_device(feed.first_batch()))
+        model.train()
+
+
+def check_smallest_batch(loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed) -> None:
+    """Raise a PipelineError if an epoch ends with one sample on this rank, which BatchNorm cannot take."""
+    if feed.smallest_batch() != 1 or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+        return
+    with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
+        model.train()
+        try:
+            objective(model, objective.precision.to_device(feed.first_batch(1)))
+        except ValueError as error:
+            if _BATCH_NORM_ERROR not in str(error):
+                raise
+            text = "the last batch of an epoch is one sample on some rank, and BatchNorm needs more than one"
+            hint = "write drop_last: true, or another batch_size"
+            raise loaded.error("loader.drop_last", text, hint) from None
+
+
 def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, automatic: bool) -> BufferUse:
     """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
     if not automatic or next(model.buffers(), None) is None:
@@ -389,9 +422,14 @@ def _describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any
     return f"{name}({', '.join(given)})"
 
 
+def describe_tensor(tensor: Tensor) -> str:
+    """Type and shape: `float32 (8, 4)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
 def _type_and_shape(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return describe_tensor(value)
     name = type(value).__name__
     if isinstance(value, list | tuple) and value:
         return f"{name} of {len(value)}, first {_type_and_shape(value[0])}"

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
@@ -47,6 +49,23 @@ def save(session: Session, stage: SaveStage) -> dict[str, Any]:
     reporter.events.info("saved", stage=stage.index, step=session.state.step, file=str(target))
     reporter.note(f"{stage.name}: {target}")
     return {"file": str(target)}
+
+
+def check_saves(session: Session) -> None:
+    """Raise a PipelineError if the model has a type of tensors that safetensors cannot write."""
+    pipeline, model = session.runtime.loaded.pipeline, model_alone(session.runtime.model)
+    for stage in pipeline.stages:
+        if not isinstance(stage, SaveStage) and getattr(stage, "keep_best", None) is None:
+            continue
+        only_trainable = isinstance(stage, SaveStage) and stage.only == "trainable"
+        kept = _SavedWeights(model, only_trainable=only_trainable).state_dict()
+        for dtype, name in {tensor.dtype: name for name, tensor in kept.items()}.items():
+            try:
+                serialize({"": torch.empty(1, dtype=dtype)})
+            except (SafetensorError, KeyError, ValueError):
+                kind = str(dtype).removeprefix("torch.")
+                text = f'"{name}" is {kind}, which a safetensors file cannot hold'
+                raise session.runtime.loaded.error(stage.path, text, "remove the stage") from None
 
 
 def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:

@@ -18,7 +18,9 @@ from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import (
     Objective,
     Precision,
+    check_smallest_batch,
     find_buffer_use,
+    initialize_lazy_parameters,
     map_tensors,
     settle_layout,
     warmup_pass,
@@ -88,17 +90,17 @@ def build_session(
     check_trackers(loaded)
     compiling.check_dynamo_config(loaded)
     compiling.check_compiler(loaded, device)
-    build.check_metrics(loaded, device)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
     objective = Objective(loaded, loss, precision, build.build_batch_weight(loaded))
+    pin = device.type == "cuda"
+    feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
+    feed = feeds.main
+    initialize_lazy_parameters(model, objective, feed)
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
     stacks = open_stacks(loaded)
     signals.reinstall_handlers()  # after the imports; again before step 1
-    pin = device.type == "cuda"
-    feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
-    feed = feeds.main
     build.check_sync(loaded, model, ranks.size)
 
     control = open_control_channel(ranks.timeout, ranks.watchdog)
@@ -131,6 +133,8 @@ def build_session(
     fingerprints = DatasetFingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
+    if any(stage.epochs for stage in pipeline.stages_with_steps() if stage.data is None):
+        check_smallest_batch(loaded, model, objective, feed)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")

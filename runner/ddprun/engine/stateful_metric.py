@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ddprun.checkpoint.codec import UnstorableError, decode, encode
+from ddprun.config import PipelineError
 from ddprun.engine.data import ErrorFactory
 from ddprun.engine.objective import ForwardResult
 from ddprun_hooks.comm.control import ControlChannel
@@ -58,14 +59,26 @@ class StatefulMetric:
             gathered = control.all_gather_bytes(own, "states of a metric")
             states = [_decode_state(data, self._device) for data in gathered if data]
             metric = self._merge_states(states)
+        # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
+        return float(control.all_gather([self._compute_number(metric)], "a metric")[0, 0])
+
+    def check_compute(self) -> None:
+        """Raise a PipelineError if the value is no number; other errors may be for want of samples."""
+        try:
+            self._compute_number(self._metric)
+        except PipelineError:
+            raise
+        except Exception:  # whatever somebody's metric raises
+            return
+
+    def _compute_number(self, metric: Any) -> float:
         for part in _torchmetrics_parts(metric) or ():
             part._to_sync = False  # it would gather by itself, over another process group
         value = metric.compute()
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise self._make_error(f"compute gives {given}", "expected one number, as with average: macro")
-        # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
-        return float(control.all_gather([float(value)], "a metric")[0, 0])
+        return float(value)
 
     def _state(self) -> dict[str, Any]:
         parts = _torchmetrics_parts(self._metric)

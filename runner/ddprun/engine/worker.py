@@ -22,7 +22,7 @@ from ddprun import (
 )
 from ddprun.config import LoadedPipeline
 from ddprun.engine.compiling import as_compile_error
-from ddprun.engine.evaluate import discard_stale_best, evaluate
+from ddprun.engine.evaluate import discard_stale_best, evaluate, try_evaluations
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import (
@@ -36,7 +36,7 @@ from ddprun.engine.outcome import (
 )
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
-from ddprun.engine.save import save
+from ddprun.engine.save import check_saves, save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import run_equalizing_stage
@@ -142,6 +142,8 @@ def _run(
     failure_context.run_dir = folder.absolute()
     rank_files.report_run_dir(folder)
     session = failure_context.session = build_session(loaded, folder, ranks, place, signals, token)
+    check_saves(session)
+    try_evaluations(session)
     _announce(session)
     if begun:
         resume(session)

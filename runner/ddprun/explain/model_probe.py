@@ -20,7 +20,14 @@ from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
-from ddprun.engine.objective import Objective, Precision, find_buffer_use, settle_layout, warmup_pass
+from ddprun.engine.objective import (
+    Objective,
+    Precision,
+    find_buffer_use,
+    initialize_lazy_parameters,
+    settle_layout,
+    warmup_pass,
+)
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import make_folder_importable
@@ -139,6 +146,8 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
         model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
+        if feeds is not None:
+            initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main)
         if not unknown.optimizer:
             optimizer = build.build_optimizer(loaded, model)
             build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit

@@ -1,0 +1,273 @@
+"""What a run can know before step 1 it says before step 1: each case on two ranks, with its own code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddprun import EXIT_BAD_INPUT
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from tests.engine.running import events, lines, summary, to_its_end, weights
+from tests.ranks import as_processes
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, soft=False):
+        self.soft = soft
+
+    def __len__(self):
+        return 33  # 4 batches of 4 on 2 ranks, and one sample
+
+    def __getitem__(self, index):
+        features = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        target = torch.tensor(index % 3)
+        return features, nn.functional.one_hot(target, 3).float() if self.soft else target
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([Data()[index] for index in range(12)])
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, features):
+        return (features.to(torch.complex128) @ self.weight).abs().float()
+
+
+def normed(channels):
+    shape = (channels, 6 // channels)
+    return nn.Sequential(nn.Unflatten(1, shape), nn.BatchNorm1d(channels), nn.Flatten(), nn.Linear(6, 3))
+
+
+class Lazy(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
+
+
+class Forces(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+
+    def forward(self, features):
+        features = features.clone().requires_grad_()
+        output = super().forward(features)
+        (slopes,) = torch.autograd.grad(output.sum(), features, create_graph=True)
+        return output + slopes[:, :3]
+
+
+def penalty(output, target):
+    loss = nn.functional.cross_entropy(output, target)
+    (slopes,) = torch.autograd.grad(loss, output, create_graph=True)
+    return loss + slopes.square().sum()
+
+
+class OddState(torch.optim.SGD):
+    def state_dict(self):
+        return {"inner": super().state_dict()}
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr, momentum=0.9)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+class WithState(Wrapper):
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+class AsksForLoss(torch.optim.SGD):
+    def step(self, loss):
+        return super().step()
+
+
+def broken(output, target):
+    raise KeyError("threshold")
+
+
+class TwoNumbers:
+    def update(self, output, target):
+        self.seen = len(target)
+
+    def compute(self):
+        return torch.zeros(2)
+
+    def merge_state(self, others):
+        self.seen += sum(one.seen for one in others)
+"""
+PIPELINE = """
+model: MODEL
+data: {train: mine.Data, evaluate: HELD_OUT}
+loader: {batch_size: 4, drop_last: DROP_LAST}
+loss: LOSS
+optimizer: OPTIMIZER
+hooks: []
+stages: [{train: LENGTH}, EVALUATE]
+checkpoint: {every: 2}
+"""
+USUAL = {
+    "MODEL": "{mlp: {inputs: 6, outputs: 3}}",
+    "HELD_OUT": "mine.Data",
+    "DROP_LAST": "false",
+    "LOSS": "cross_entropy",
+    "OPTIMIZER": "{sgd: {lr: 0.1, momentum: 0.9}}",
+    "LENGTH": "{epochs: 1}",
+    "EVALUATE": "evaluate",
+}
+
+
+def be_rank(folder: Path, resuming: bool = False) -> int:
+    loaded = load(folder / "p.yaml")
+    return to_its_end(loaded, folder / "run", folder / "told", resuming="yes" if resuming else "no")
+
+
+def run(folder: Path, resuming: bool = False, /, **changes: str) -> tuple[list[int], str]:
+    """Exit codes, and what was printed."""
+    (folder / "mine.py").write_text(MODULE)
+    text = PIPELINE
+    for name, value in {**USUAL, **changes}.items():
+        text = text.replace(name, value)
+    (folder / "p.yaml").write_text(text)
+    codes = as_processes(2, be_rank, folder, resuming, cwd=folder)
+    return codes, (folder / "told").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"MODEL": "mine.Complex", "EVALUATE": "save"},
+            r'stages\[1\]\.save: "weight" is complex128, which a safetensors file cannot hold; ',
+        ),
+        (
+            {"OPTIMIZER": "{mine.AsksForLoss: {lr: 0.1}}"},
+            r"optimizer: its step\(\) is called without arguments: missing a required argument: 'loss'",
+        ),
+        (
+            {"OPTIMIZER": "{mine.OddState: {lr: 0.1}}"},
+            r"optimizer: its state_dict\(\) holds inner; a checkpoint needs torch's form: ",
+        ),
+        (
+            {"OPTIMIZER": "{mine.Wrapper: {lr: 0.1}}"},
+            r'optimizer: a checkpoint would leave out the state of "inner", the SGD inside it; have its ',
+        ),
+        (
+            {"MODEL": "mine.Forces"},
+            r"stages\[1\]\.evaluate: the model or the loss asks for gradients, which an evaluation ",
+        ),
+        (
+            {"LOSS": "mine.penalty"},
+            r"asks for gradients, which an evaluation does not record; write evaluate: \{gradients: true\}",
+        ),
+        (
+            {"LOSS": "mine.penalty", "LENGTH": "{epochs: 1, evaluate: {every: 2}}"},
+            r"stages\[0\]\.train\.evaluate: the model or the loss asks for gradients",
+        ),
+        (
+            {"EVALUATE": "{evaluate: {metrics: [mine.TwoNumbers]}}"},
+            r"stages\[1\]\.evaluate\.metrics\[0\].*: compute gives shape \(2,\); expected one number",
+        ),
+        (
+            {"HELD_OUT": "{mine.Data: {soft: true}}", "EVALUATE": "{evaluate: {metrics: [accuracy]}}"},
+            r"metrics\[0\]: accuracy compares class numbers, and the targets are float32 \(4, 3\); ",
+        ),
+    ],
+)
+def test_it_is_told_with_its_place(tmp_path: Path, changes: dict[str, str], told: str) -> None:
+    """No step is made, and nothing but the place and what to do is printed."""
+    codes, said = run(tmp_path, **changes)
+    assert codes == [EXIT_BAD_INPUT] * 2, said
+    assert re.search(told, said), said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / "steps").exists()
+
+
+def test_a_metric_that_raises_does_so_before_step_1(tmp_path: Path) -> None:
+    """With its traceback: it is the user's."""
+    codes, said = run(tmp_path, EVALUATE="{evaluate: {metrics: [mine.broken]}}")
+    assert codes == [1, 1]
+    assert "before the first stage" in said
+    assert "KeyError: 'threshold'" in said
+    assert not (tmp_path / "run" / "steps").exists()
+
+
+@pytest.mark.parametrize("held_out", ["mine.Data", "mine.Stream"])
+@pytest.mark.parametrize("changes", [{"MODEL": "mine.Forces"}, {"LOSS": "mine.penalty"}])
+def test_an_evaluation_may_record_gradients(tmp_path: Path, changes: dict[str, str], held_out: str) -> None:
+    evaluate = "{evaluate: {gradients: true}}"
+    codes, said = run(tmp_path, HELD_OUT=held_out, EVALUATE=evaluate, **changes)
+    assert codes == [0, 0], said
+    assert summary(tmp_path / "run")["metrics"]["loss"] > 0
+
+
+def test_the_trial_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither in the losses of steps nor in what is saved: as without an evaluation."""
+    found = []
+    for name, evaluate in (("without", "save"), ("with", "{evaluate: {metrics: [accuracy]}}, save")):
+        (tmp_path / name).mkdir()
+        changes = {"MODEL": "{mine.normed: {channels: 2}}", "LENGTH": "{steps: 4}", "EVALUATE": evaluate}
+        codes, said = run(tmp_path / name, **changes)
+        assert codes == [0, 0], said
+        losses = [(one["step"], one["loss"]) for one in lines(tmp_path / name / "run", "steps")]
+        found.append((losses, (tmp_path / name / "run" / "model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+
+
+def test_batchnorm_over_one_sample(tmp_path: Path) -> None:
+    """It is refused where an epoch ends with one; not where each channel of a sample has several values,
+    where such a batch is dropped, or where steps end before it.
+    """
+    codes, said = run(tmp_path, MODEL="{mine.normed: {channels: 6}}")
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert "loader.drop_last: the last batch of an epoch is one sample on some rank, and BatchNorm" in said
+    for name, changes in {
+        "values": {"MODEL": "{mine.normed: {channels: 2}}"},
+        "dropped": {"MODEL": "{mine.normed: {channels: 6}}", "DROP_LAST": "true"},
+        "short": {"MODEL": "{mine.normed: {channels: 6}}", "LENGTH": "{steps: 3}"},
+    }.items():
+        (tmp_path / name).mkdir()
+        codes, said = run(tmp_path / name, **changes)
+        assert codes == [0, 0], said
+
+
+def test_lazy_parameters_have_their_shapes(tmp_path: Path) -> None:
+    """In a run, whose ranks start with the same values and BatchNorm's own statistics, and in `explain`."""
+    codes, said = run(tmp_path, MODEL="mine.Lazy", DROP_LAST="true", EVALUATE="save")
+    assert codes == [0, 0], said
+    saved = weights(tmp_path / "run")
+    assert saved["0.weight"].shape == (8, 6)
+    assert saved["1.num_batches_tracked"] == 4
+    layout = next(one for one in events(tmp_path / "run") if one["event"] == "started")["buckets"]
+    assert sum(bucket["numel"] for bucket in layout) == 8 * 6 + 8 + 16 + 8 * 3 + 3
+    explained = explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)
+    assert explained.parameters is not None
+    assert sum(one.numel() for one in explained.parameters.values()) == 8 * 6 + 8 + 16 + 8 * 3 + 3
+
+
+def test_an_optimizer_that_passes_on_the_inner_ones_state_is_resumed_with_it(tmp_path: Path) -> None:
+    """The way out of the refusal: bits as of a run that was not broken off."""
+    optimizer = "{mine.WithState: {lr: 0.1}}"
+    for name, lengths in (("whole", ["{steps: 8}"]), ("broken", ["{steps: 4}", "{steps: 8}"])):
+        (tmp_path / name).mkdir()
+        for attempt, length in enumerate(lengths):
+            changes = {"OPTIMIZER": optimizer, "LENGTH": length, "EVALUATE": "save"}
+            codes, said = run(tmp_path / name, attempt > 0, **changes)
+            assert codes == [0, 0], said
+    files = [(tmp_path / name / "run" / "model.safetensors").read_bytes() for name in ("whole", "broken")]
+    assert files[0] == files[1]
