@@ -17,6 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from pydantic import ValidationError
+
 ResumeMode = Literal["no", "yes", "if begun"]
 """Whether to resume the run in the folder: never, always, or only if the folder holds one."""
 
@@ -66,15 +68,6 @@ class WrongFileTypeError(OSError):
     def __init__(self, path: Path, found: int, wanted: str) -> None:
         problem = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
         super().__init__(errno.ELOOP, problem, str(path))
-
-
-def encodable_path(text: str) -> str:
-    """Text as the name of a file: in UTF-8 where the locale's encoding lacks one of its characters."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return os.fsdecode(text.encode())
-    return text
 
 
 class JunkBudget:
@@ -189,6 +182,15 @@ def parse_json(data: bytes, *, finite: bool = True) -> Any:
         if not level:
             return found
     raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
+
+
+def describe_invalid(error: Exception) -> str:
+    """What is wrong with a file that somebody else may have written; of a model, its first wrong field."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def _parse_finite_float(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Sizes, rates, counts and times for a reader."""
+"""Sizes, rates, counts, times and names for a reader."""
 
 from collections.abc import Sequence
 
@@ -41,6 +41,12 @@ def format_world_sizes(world_sizes: Sequence[Sequence[int]]) -> str:
     """`2`, or `2 to step 700, then 1`: of each number of ranks the first step, and the number."""
     (_, text), *changes = ((first, f"{size:,}") for first, size in world_sizes)
     return text + "".join(f" to step {first - 1:,}, then {size}" for first, size in changes)
+
+
+def abbreviated_list(names: Sequence[str], most: int = 6) -> str:
+    """The first `most` names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def format_duration(seconds: float) -> str:

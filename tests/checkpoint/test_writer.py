@@ -19,7 +19,6 @@ from safetensors.torch import save
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
-from ddprun.host.device import DeviceAndBackend
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import PinnedStaging
@@ -159,7 +158,7 @@ def sent_to_rank_0(root: Path) -> list[str | None]:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(root / "attempt" / "0" / "error.json")
     ranks = Ranks(Environment.read(), timedelta(seconds=60))
     ranks.connect()
-    ranks.join(DeviceAndBackend(torch.device("cpu"), "gloo"))
+    ranks.join(torch.device("cpu"), "gloo")
     control = open_control_channel(timedelta(seconds=5))
     writer = CheckpointWriter(
         root,

@@ -73,7 +73,7 @@ def references(schema: Any) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(PIPELINES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_pipelines_are_valid(path: Path) -> None:
     """What `check` takes the schema takes too."""
-    root = read_file(path).root
+    root, _ = read_file(path)
     assert root is not None
     jsonschema.validate(root.data(), SCHEMA, cls=jsonschema.Draft202012Validator)
 

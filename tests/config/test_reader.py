@@ -16,10 +16,10 @@ YAMLISH = st.text(alphabet="ab01: -[]{}?&*!|>'\"%@`#,\\\n\t~.<\0\u2028\ufeffé",
 
 
 def data_of(text: str) -> Any:
-    tree = parse_yaml(text, Source.from_text("file", 0, text))
-    assert not tree.faults, [fault.headline for fault in tree.faults]
-    assert tree.root is not None
-    return tree.root.data()
+    root, faults = parse_yaml(text, Source.from_text("file", 0, text))
+    assert not faults, [fault.headline for fault in faults]
+    assert root is not None
+    return root.data()
 
 
 @given(YAMLISH | st.text())
@@ -34,8 +34,8 @@ def data_of(text: str) -> Any:
 def test_no_text_makes_the_reader_raise(text: str) -> None:
     """Any text gives a tree, faults, or both, and every fault has its place in the text."""
     source = Source.from_text("file", 0, text)
-    tree = parse_yaml(text, source)
-    for fault in tree.faults:
+    _, faults = parse_yaml(text, source)
+    for fault in faults:
         assert 1 <= fault.line <= len(source.lines) + 1
         assert fault.column >= 1
         assert "\n" not in fault.headline.replace("\\n", "")
@@ -78,10 +78,10 @@ def test_json_means_the_same_as_yaml(value: Any) -> None:
 def test_aliases_share_and_keep_the_place_of_the_anchor() -> None:
     """A value behind an alias is where its anchor is, so a fault points to the text that is to be mended."""
     text = "a: &x {b: 1}\nc: *x\n"
-    tree = parse_yaml(text, Source.from_text("file", 0, text))
-    assert tree.root is not None
-    assert tree.root.data() == {"a": {"b": 1}, "c": {"b": 1}}
-    place = find_nearest(tree.root, ("c", "b")).node.place
+    root, _ = parse_yaml(text, Source.from_text("file", 0, text))
+    assert root is not None
+    assert root.data() == {"a": {"b": 1}, "c": {"b": 1}}
+    place = find_nearest(root, ("c", "b")).node.place
     assert (place.line, place.column) == (1, 11)
 
 
@@ -94,9 +94,9 @@ def test_block_scalars_and_folding() -> None:
 def test_places_count_every_line_break_once(line_break: str) -> None:
     """Lines are counted alike whatever ends them."""
     text = line_break.join(["a: 1", "", "b: [1,", "  2]"])
-    tree = parse_yaml(text, Source.from_text("file", 0, text))
-    assert tree.root is not None
-    place = find_nearest(tree.root, ("b", 1)).node.place
+    root, _ = parse_yaml(text, Source.from_text("file", 0, text))
+    assert root is not None
+    place = find_nearest(root, ("b", 1)).node.place
     assert (place.line, place.column) == (4, 3)
     assert place.source.line(4) == "  2]"
 

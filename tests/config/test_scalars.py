@@ -104,10 +104,10 @@ def test_what_is_written_reads_back(value: Scalar) -> None:
     if isinstance(value, str):
         value = value.encode("utf-8", "ignore").decode()
     text = f"a: {format_scalar(value)}  # comment\n"
-    tree = parse_yaml(text, Source.from_text("a", 0, text))
-    assert not tree.faults
-    assert tree.root is not None
-    back = tree.root.data()["a"]
+    root, faults = parse_yaml(text, Source.from_text("a", 0, text))
+    assert not faults
+    assert root is not None
+    back = root.data()["a"]
     assert type(back) is type(value)
     assert back == value or (str(back) == str(value) == "nan")
 

@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(folder: Path, options: str) -> Any:
     (folder / "p.yaml").write_text(PIPELINE.replace("OPTIONS", options))
     seeding.seed_everything(0)
-    return build.build_data(load(folder / "p.yaml")).train
+    return build.build_data(load(folder / "p.yaml"))[0]
 
 
 def test_objects_are_made_innermost_first_once_and_under_the_seed(folder: Path) -> None:

@@ -20,7 +20,6 @@ from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import StageRun, begin_stage
 from ddprun.engine.state import collect_state, restore
-from ddprun.host.device import DeviceAndBackend
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import AuditResult
 from tests.hooks.test_stacks import assert_same
@@ -43,11 +42,10 @@ def open_here(folder: Path, name: str) -> Session:
     loaded = load(folder / "p.yaml")
     ranks = Ranks(Environment.read(), timedelta(seconds=60))
     ranks.connect()
-    place = DeviceAndBackend(torch.device("cpu"), "gloo")
-    ranks.join(place)
+    ranks.join(torch.device("cpu"), "gloo")
     run_dir = folder / name
     run_dir.mkdir(exist_ok=True)
-    return build_session(loaded, run_dir, ranks, place, SignalRequests())
+    return build_session(loaded, run_dir, ranks, torch.device("cpu"), "gloo", SignalRequests())
 
 
 def go(stage_run: StageRun, steps: int) -> None:

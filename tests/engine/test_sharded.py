@@ -137,13 +137,13 @@ def test_a_known_library_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked"])
-def test_held_out_data_that_differs_like_training_data_is_told_in_a_line(tmp_path: Path, kind: str) -> None:
-    """What is to be done stands above; both have their event."""
+def test_held_out_data_that_differs_is_told_once_like_training_data(tmp_path: Path, kind: str) -> None:
+    """Both have their event."""
     options = "by_rank: true}}, evaluate: {mine.Picked: {by_rank: true"
     folder, said = run(tmp_path, kind, options, stages="{train: {epochs: 1}}, evaluate, evaluate")
     assert [event.get("held_out") for event in found(folder)] == [None, True]
-    assert said.count("are never used") == 1
-    assert said.count("held-out data: as for the training data, ranks read different samples\n") == 1
+    assert said.count("are never used") == 2
+    assert said.count("held-out data: first samples of rank 1 differ from rank 0's\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked", "Augmented"])

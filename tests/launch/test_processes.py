@@ -112,9 +112,9 @@ def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "netz.py").write_text(UMLAUTS, "utf-8")
     (folder / "Übung.txt").write_text("Übung macht den Meister.\n" * 30, "utf-8")
-    text = "model: {netz.Net: {}}\ndata: {text: {files: [Übung.txt], context: 8}}\n"
+    text = "model: {netz.Net: {}}\ndata: {text: {files: '*.txt', context: 8}}\n"
     text += "optimizer: {sgd: {lr: 0.1}}  # größer\n"
-    text += "stages: [{train: {steps: 3}}, {save: {to: gewürz.safetensors}}]\n"
+    text += "stages: [{train: {steps: 3}}, {save: {to: gewicht.safetensors}}]\n"
     (folder / "größe.yaml").write_text(text, "utf-8")
 
     def run(*arguments: str, **more: str) -> Finished:
@@ -123,7 +123,7 @@ def test_names_and_words_that_the_locale_cannot_spell(tmp_path: Path) -> None:
     done = run("größe.yaml", "--run-dir", "läufe", "--nproc-per-node", "1")
     assert done.code == 0, done.stderr
     assert "Wörter".encode("ascii", "backslashreplace").decode() in done.stdout
-    assert list(load_file(folder / "läufe" / "gewürz.safetensors")) == ["wörter.weight"]
+    assert list(load_file(folder / "läufe" / "gewicht.safetensors")) == ["wörter.weight"]
     again = run("resume", "läufe", "--set", "stages[0].train.steps=5", "--nproc-per-node", "1")
     assert again.code == 0, again.stderr
     assert summary(folder / "läufe")["steps"] == 5

@@ -86,7 +86,12 @@ def test_ranks_are_aligned_and_parts_follow_each_other(tmp_path: Path) -> None:
     assert bucket[0]["args"]["params"] == "1.weight, 1.bias"
     written = [(e["ph"], e["ts"]) for e in events if e["name"] == "checkpoint of step 10"]
     assert written == [("b", 1_130_000), ("e", 1_150_000)]
-    assert {event["name"] for event in events if event["ph"] == "i"} == {"stage", "straggler"}
+    assert {event["name"] for event in events if event["ph"] == "i"} == {
+        "started",
+        "buffers",
+        "stage",
+        "straggler",
+    }
     for row in rows.values():
         check_nesting(row)
 

@@ -178,7 +178,7 @@ VALUES = st.recursive(
 )
 
 
-STRUCTURES = [tree.root.data() for tree in map(read_file, FILES) if tree.root is not None]
+STRUCTURES = [root.data() for root, _ in map(read_file, FILES) if root is not None]
 WHOLE = STRUCTURES[: len(GOOD)]
 
 

@@ -135,7 +135,7 @@ def test_files_of_text_may_come_from_the_environment(
     monkeypatch.setenv("CORPUS", str(tmp_path))
     text = "model: transformer\noptimizer: sgd\ndata: {text: {files: ['${env:CORPUS}/*.txt']}}\n"
     found = loaded(text, base=False)
-    assert build.build_data(found).train is not None
+    assert build.build_data(found)[0] is not None
     assert "${env:CORPUS}/*.txt" in found.resolved_yaml()
 
 

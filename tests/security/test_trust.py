@@ -384,8 +384,10 @@ def test_a_run_judges_what_stands_at_an_open_place(
         loaded = pipeline(f"model=torchvision.models.{name}")
         assert type(build.build_model(loaded)).__name__ == "Net"
     option = "{ref: torchvision.transforms.Some.ONE}"
-    data = build.build_data(pipeline(f"data={{torchvision.datasets.ImageFolder: {{transform: {option}}}}}"))
-    assert vars(data.train)["transform"].name == "ONE"
+    data, _ = build.build_data(
+        pipeline(f"data={{torchvision.datasets.ImageFolder: {{transform: {option}}}}}")
+    )
+    assert vars(data)["transform"].name == "ONE"
     with pytest.raises(PipelineError, match=r"is _pickle\.load: Python's own library is never trusted"):
         build.build_model(pipeline("model=torchvision.models.load"))
     trusted("torchvision")

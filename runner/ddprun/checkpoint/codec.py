@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddprun.run_files import WrongFileTypeError, open_file
+from ddprun.run_files import WrongFileTypeError, describe_invalid, open_file
 from ddprun_hooks.comm.gpu import PinnedStaging
 
 _TAG = "$"
@@ -41,8 +40,8 @@ class EncodedState:
     """Nested state as JSON and tensors."""
 
     tree: dict[str, Any]
-    # By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, which no later step
-    # changes. A GPU may still be copying them (`PinnedStaging`).
+    # By path in the state, such as `optimizer/state/0/exp_avg`: copies in host memory, without gaps,
+    # which no later step changes. A GPU may still be copying them (`PinnedStaging`).
     tensors: dict[str, Tensor]
 
 
@@ -56,7 +55,13 @@ def encode(
     tensors: dict[str, Tensor] = {}
     into = tensors if copy else None
     tree = {key: _encode(value, key, into) for key, value in state.items()}
-    return EncodedState(tree, {name: _copy_to_host(value, staged) for name, value in tensors.items()})
+    copies: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if staged is not None and value.device.type != "cpu":
+            copies[name] = staged.copy(value)
+        else:
+            copies[name] = value.to("cpu", copy=True).contiguous()
+    return EncodedState(tree, copies)
 
 
 def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -102,13 +107,6 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) 
         return {_TAG: "complex", "name": name}
     tensors[name] = value.detach()
     return {_TAG: "tensor", "name": name}
-
-
-def _copy_to_host(value: Tensor, staged: PinnedStaging | None) -> Tensor:
-    """A copy of a tensor, in host memory without gaps."""
-    if staged is not None and value.device.type != "cpu":
-        return staged.copy(value)
-    return value.to("cpu", copy=True).contiguous()
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -177,18 +175,10 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
     except DamagedError:
         raise
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise DamagedError(f"{path}: {_printable_first_line(key)}: {first['msg']}") from None
     except ValueError as error:
-        raise DamagedError(f"{path}: {_printable_first_line(str(error))}") from None
-
-
-def _printable_first_line(text: str) -> str:
-    """What a hostile file says, for a message: one printable line, and not endless."""
-    first, *_ = text.splitlines() or [""]
-    return first[:200].encode("unicode_escape").decode("ascii")
+        # What a hostile file says: one printable line, and not endless.
+        first, *_ = describe_invalid(error).splitlines() or [""]
+        raise DamagedError(f"{path}: {first[:200].encode('unicode_escape').decode('ascii')}") from None
 
 
 def sort_metadata(path: Path) -> None:

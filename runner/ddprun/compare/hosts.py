@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch.distributed import PrefixStore, Store
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED
 from ddprun.doctor import links as doctor_links
 from ddprun.launch import meeting
+from ddprun.options import Options
 from ddprun.predict.links import Link, Links
 from ddprun.run_files import parse_json
 from ddprun.standard_streams import say
@@ -31,10 +32,8 @@ _LEAVE_S = 30.0
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
-class HostMessage(BaseModel):
+class HostMessage(Options):
     """What the first host tells the others: runs to take part in, or the end."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
     # Below the folder of the command's runs.

@@ -77,8 +77,7 @@ class TimeSliceScheduler:
 
     def waiting_runs(self) -> Sequence[int]:
         """The runs that wait for a turn and have not ended."""
-        waiting = [run for run, scheduled in self._runs.items() if scheduled.waits_for_turn()]
-        return [run for run in waiting if self._runs[run].alive()]
+        return [run for run, one in self._runs.items() if one.waits_for_turn() and one.alive()]
 
     async def _wait_for_turn_end(self, scheduled: _ScheduledRun) -> None:
         while scheduled.alive() and not scheduled.waits_for_turn():

@@ -11,6 +11,7 @@ from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.stages import OVERRIDABLE_KEYS, StepStage
 from ddprun.config.tree import format_path
+from ddprun.run_files import describe_invalid
 
 _UNCHANGEABLE_KEYS = {
     "seed": "it decides the order of samples",
@@ -41,8 +42,8 @@ def check_and_list_changes(
     try:
         old = pipeline_with_cluster_keys(checkpoint_pipeline).model_validate(checkpoint_pipeline)
     except ValidationError as error:
-        key, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        problem = f"this version of ddprun cannot read the checkpoint's pipeline, for one its {key}: {text}"
+        problem = "this version of ddprun cannot read the checkpoint's pipeline, for one its "
+        problem += describe_invalid(error)
         raise loaded.error("", problem, "resume with the version that took the checkpoint") from None
     if faults := [
         *_unchangeable_key_faults(loaded, old),

@@ -170,7 +170,10 @@ def parse_choice(kind_name: str, value: Any) -> Choice:
     if isinstance(value, Choice):
         return value
     if isinstance(value, dict) and len(value) > 1:
-        raise _two_choices(kind, list(value))
+        shown, (first, *others) = ", ".join(f'"{key}"' for key in value), value
+        hint = f'keep one, or indent {", ".join(others)} further, under "{first}"'
+        text = f"expected one {kind.name}, got {len(value)}: {shown}"
+        raise problem(text, hint, at=others[0], on_key=True)
     name, options = parse_spec(value, kind.names_for_message)
     make_error = problem if isinstance(value, str) else functools.partial(problem, at=name, on_key=True)
     return _resolve(kind, name, options, make_error)
@@ -259,15 +262,3 @@ def _read_hook(value: Any) -> tuple[str, Mapping[str, Any]]:
 
 VALIDATION_CONTEXT: dict[str, Any] = {"read_hook": _read_hook}
 """Validation context for the options of hooks: how to read a hook of a stack inside a hook's options."""
-
-
-def _two_choices(kind: ChoiceKind, keys: list[str]) -> ValidationError:
-    shown = ", ".join(f'"{key}"' for key in keys)
-    first, *others = keys
-    model = kind.built_in_options_of(first)
-    if kind.torch_kind and (found := signatures.find_class(kind.torch_kind, first)):
-        model = signatures.torch_options_model(kind.torch_kind, found)
-    hint = "keep one"
-    if model is not None and set(others) <= model.model_fields.keys():
-        hint = f'indent {", ".join(others)} further, under "{first}"'
-    return problem(f"expected one {kind.name}, got {len(keys)}: {shown}", hint, at=keys[1], on_key=True)

@@ -153,14 +153,13 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         problem, _, allowed = str(error).partition("; ")
         problem = problem.removeprefix(f"{TRUST_VARIABLE}: ")
         raise PipelineError([PipelineFault(file=TRUST_VARIABLE, problem=problem, allowed=allowed)]) from None
-    result = read_file(path)
-    faults = list(result.faults)
-    if result.root is None:
+    written, faults = read_file(path)
+    if written is None:
         raise PipelineError(Secrets().redact_faults(_sorted(faults)))
-    root, refused = overriding.apply(result.root, overrides)
+    root, refused = overriding.apply(written, overrides)
     faults += refused
     found = list(pipeline_strings(root.data()))
-    secrets = Secrets.collect([*pipeline_strings(result.root.data()), *found])
+    secrets = Secrets.collect([*pipeline_strings(written.data()), *found])
     for item in found:
         if (wrong := secret_or_reference_problem(item)) is not None:
             nearest = find_nearest(root, item.path)

@@ -93,10 +93,10 @@ def _parse_override(text: str, source: Source) -> tuple[str, list[_PathSegment],
     if len(segments) > MAX_DEPTH:
         problem = f"nested more than {MAX_DEPTH} levels deep"
         raise _override_error(start, (), problem, f"at most {MAX_DEPTH} levels")
-    result = parse_yaml(text[end:], source, 1, end + 1, tuple(segment for segment, _ in segments))
-    if result.faults:
-        raise PipelineError(result.faults)
-    return key, segments, result.root or Node(Place(source, 1, end + 1), None)
+    value, faults = parse_yaml(text[end:], source, 1, end + 1, tuple(segment for segment, _ in segments))
+    if faults:
+        raise PipelineError(faults)
+    return key, segments, value or Node(Place(source, 1, end + 1), None)
 
 
 def _join_import_path_segments(root: Node, segments: list[_PathSegment]) -> list[_PathSegment]:
@@ -105,16 +105,13 @@ def _join_import_path_segments(root: Node, segments: list[_PathSegment]) -> list
     node: Node | None = root
     while segments:
         value = node.value if node else None
-        names = value if isinstance(value, dict) else (value,)
-        taken, (segment, place) = 1, segments[0]
-        for count in range(len(segments), 1, -1):
-            name = ".".join(str(part) for part, _ in segments[:count])
-            if name in names:
-                taken, segment = count, name
-                break
-        joined.append((segment, place))
+        known = value if isinstance(value, dict) else (value,)
+        counts = range(len(segments), 1, -1)
+        names = ((".".join(str(part) for part, _ in segments[:count]), count) for count in counts)
+        name, taken = next((one for one in names if one[0] in known), (segments[0][0], 1))
+        joined.append((name, segments[0][1]))
         segments = segments[taken:]
-        found = find_nearest(node, (segment,)) if node else None
+        found = find_nearest(node, (name,)) if node else None
         node = found.node if found and not found.missing_path else None
     return joined
 

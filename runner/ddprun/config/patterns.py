@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-_MAX_SHOWN_NAMES = 6  # names in a message, at most
+from ddprun.units import abbreviated_list
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -15,9 +15,3 @@ def pattern_problems(patterns: Sequence[str], names: Sequence[str]) -> Iterator[
     for index, pattern in enumerate(patterns):
         if not any(fnmatchcase(name, pattern) for name in names):
             yield index, f'no parameter is called "{pattern}"', f"there are {abbreviated_list(names)}"
-
-
-def abbreviated_list(names: Sequence[str]) -> str:
-    """Some names, for a message."""
-    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
-    return ", ".join(names[:_MAX_SHOWN_NAMES]) + more

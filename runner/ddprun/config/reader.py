@@ -63,12 +63,7 @@ _SYNTAX_ERROR_WORDS = (
 )
 
 
-@dataclass
-class ReadResult:
-    """Result of reading a text: the root node, if there is one, and the faults found so far."""
-
-    root: Node | None
-    faults: list[PipelineFault]
+ReadResult = tuple[Node | None, list[PipelineFault]]  # the root node, if there is one, and faults so far
 
 
 def read_file(path: Path) -> ReadResult:
@@ -78,11 +73,11 @@ def read_file(path: Path) -> ReadResult:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        return ReadResult(None, [_unreadable_file_fault(path, error)])
+        return None, [_unreadable_file_fault(path, error)]
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
         fault = PipelineFault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
-        return ReadResult(None, [fault])
+        return None, [fault]
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -90,20 +85,17 @@ def read_file(path: Path) -> ReadResult:
         before = Source.from_text(name, 0, raw[: error.start].decode("utf-8-sig", errors="replace")).lines
         place = Place(source, len(before), len(before[-1]) + 1)
         problem = f"byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8"
-        return ReadResult(None, [place.fault("", problem, "save the file as UTF-8")])
-    result = parse_yaml(text, Source.from_text(name, 0, text))
-    root = result.root
-    if (root is None and not result.faults) or (root is not None and root.value is None):
+        return None, [place.fault("", problem, "save the file as UTF-8")]
+    root, faults = parse_yaml(text, Source.from_text(name, 0, text))
+    if (root is None and not faults) or (root is not None and root.value is None):
         hint = "`ddprun init` writes one to start from"
-        result.faults.append(PipelineFault(file=name, problem="the file is empty", allowed=hint))
+        faults.append(PipelineFault(file=name, problem="the file is empty", allowed=hint))
     elif root is not None and not isinstance(root.value, dict):
         got = "a list" if isinstance(root.value, list) else "a single value"
         colon = "put a space after the colon" if root.text and ":" in root.text else None
         problem = f"expected `key: value` lines at the top, got {got}"
-        result.faults.append(root.place.fault("", problem, colon))
-    if root is not None and not isinstance(root.value, dict):
-        result.root = None
-    return result
+        faults.append(root.place.fault("", problem, colon))
+    return (root if root is not None and isinstance(root.value, dict) else None), faults
 
 
 def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> ReadResult:
@@ -126,7 +118,7 @@ def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: 
         builder.add_fault(builder.place(builder.events.line, builder.events.column), (), problem)
     except yaml.MarkedYAMLError as error:
         builder.faults.append(_syntax_fault(builder, error))
-    return ReadResult(root, builder.faults)
+    return root, builder.faults
 
 
 class _FatalError(Exception):

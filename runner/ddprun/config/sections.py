@@ -1,6 +1,5 @@
 """The sections of a pipeline file: one model for each, a docstring with the unit under each key."""
 
-import functools
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -30,7 +29,7 @@ _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 SAFETENSORS_CONSTRAINT = pattern_constraint(
     r"^[^\x00-\x1f\x7f]*\.safetensors$", 'a file name that ends in ".safetensors", without control characters'
 )
-_TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}"
+_TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}, {auto: {reduce: mean}}"
 
 ModelChoice = Annotated[Choice, choice_validator("model")]
 LossChoice = Annotated[Choice, choice_validator("loss")]
@@ -408,14 +407,11 @@ class BufferReductionOptions(Options):
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
-class BufferPeriod(Options):
+class BufferPeriod(BufferReductionOptions):
     """Buffers are made equal after every n-th step."""
 
     every: PositiveInt
     """Steps from one time to the next."""
-
-    reduce: BufferReduction = "broadcast"
-    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
 
 
 BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
@@ -431,27 +427,19 @@ def parse_buffers(value: Any) -> BufferSettings:
     named = {value: None} if isinstance(value, str) else value
     if not isinstance(named, dict) or not named:
         raise expected("a time for buffers", _TIMES_ALLOWED)
-    times = [key for key in named if key in BUFFER_TIMES or key == "every"]
-    if len(times) > 1:
-        text = f'expected one time for buffers, got "{times[0]}" and "{times[1]}"'
-        raise problem(text, "keep one", at=times[1], on_key=True)
-    if times == ["every"] and isinstance(value, dict):
+    if isinstance(value, dict) and "every" in value and BUFFER_TIMES.keys().isdisjoint(value):
         period = validate(BufferPeriod, value)
         return BufferSettings("every", period.every, period.reduce)
-    if len(named) > 1 and times:
-        stray = next(key for key in named if key not in BUFFER_TIMES)
-        hint = f'indent reduce further, under "{times[0]}"' if stray == "reduce" else _TIMES_ALLOWED
-        raise problem(f'"{stray}" is not allowed next to "{times[0]}"', hint, at=stray, on_key=True)
-    name, options = next(iter(named.items()))
-    at = () if isinstance(value, str) else (name,)
-    make_error = functools.partial(problem, at=at, on_key=bool(at))
-    if name in ("every", "reduce"):
-        hints = {"every": "{every: N}", "reduce": "{auto: {reduce: mean}} or {every: N, reduce: mean}"}
-        raise make_error(f'"{name}" alone does not say when buffers are sent', f"write {hints[name]}")
+    name, *others = named
+    if others and name in (*BUFFER_TIMES, "every"):
+        text = f'"{others[0]}" is not allowed next to "{name}"'
+        raise problem(text, _TIMES_ALLOWED, at=others[0], on_key=True)
     if name not in BUFFER_TIMES:
-        near = closest_match(name, [*BUFFER_TIMES, "every"])
-        raise make_error(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near)
-    settings = validate(BUFFER_TIMES[name], {} if options is None else options, name, owner=name)
+        at = () if isinstance(value, str) else (name,)
+        near = None if name == "every" else closest_match(name, [*BUFFER_TIMES, "every"])
+        raise problem(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near, at=at, on_key=bool(at))
+    options = {} if named[name] is None else named[name]
+    settings = validate(BUFFER_TIMES[name], options, name, owner=name)
     reduction = settings.reduce if isinstance(settings, BufferReductionOptions) else "broadcast"
     return BufferSettings(name, None, reduction)
 

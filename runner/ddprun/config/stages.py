@@ -318,17 +318,12 @@ def parse_stage(value: Any) -> Stage:
     if not isinstance(named, dict) or not named:
         raise expected("a stage", allowed_values(STAGES))
     if len(named) > 1:
-        first, second, *_ = named
-        hint = "write each stage as a list item of its own"
-        keys = STAGES[first].model_fields if first in STAGES else {}
-        others = list(named.items())[1:]
-        # `evaluate` is a stage, and with a period a key of others.
-        if all(
-            key in keys and (key not in STAGES or (isinstance(item, dict) and "every" in item))
-            for key, item in others
-        ):
-            hint = f'indent {", ".join(key for key, _ in others)} further, under "{first}"'
-        raise problem(f'expected one stage, got "{first}" and "{second}"', hint, at=second, on_key=True)
+        first, *others = named
+        hint = f'indent {", ".join(others)} further, under "{first}"'
+        if not STAGES.keys().isdisjoint(others):  # `evaluate` is a stage, and a key of others
+            hint += ", or write each stage as a list item of its own"
+        text = f'expected one stage, got "{first}" and "{others[0]}"'
+        raise problem(text, hint, at=others[0], on_key=True)
     ((name, settings),) = named.items()
     at = () if isinstance(value, str) else (name,)
     if name not in STAGES:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -232,23 +232,16 @@ class HeldOutData:
     sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
-class TrainAndHeldOutData(NamedTuple):
-    """The pipeline's `data`."""
-
-    train: Any
-    held_out: HeldOutData
-
-
-def build_data(loaded: LoadedPipeline) -> TrainAndHeldOutData:
-    """Training data, and evaluation data where there is any."""
+def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
+    """Training data, and what is held out."""
     data = loaded.pipeline.data
     if not isinstance(data, DataPair):
         train, rest = build_dataset(loaded, "data", data)
-        return TrainAndHeldOutData(train, HeldOutData(rest, data, data_error_factory(loaded, "data", data)))
+        return train, HeldOutData(rest, data, data_error_factory(loaded, "data", data))
     path, choice = "data.evaluate", data.evaluate
     rest = None if choice is None else build_dataset(loaded, path, choice).train
     held_out = HeldOutData(rest, choice, data_error_factory(loaded, path, choice))
-    return TrainAndHeldOutData(build_dataset(loaded, "data.train", data.train).train, held_out)
+    return build_dataset(loaded, "data.train", data.train).train, held_out
 
 
 def build_dataset(loaded: LoadedPipeline, path: str, choice: Choice) -> TrainEvalSplit:

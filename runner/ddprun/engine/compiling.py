@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters, get_optimize_ddp_mode
 
 from ddprun.config import Compile, LoadedPipeline, PipelineError
-from ddprun.config.patterns import abbreviated_list, matches
+from ddprun.config.patterns import matches
 from ddprun.engine.model_with_loss import model_alone
+from ddprun.units import abbreviated_list
 
 _MODULES_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 # Training and evaluation have one for each size of batches, which differ; torch's limit, 8, is soon reached.

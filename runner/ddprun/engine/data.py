@@ -102,7 +102,6 @@ class Feed:
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
-        self.differing_ranks: list[int] = []  # that read other first samples than rank 0, once compared
         self._warned = False
         self._consumed_samples = 0  # samples of the epoch, of all ranks, as if every rank's batches were full
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the order of its samples
@@ -137,8 +136,7 @@ class Feed:
                 self._check_length()
             else:
                 require_equal_lengths(self._lengths, self.make_error)
-        self.differing_ranks = control.differing_ranks(first_digest, "a digest of the first samples")
-        return self.differing_ranks
+        return control.differing_ranks(first_digest, "a digest of the first samples")
 
     def _require_equal_orders(self, control: ControlChannel) -> None:
         """Refuse a sampler that gives ranks other orders: each takes its share of one and the same."""

@@ -173,7 +173,7 @@ def try_evaluations(session: Session) -> None:
                 samples = [] if iter(data) is data else list(islice(data, size))
             if not samples:
                 continue
-            content = _checked(held_out, collate(samples, range(len(samples)), runtime.main_feed.collate))
+            content = _checked(held_out, collate(samples, range(len(samples)), runtime.feeds.main.collate))
             try:
                 _measure(session, [(content, len(samples))], metrics, wanted.gradients)
             except RuntimeError as error:
@@ -329,7 +329,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     padding = mine or range(len(dataset))
     padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
     batches = DataLoader(
-        BatchDataset(dataset, None, runtime.main_feed.collate),
+        BatchDataset(dataset, None, runtime.feeds.main.collate),
         sampler=[list(indices) for indices, _ in padded],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
@@ -360,7 +360,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
         padding = padding or own or read
         for part, count in _padded_batches(own, samples_per_rank, size, padding):
             numbers, items = zip(*part, strict=True)
-            yield collate(items, numbers, runtime.main_feed.collate), count
+            yield collate(items, numbers, runtime.feeds.main.collate), count
 
 
 def _padded_batches(
@@ -407,10 +407,8 @@ def _agree_on_sharding(session: Session, held_out: HeldOutData, first: Callable[
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif differing:
-        how, feed = sharding_mechanism_name(held_out.dataset), runtime.main_feed
-        again = feed.differing_ranks == differing and sharding_mechanism_name(feed.dataset) == how
-        size = runtime.ranks.size
-        reporter.report_differing_data("held-out data", differing, size, how, again=again, held_out=True)
+        how, size = sharding_mechanism_name(held_out.dataset), runtime.ranks.size
+        reporter.report_differing_data("held-out data", differing, size, how, held_out=True)
     return held_out.sharded
 
 

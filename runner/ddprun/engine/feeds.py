@@ -13,7 +13,7 @@ from ddprun.engine.data import Feed
 class Feeds:
     """The training data of all stages, batch by batch."""
 
-    main: Feed
+    main: Feed  # of all stages that name no data of their own
     by_stage: Mapping[int, Feed]  # of stages with data of their own, by their index in `stages`
 
     def for_stage(self, stage: int) -> Feed:

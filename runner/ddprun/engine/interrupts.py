@@ -14,6 +14,7 @@ from typing import Any, Self
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
 from ddprun.host.processes import handle_signal_unless_ignored
 from ddprun.parallel.ranks import Ranks
+from ddprun_hooks.config.trust import callable_full_names
 
 _STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
 _LOOK_AT_HANDLERS_EVERY_S = 1.0
@@ -98,9 +99,7 @@ def _name_of_handler(handler: object) -> str:
         return "of C code"
     if isinstance(handler, signal.Handlers):
         return f"signal.{handler.name}"
-    function = getattr(handler, "func", handler)  # of functools.partial
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', None) or type(function).__module__}.{name}"
+    return next(callable_full_names(handler))
 
 
 @dataclass(slots=True)

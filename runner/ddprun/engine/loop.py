@@ -39,7 +39,7 @@ from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
-from ddprun.engine.session import Session
+from ddprun.engine.session import CLOCKS_EVERY_S, Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.parallel.ddp import DdpReplica
@@ -367,7 +367,7 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
         stop=runtime.signals.stop_requested,
         # Without an exchange there is no message, and the request waits.
         checkpoint=exchanged and runtime.signals.pop_checkpoint_request(),
-        compare_clocks=session.clock_offsets_are_stale,
+        compare_clocks=time.monotonic() - session.clocks_measured_s > CLOCKS_EVERY_S,
         exchanged=exchanged,
     )
     step = session.state.step

@@ -22,6 +22,7 @@ from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
+from ddprun.units import abbreviated_list
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
@@ -325,8 +326,7 @@ class Objective:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
         key = "ddp.find_unused_parameters"
         false = "is false" if self._loaded.is_given(key) else "is false, its default"
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        problem = f"{false}, but {shown} took no part in {loss_name}"
+        problem = f"{false}, but {abbreviated_list(names, 8)} took no part in {loss_name}"
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")

@@ -29,8 +29,9 @@ from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import StepRecord, Straggler
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
-from ddprun.units import format_count
+from ddprun.units import abbreviated_list, format_count
 from ddprun_hooks.comm.trace import BucketTrace
+from ddprun_hooks.errors import format_ranks
 
 
 class Reporter:
@@ -155,24 +156,21 @@ class Reporter:
             )
 
     def report_differing_data(
-        self, name: str, ranks: list[int], size: int, how: str | None, *, again: bool = False, **about: Any
+        self, name: str, ranks: list[int], size: int, how: str | None, **about: Any
     ) -> None:
         """Report ranks that read other samples of shared data than rank 0, the cause first; `how`: from
-        `sharding_mechanism_name`. `again`: the same was said of the training data.
+        `sharding_mechanism_name`.
         """
         self.events.warning("data_differs", ranks=ranks, sharded_by=how, **about)
         lost = f"{size - 1} of {size} samples are never used"
-        some = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
-        if again:
-            text = "as for the training data, ranks read different samples"
-        elif how is not None:
+        if how is not None:
             text = (
                 f"it shards itself by rank ({how}), and ddprun shards it again: {lost}\n"
                 "  write loader: {sharded: true} to use the data set as it is"
             )
         else:
             text = (
-                f"first samples of rank {some} differ from rank 0's\n"
+                f"first samples of {format_ranks(ranks)} differ from rank 0's\n"
                 f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
                 "  if it draws at random, draw from torch, NumPy or random, which are seeded"
             )
@@ -181,11 +179,9 @@ class Reporter:
     def report_frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""
         self.events.warning("frozen_differ", where=self.location, params=list(names))
-        shown = names[0] if len(names) == 1 else f"{len(names)} parameters ({names[0]} … {names[-1]})"
-        verb = "requires" if len(names) == 1 else "require"
         self.note(
-            f"{self.location}: {shown} {verb} no gradient, but something has changed them, and not alike on "
-            "all ranks: where ranks synchronise, they are made equal"
+            f"{self.location}: something has changed parameters that require no gradient, and not alike on "
+            f"all ranks: {abbreviated_list(names)}; where ranks synchronise, they are made equal"
         )
 
     def report_audit(self, result: AuditResult, step: int, *, at_end: bool) -> None:

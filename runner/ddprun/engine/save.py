@@ -24,7 +24,7 @@ from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name
-from ddprun.run_files import encodable_path, open_file
+from ddprun.run_files import open_file
 
 _STEP = "step"
 PIPELINE_HEADER = "# Written by ddprun next to weights: the pipeline that made them.\n"
@@ -70,9 +70,7 @@ def check_saves(session: Session) -> None:
 
 def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
     runtime, reporter = session.runtime, session.reporter
-    target = runtime.run_dir / encodable_path(
-        runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
-    )
+    target: Path = runtime.run_dir / runtime.loaded.expand_env_and_folder(f"{stage.path}.to", stage.to)
     if runtime.ranks.rank == 0:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.compiling import GraphCompiler
-from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
@@ -43,7 +42,7 @@ from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun_hooks.comm.gpu import PinnedStaging
 from ddprun_hooks.exchange import Exchange
 
-_CLOCKS_EVERY_S = 60.0
+CLOCKS_EVERY_S = 60.0  # how often clocks are compared: none runs like another
 
 
 @dataclass(slots=True)
@@ -95,11 +94,6 @@ class RunComponents:
         """A path as messages have it: in the run's folder, if it is there, as that was given."""
         inside = path.is_relative_to(self.run_dir)
         return self.shown_dir / path.relative_to(self.run_dir) if inside else path
-
-    @property
-    def main_feed(self) -> Feed:
-        """The training data of all stages that name none of their own."""
-        return self.feeds.main
 
 
 @dataclass(slots=True)
@@ -220,11 +214,6 @@ class Session:
         """Whether one is taken after this step of the run; the same on all ranks."""
         every = self.runtime.loaded.pipeline.checkpoint.every
         return self.runtime.checkpoints is not None and is_due(every, self.state.step)
-
-    @property
-    def clock_offsets_are_stale(self) -> bool:
-        """The offsets between the ranks' clocks were measured a while ago; no clock runs like another."""
-        return time.monotonic() - self.clocks_measured_s > _CLOCKS_EVERY_S
 
     def measure_clocks(self) -> None:
         """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""

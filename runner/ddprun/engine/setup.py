@@ -5,6 +5,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ddprun.config import LoadedPipeline
@@ -33,7 +34,6 @@ from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
-from ddprun.host.device import DeviceAndBackend
 from ddprun.host.pipeline_folder import make_folder_importable
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
@@ -62,7 +62,8 @@ def build_session(
     loaded: LoadedPipeline,
     run_dir: Path,
     ranks: Ranks,
-    place: DeviceAndBackend,
+    device: torch.device,
+    backend: str,
     signals: SignalRequests,
     token: str = "0",
 ) -> Session:
@@ -75,8 +76,8 @@ def build_session(
        passes until DDP's buckets are as they stay
     5. seed again, each rank differently
     """
-    pipeline, device = loaded.pipeline, place.device
-    started_in, shown_dir, run_dir = Path.cwd(), run_dir, run_dir.absolute()
+    pipeline, started_in = loaded.pipeline, Path.cwd()
+    shown_dir, run_dir = run_dir, run_dir.absolute()
     ranks.watchdog.set_phase(b"building")
     make_folder_importable(loaded.folder)
     seeding.make_deterministic(device, strict=pipeline.deterministic)
@@ -85,7 +86,7 @@ def build_session(
     model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if ranks.rank == 0:
         load_weights(loaded, model)  # from which all others get them
-    data = build.build_data(loaded)
+    train_data, held_out = build.build_data(loaded)
     stage_held_out = build.build_stage_held_out(loaded)
     check_trackers(loaded)
     compiling.check_dynamo_config(loaded)
@@ -94,7 +95,7 @@ def build_session(
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
     objective = Objective(loaded, loss, precision, build.build_batch_weight(loaded))
     pin = device.type == "cuda"
-    feeds = open_feeds(loaded, data.train, rank=ranks.rank, world_size=ranks.size, pin=pin)
+    feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     feed = feeds.main
     initialize_lazy_parameters(model, objective, feed)
     optimizer = build.build_optimizer(loaded, model)
@@ -107,7 +108,7 @@ def build_session(
     control.check_agreement("the pipeline", loaded.digest())
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
     control.check_agreement("the model", repr(shapes))
-    exchange = _open_exchange(loaded, control, ranks, place, stacks)
+    exchange = _open_exchange(loaded, control, ranks, device, backend, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
     try:
@@ -130,7 +131,7 @@ def build_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    fingerprints = DatasetFingerprints(feeds, data.held_out, stage_held_out, rank=ranks.rank)
+    fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     if any(stage.epochs for stage in pipeline.stages_with_steps() if stage.data is None):
@@ -147,7 +148,7 @@ def build_session(
         settle_layout(replica, objective, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
-    _check_shared_memory(loaded, feeds, ranks, place.backend)
+    _check_shared_memory(loaded, feeds, ranks, backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     runtime = RunComponents(
         loaded=loaded,
@@ -155,7 +156,7 @@ def build_session(
         shown_dir=shown_dir,
         ranks=ranks,
         device=device,
-        backend=place.backend,
+        backend=backend,
         signals=signals,
         exchange=exchange,
         exchanger=exchanger,
@@ -174,7 +175,7 @@ def build_session(
         objective=objective,
         feeds=feeds,
         fingerprints=fingerprints,
-        held_out=data.held_out,
+        held_out=held_out,
         stage_held_out=stage_held_out,
         staging=PinnedStaging(Gpu(device)) if device.type == "cuda" and pipeline.checkpoint.keep else None,
         finite_check=FiniteCheck(model, control, recorder, reporter.report_nonfinite),
@@ -260,7 +261,8 @@ def _open_exchange(
     loaded: LoadedPipeline,
     control: ControlChannel,
     ranks: Ranks,
-    place: DeviceAndBackend,
+    device: torch.device,
+    backend: str,
     stacks: HookStacksByStage,
 ) -> Exchange:
     stages = [
@@ -274,8 +276,8 @@ def _open_exchange(
     try:
         return Exchange.open(
             control=control,
-            device=place.device,
-            backend=place.backend,
+            device=device,
+            backend=backend,
             hosts=ranks.hosts,
             local_sizes=ranks.local_sizes,
             timeout=ranks.timeout,
@@ -287,7 +289,7 @@ def _open_exchange(
         at = "sync" if isinstance(error, UnequalHostsError) and not by_hook else "hooks"
         for stage, _ in stages:
             shared = any(one.shared for one in all_ranks[stage.index].requirements)
-            if place.device.type == "cuda" and shared:
+            if device.type == "cuda" and shared:
                 at = stage.key_path("hooks")
         raise loaded.error(at, str(error)) from None
 

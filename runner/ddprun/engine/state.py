@@ -82,7 +82,7 @@ def _stateful_parts(session: Session) -> dict[str, Any]:
         "position": session.state.cursor,
         "optimizer": runtime.optimizer,
         "precision": runtime.precision,
-        "feed": runtime.main_feed,
+        "feed": runtime.feeds.main,
         "stage_feeds": runtime.feeds,
         "hooks": runtime.stacks,
         "buffers_seen": runtime.buffers,

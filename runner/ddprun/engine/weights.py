@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline, PipelineError, PipelineFault
-from ddprun.config.patterns import abbreviated_list, matches, pattern_problems
-from ddprun.run_files import encodable_path
+from ddprun.config.patterns import matches, pattern_problems
+from ddprun.units import abbreviated_list
 
 _COMPILE_PREFIX, _DDP_PREFIX = "_orig_mod.", "module."
 
@@ -31,7 +31,7 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
     wanted = loaded.pipeline.init
     if wanted is None:
         return
-    path = loaded.folder / encodable_path(loaded.expand_env_and_folder("init.file", wanted.file))
+    path = loaded.folder / loaded.expand_env_and_folder("init.file", wanted.file)
     try:
         read = load_file(path)
     except OSError as error:

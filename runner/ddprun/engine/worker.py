@@ -43,7 +43,6 @@ from ddprun.engine.stage_run import run_equalizing_stage
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.host import rank_files
 from ddprun.host.device import (
-    DeviceAndBackend,
     RankLaunchFacts,
     agree_on_backend,
     device_name,
@@ -135,13 +134,13 @@ def _run(
     facts = [
         RankLaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))
     ]
-    place = DeviceAndBackend(device, agree_on_backend(loaded, facts))
-    ranks.join(place)
+    backend = agree_on_backend(loaded, facts)
+    ranks.join(device, backend)
     known = rank_files.read_run_dir()
     folder, token, begun = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
     failure_context.run_dir = folder.absolute()
     rank_files.report_run_dir(folder)
-    session = failure_context.session = build_session(loaded, folder, ranks, place, signals, token)
+    session = failure_context.session = build_session(loaded, folder, ranks, device, backend, signals, token)
     check_saves(session)
     try_evaluations(session)
     _announce(session)
@@ -178,8 +177,6 @@ def prepare_nccl(timeout_s: float) -> None:
     """Set variables of torch and NCCL that the user has not, before any process group is made."""
     heartbeat_s = max(_HEARTBEAT_S, math.ceil(timeout_s) + _HEARTBEAT_MARGIN_S)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(heartbeat_s))
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ:  # the older name of the recorder's size
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"])
     # Torchelastic sets 1 where nothing is set: an error then waits for NCCL to clean up, which may hang, too.
     if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
         del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]

@@ -212,6 +212,9 @@ class Explanation:
             model["bytes"] = sum(one.nbytes for one in held.values())
             trained = [one for one in held.values() if one.requires_grad]
             model |= {"trained": len(trained), "trained_bytes": sum(one.nbytes for one in trained)}
+        settings = self.loaded.pipeline.compile
+        facts = {name: getattr(self.probe.compiled, name, None) for name in ("blocks", "graphs", "breaks")}
+        compiled = {name: json_value(value) for name, value in facts.items()}
         buffers = None
         if use is not None and self.buffers is not None:
             held_bytes = sum(one.nbytes for one in self.buffers.values())
@@ -222,19 +225,12 @@ class Explanation:
             "ranks": self.world.ranks,
             "hosts": self.world.hosts,
             "model": model,
-            "compile": self._compile_json_data(),
+            "compile": settings and {"mode": settings.mode} | compiled,
             "buffers": buffers,
             "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
             "start": json_value(self.sent_at_start),
             "stages": [stage.to_json_data() for stage in self.stages],
         }
-
-    def _compile_json_data(self) -> dict[str, Any] | None:
-        settings, compiled = self.loaded.pipeline.compile, self.probe.compiled
-        if settings is None:
-            return None
-        known = {name: getattr(compiled, name, None) for name in ("blocks", "graphs", "breaks")}
-        return {"mode": settings.mode} | {name: json_value(value) for name, value in known.items()}
 
 
 def json_value(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -140,7 +139,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     if not unknown.model:
         model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
     if not unknown.data:
-        data = build.build_data(loaded).train
+        data, _ = build.build_data(loaded)
         feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
     if model is not None:
         if allow_imports or not is_external_code(pipeline.loss):
@@ -293,8 +292,7 @@ def _one_rank_process_group() -> Iterator[None]:
     """A process group of this process alone, which DDP wants to see."""
     # The host's own name need not resolve, and nothing is sent anyway.
     before = os.environ.get(_INTERFACE)
-    if sys.platform == "linux":
-        os.environ[_INTERFACE] = "lo"
+    os.environ[_INTERFACE] = "lo"
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)  # with DETAIL, DDP ends in a segmentation fault
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

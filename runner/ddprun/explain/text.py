@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
@@ -415,19 +415,18 @@ def _bucket_tables(
         if len(by_route) > 1:
             yield from paragraph("", f"{_capital(_exchange_phrase(on_route[0], with_buckets=False))}:")
         buckets = [bucket for exchange in on_route for bucket in exchange.buckets or ()]
-        rows = _omit_middle([_bucket_row(bucket, ranks) for bucket in buckets], ("…", *[""] * 5))
+        rows = []
+        for one in buckets:
+            sent = "unknown" if one.sent is None else format_bytes(one.sent.all_ranks / ranks)
+            sizes = one.dtype, f"{one.numel:,}", format_bytes(one.bytes)
+            rows.append((str(one.bucket), *sizes, sent, first_and_last(one.params)))
+        rows = _omit_middle(rows, ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from labelled("", table([head, *rows], "><>>><"))
         reason = next((exchange.unknown_reason for exchange in on_route if exchange.unknown_reason), "")
         if reason:
             yield from paragraph("", f"How they are sent is unknown: {reason}.")
         yield from _leg_lines(buckets)
-
-
-def _bucket_row(one: Bucket, ranks: int) -> tuple[str, ...]:
-    sent = "unknown" if one.sent is None else format_bytes(one.sent.all_ranks / ranks)
-    about = str(one.bucket), one.dtype, f"{one.numel:,}", format_bytes(one.bytes)
-    return (*about, sent, first_and_last(one.params))
 
 
 def _leg_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
@@ -507,9 +506,7 @@ def steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
     )
     first = [step for step in steps if step <= period]
     if len(first) > 1:
-        even = len({after - before for before, after in pairwise(first)}) == 1
-        named = _step_list(first) if even or len(first) <= 4 else str(len(first))
-        return f"{named} of every {period}{'' if named.startswith('steps') else ' steps'}"
+        return f"{_step_list(first)} of every {period}"
     found = range(first[0], last + 1 if last is not None else first[0] + 3 * period + 1, period)
     return _step_list(found[:3], " …" if len(found) > 3 else "")
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,14 +9,6 @@ import torch
 
 from ddprun.config import LoadedPipeline
 from ddprun.units import format_count
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceAndBackend:
-    """The device of one rank and how it talks to the others."""
-
-    device: torch.device
-    backend: str  # `gloo` or `nccl`
 
 
 def gpu_count() -> int:

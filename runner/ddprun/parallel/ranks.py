@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ddprun.host.device import DeviceAndBackend
 from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_this_host
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
@@ -134,16 +133,16 @@ class Ranks:
         if found := next(filter(None, self.gather("interfaces", fault)), None):
             raise NetworkError(found)
 
-    def join(self, place: DeviceAndBackend) -> None:
+    def join(self, device: torch.device, backend: str) -> None:
         """Make the default process group, and learn which host each rank is on."""
-        if place.device.type == "cuda":
-            torch.cuda.set_device(place.device)
-            self.watchdog.set_device(place.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self.watchdog.set_device(device)
         local_size, server = self.environment.local_world_size, os.environ.get(STATUS_SERVER_VARIABLE, "")
         self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, self.status_page, server]))
         with observed_wait(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
-                place.backend,
+                backend,
                 store=self._base_store,
                 rank=self.rank,
                 world_size=self.size,

@@ -161,13 +161,6 @@ def _last_backward_start_duration(line: StepRecord) -> tuple[float, float]:
     return began, line.backward_us / max(1, passes)
 
 
-def hook_us_around_collectives(bucket: BucketRecord) -> list[float]:
-    """What a bucket's record says of its hooks: before the first collective, between two, after the last."""
-    legs = [us for leg in bucket.legs for us in (leg.start_us, leg.done_us)]
-    moments = [bucket.ready_us, *legs, bucket.done_us]
-    return [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
-
-
 class _StageRecords:
     """What the records of one stage say, step by step."""
 
@@ -192,7 +185,10 @@ class _StageRecords:
             for name, at in zip(line.params, known, strict=False):
                 if at is not None:
                     self._gradient_ready_shares[name].append(min(1.0, max(0.0, (at - began) / backward_us)))
-        self._buckets[line.bucket].append((line.bytes, hook_us_around_collectives(line)))
+        legs = [us for leg in line.legs for us in (leg.start_us, leg.done_us)]
+        moments = [line.ready_us, *legs, line.done_us]  # hooks work before, between and after collectives
+        hook_us = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
+        self._buckets[line.bucket].append((line.bytes, hook_us))
 
     def costs(self) -> StageCosts:
         if not self.steps:

@@ -18,7 +18,6 @@ TCP_SHARE = 0.94
 """Of a link's nominal rate, what is left for payload: 1,448 of 1,538 bytes of an Ethernet frame."""
 
 _CARD_QUEUE_BYTES, _LOCAL_LATENCY_S = 100e3, 1e-3
-LINK_LEVELS: tuple[LinkLevel, ...] = ("within", "across")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT])?(bit|bps|B)(?:/s)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)")
 _PREFIX = {None: 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

@@ -40,11 +40,6 @@ class Table:
     folded_title: str = ""  # if not empty, the table is folded away under this title
 
     @property
-    def rows_left_out(self) -> int:
-        """How many rows are not shown."""
-        return max(0, len(self.rows) - _MAX_ROWS)
-
-    @property
     def numeric(self) -> list[bool]:
         """For each column, whether all its cells are numbers, some of them with a unit or an interval."""
         columns = list(zip_longest(*self.rows[:_MAX_ROWS])) or [()] * len(self.heads)

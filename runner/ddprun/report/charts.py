@@ -10,7 +10,7 @@ from ddprun.report.blocks import Chart, NamedDigests
 from ddprun.report.digest import Curve, RunDigest, SlowStep, Timeline
 from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.records import PARTS
-from ddprun.units import format_bit_rate
+from ddprun.units import abbreviated_list, format_bit_rate
 
 HELD_OUT_STYLE = 5  # the style of held-out data in the report of one run
 _MAX_POINTS_WITH_MARKERS = 30  # a line of no more has a marker at each
@@ -205,8 +205,7 @@ def timeline_chart(step: Timeline) -> Chart:
             rows[row] = None
             ready, done = bucket.ready_us, bucket.done_us
             all_ready = min(max(bucket.all_ready_us or ready, ready), done)
-            more = ", …" if len(bucket.params) > _NAMED_PARAMS else ""
-            params = ", ".join(bucket.params[:_NAMED_PARAMS]) + more
+            params = abbreviated_list(bucket.params, _NAMED_PARAMS)
             about = f"bucket {bucket.bucket}: {params}, through {', '.join(bucket.hooks) or 'all-reduce'}"
             late, wire = all_ready - ready, done - all_ready
             add("exposed_wait_us", row, offset + ready, late, f"{about}: the last rank is not ready")

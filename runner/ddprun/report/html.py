@@ -110,11 +110,10 @@ def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names) and length >= min(2, len(paths[0].parts)):
-            return list(zip(names, digests, strict=True))
-    return [
-        (f"{path} ({index})", digest)
-        for index, (path, digest) in enumerate(zip(paths, digests, strict=True), 1)
-    ]
+            break
+    else:  # the same folder twice
+        names = [f"{path} ({index})" for index, path in enumerate(paths, 1)]
+    return list(zip(names, digests, strict=True))
 
 
 def _unify_axis_ranges(figures: Sequence[Figure]) -> None:

@@ -13,12 +13,12 @@ from itertools import groupby
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
-from ddprun.run_files import parse_json
+from ddprun.run_files import describe_invalid, parse_json
 from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
 from ddprun.units import format_count, format_duration, format_world_sizes
@@ -132,12 +132,8 @@ class PredictionFile(BaseModel):
             raise PredictionFileError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
         try:
             found = cls.model_validate(parse_json(data))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            place = ".".join(map(str, fault["loc"]))
-            raise PredictionFileError(f"{place}{': ' * bool(place)}{fault['msg']}") from None
         except ValueError as error:
-            raise PredictionFileError(str(error)) from None
+            raise PredictionFileError(describe_invalid(error)) from None
         if all(stage.predicted is None for stage in found.stages):
             raise PredictionFileError("no stage has `predicted`; `--link` adds it")
         return found

@@ -31,7 +31,7 @@ from ddprun.report.predicted import StageComparison, StepPart
 from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
-from ddprun.units import format_bit_rate, format_bytes, format_count, format_world_sizes
+from ddprun.units import abbreviated_list, format_bit_rate, format_bytes, format_count, format_world_sizes
 
 _MAX_ERRORS = _MAX_EVALUATIONS = 30
 _MAX_HELD_OUT_POINTS = 200
@@ -187,7 +187,7 @@ def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
 def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     """What the pipeline's file says of training; stages may say otherwise."""
     text = digest.run.pipeline_text
-    root = parse_yaml(text, Source.from_text("pipeline.yaml", 0, text)).root
+    root, _ = parse_yaml(text, Source.from_text("pipeline.yaml", 0, text))
     keys = root.data() if root is not None and isinstance(root.value, dict) else {}
     trained = ([one for one in stage.buckets if one.kind in _TRAINED] for stage in digest.stages)
     sent = max((sum(one.numel // one.payloads for one in buckets) for buckets in trained), default=0)
@@ -459,10 +459,10 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
     for stage in digest.stages:
         for one in stage.buckets:
             sizes = [format_bytes(amount / one.payloads) for amount in (one.bytes, one.wire_bytes)]
-            more = [f"and {len(one.params) - named:,} more"] * (len(one.params) > named)
-            params = ", ".join([*one.params[:named], *more])
             wire = [one.wire_us / one.payloads / 1000, _format_rate(one)]
-            buckets.append([stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, params])
+            buckets.append(
+                [stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, abbreviated_list(one.params, named)]
+            )
     if buckets:
         title = "Each bucket: its parameters, and how fast it was sent"
         yield Table(heads, buckets, "Means over ranks and steps.", title)
@@ -505,7 +505,7 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
     heads += ["from step", "to step"]
 
     def row(one: StragglerTotal) -> list[Any]:
-        params = ", ".join(one.params[:4]) + (" …" if len(one.params) > 4 else "")
+        params = abbreviated_list(one.params, 4)
         late = [one.late_us / 1000, f"{one.late_us / one.step_us:.0%}"]
         return [one.rank, *late, one.cause, one.bucket, params, one.steps, one.first_step, one.last_step]
 
@@ -549,16 +549,10 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
     found = list(filter(stands_out, digest.run.events))
     starts = len(digest.run.events_of(Started))
     yield Text("Started once." if starts == 1 else f"Started {format_count(starts, 'time')}.")
-    rows = []
+    rows, columns = [], {"event", "level", "time", "monotonic_us", "step", "params"}
     for event in found[-_MAX_ERRORS:]:
         when, what = _format_event_time(event.get("time")), readable_event_name(event["event"])
-        rows.append([when, what, event.get("step"), _details(event)])
+        about = [f"{key}: {format_value(item)}" for key, item in event.items() if key not in columns]
+        rows.append([when, what, event.get("step"), ", ".join(about)])
     left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
     yield Table(["when", "what", "step", ""], rows, left_out) if rows else Text("Nothing went wrong.")
-
-
-def _details(event: Mapping[str, Any]) -> str:
-    left_out = {"event", "level", "time", "monotonic_us", "rank", "step", "params"}
-    if event["event"] == "nonfinite":
-        left_out.remove("rank")  # whose loss it was
-    return ", ".join(f"{key}: {format_value(value)}" for key, value in event.items() if key not in left_out)

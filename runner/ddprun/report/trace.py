@@ -15,6 +15,7 @@ from ddprun.run_files import replace_atomically
 from ddprun.telemetry.reader import Run, readable_event_name, steps_between
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import encode_json_line
+from ddprun.units import abbreviated_list
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
 _INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
@@ -28,23 +29,7 @@ _FIRST_PROFILER_TRACK = 100_000
 _FLOW_IDS_PER_RANK = 1_000_000_000
 _BUCKET_KINDS = ("gradient", "delta", "parameters", "buffers", "optimizer")
 _TRACKS_PER_KIND = 10_000
-_SHOWN_EVENTS = [
-    "straggler",
-    "straggler_over",
-    "checkpoint_taken",
-    "checkpoint_left_out",
-    "overflow",
-    "nonfinite",
-    "step_skipped",
-    "audit",
-    "hang",
-    "resumed",
-    "reconciled",
-    "average",
-    "broadcast",
-    "evaluated",
-    "stage_started",
-]  # kinds of events that are shown, besides checkpoints that were written
+_EVENTS_WITHOUT_MARK = ("checkpoint_written", "clock_offsets")  # the first one is drawn
 Event = dict[str, Any]
 
 
@@ -149,13 +134,11 @@ def _rank_events(run: Run, rank: int, chosen: range | set[int]) -> Iterator[Even
         if track not in named:
             named.add(track)
             yield from _metadata_events(rank + 1, track, name)
-        params = bucket.params
-        more = f" and {len(params) - 8} more" if len(params) > 8 else ""
-        facts = {"params": ", ".join(params[:8]) + more}
+        facts = {"params": abbreviated_list(bucket.params, 8)}
         known = ("hooks", "bytes", "wire_bytes", "completed_by", "encode_us", "decode_us")
         facts |= {key: value for key in known if (value := getattr(bucket, key)) is not None}
         yield slice_(track, f"{name} of step {bucket.step}", bucket.ready_us, bucket.done_us, **facts)
-        for param, at in zip(params, bucket.params_ready_us or (), strict=False):
+        for param, at in zip(bucket.params, bucket.params_ready_us or (), strict=False):
             if at is not None:
                 about = {**_track_ids(rank + 1, track), "ts": to_rank0_us(at)}
                 yield {"ph": "i", "s": "t", "name": f"{param} ready", **about}
@@ -197,7 +180,7 @@ def _run_events(run: Run) -> Iterator[Event]:
         yield {"ph": "e", "name": name, "ts": at, **one}
     for event in run.events:
         kind = event["event"]
-        if kind in _SHOWN_EVENTS and "monotonic_us" in event:
+        if kind not in _EVENTS_WITHOUT_MARK and "monotonic_us" in event:
             left_out = ("event", "level", "time", "monotonic_us", "rank")
             args = {key: value for key, value in event.items() if key not in left_out}
             about = {**_track_ids(_RUN_PROCESS, _EVENT_TRACK), "ts": event["monotonic_us"], "args": args}

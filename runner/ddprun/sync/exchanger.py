@@ -9,7 +9,6 @@ rank 0's.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +25,7 @@ from ddprun_hooks.payload import Payload, PayloadKind
 from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack, broadcast_stack
 
-
-@dataclass(frozen=True, slots=True)
-class PendingExchange:
-    """A payload under way."""
-
-    future: Future[Tensor]
-    trace: BucketTrace[Any]
+PendingExchange = tuple[Future[Tensor], BucketTrace[Any]]  # a payload under way: its mean, and its trace
 
 
 class ParameterExchanger:
@@ -49,15 +42,15 @@ class ParameterExchanger:
         traces: list[BucketTrace[Any]] = []
         future = queue.send(payload, stack, traces, group)
         self._recorder.sync.sent.append(traces[0])
-        return PendingExchange(future, traces[0])
+        return future, traces[0]
 
     def wait(self, pending: PendingExchange) -> Tensor:
         """Wait for a payload: the mean over ranks, in the payload's own memory."""
-        marks = self._recorder.sync
-        start = self._recorder.mark()
-        mean: Tensor = pending.future.wait()
+        future, trace = pending
+        marks, start = self._recorder.sync, self._recorder.mark()
+        mean: Tensor = future.wait()
         marks.waits.append((start, self._recorder.mark()))
-        marks.completed.append(pending.trace)
+        marks.completed.append(trace)
         return mean
 
     def equalize(

@@ -31,7 +31,7 @@ _PLAIN_AVERAGING = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mea
 
 @dataclass(eq=False)
 class Synchronizer:
-    """Exchanges after each step what the plan says. Raises ValueError for more fragments than parameters."""
+    """Exchanges after each step what the plan says."""
 
     progress: PlanProgress
     frozen: FrozenParameters  # and the trained ones, which travel
@@ -255,7 +255,7 @@ class DeltaExchange:
 def buckets_by_fragment(
     plan: SyncPlan, trainable: Mapping[str, Tensor], cap_bytes: float
 ) -> dict[tuple[int, int], TensorBuckets]:
-    """A plan's fragments of the trained parameters, in flat buckets; ValueError if there are too many."""
+    """A plan's fragments of the trained parameters, in flat buckets."""
     buckets: dict[tuple[int, int], TensorBuckets] = {}
     for count in sorted({one.fragment[1] for one in plan.transfers if one.what != "optimizer"}):
         first = 0
@@ -266,9 +266,7 @@ def buckets_by_fragment(
 
 
 def split_into_fragments(named: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Neighbouring parameters in `parts` groups of about equal size; ValueError if there are too few."""
-    if parts > max(1, len(named)):
-        raise ValueError(f"{parts} fragments of {len(named)} parameters: each needs at least one")
+    """Neighbouring parameters in `parts` groups of about equal size; `check_sync` refuses too many."""
     items = list(named.items())
     total, done = sum(tensor.numel() for tensor in named.values()), 0
     groups: list[dict[str, Tensor]] = [{}]

@@ -431,7 +431,9 @@ class StepRecorder:
             last_step = buffer.steps[-1].number
             recorded = [step for step in buffer.steps if step.number % self._every == 0]
             if recorded:
-                recorded[-1].machine = _memory_and_load(self._clock)
+                # This takes some 70 µs; the load is the host's over a minute.
+                resident, load = psutil.Process().memory_info().rss, round(os.getloadavg()[0], 2)
+                recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
             resolved = resolve_steps(buffer, self._clock, every=self._every)
             self.own_loss = resolved.loss(-1)
             if self.first_nonfinite_loss is None and not math.isfinite(sum(resolved.loss_sums)):
@@ -515,9 +517,3 @@ class StepRecorder:
     def _count_traffic(self, traces: Sequence[BucketTrace[int]], communication_us: int) -> None:
         self.totals.communication_us += communication_us
         self.totals.wire_bytes += sum(trace.wire_bytes for trace in traces)
-
-
-def _memory_and_load(clock: Clock) -> MachineRecord:
-    """Memory of this process, and the host's load average over a minute. It takes some 70 µs."""
-    resident = psutil.Process().memory_info().rss
-    return MachineRecord(resident, clock.device_bytes(), round(os.getloadavg()[0], 2))

@@ -63,8 +63,11 @@ class Tracker(Plugin):
 class CurveTracker(Tracker):
     """Adds the curves of every n-th step, as its option `every` says, and all metrics: one `add` for both."""
 
+    class Options(Tracker.Options):
+        every: options.PositiveInt = 10
+        """Steps from one point of a curve to the next."""
+
     def __init__(self, options: Any, run: RunInfo) -> None:
-        """Begin; `options` has `every`, the steps from one point of a curve to the next."""
         self._every: int = options.every
 
     def add(self, step: int, values: Mapping[str, float]) -> None:

@@ -12,20 +12,17 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from ddprun.run_files import names_in, read_json_object, replace_atomically
+from ddprun.options import Options
+from ddprun.run_files import describe_invalid, names_in, read_json_object, replace_atomically
 
 FILE = "state.json"
 _MAX_STATE_BYTES = 1 << 20
 _MAX_FOLDERS = 1000  # that are looked at, the newest
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Round(_Strict):
+class Round(Options):
     """Runs that took turns: the file as it is, its twin, and candidates."""
 
     folder: Annotated[str, Field(pattern=r"^round-[0-9]{1,3}$")]
@@ -37,7 +34,7 @@ class Round(_Strict):
     steps: Annotated[int, Field(ge=1)]  # of each run
 
 
-class State(_Strict):
+class State(Options):
     """A search so far."""
 
     v: Literal[1] = 1
@@ -50,13 +47,8 @@ class State(_Strict):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the state from a search's folder; raises OSError, or ValueError that says what is damaged."""
-        try:
-            return cls.model_validate(read_json_object(folder, FILE, _MAX_STATE_BYTES))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{place}: {first['msg']}") from None
+        """Read the state from a search's folder; raises OSError, or ValueError (`describe_invalid`)."""
+        return cls.model_validate(read_json_object(folder, FILE, _MAX_STATE_BYTES))
 
     def write(self, folder: Path) -> None:
         """Put it in a search's folder, whole or not at all; raises OSError."""
@@ -70,13 +62,16 @@ def resume_or_create_search(
     """The folder of the newest unfinished search with these inputs for the pipeline `name`, or a new one;
     `say` takes a line about each folder that cannot be read.
     """
-    for folder in _search_folders_newest_first(runs, name):
+    names = [one for one in names_in(runs) if one.startswith(f"{name}-")] if runs.exists() else []
+    for folder in (runs / one for one in reversed(names[-_MAX_FOLDERS:])):
+        if not folder.is_dir() or folder.is_symlink():
+            continue
         try:
             state = State.read(folder)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            say(f"{folder} is skipped: its {FILE} cannot be used: {error}")
+            say(f"{folder} is skipped: its {FILE} cannot be used: {describe_invalid(error)}")
             continue
         if state.inputs == inputs and not state.finished:
             return folder, state
@@ -87,13 +82,6 @@ def resume_or_create_search(
     state = State(inputs=inputs)
     state.write(folder)
     return folder, state
-
-
-def _search_folders_newest_first(runs: Path, name: str) -> list[Path]:
-    """Folders of searches for a pipeline of this name, the newest first."""
-    names = [one for one in names_in(runs) if one.startswith(f"{name}-")] if runs.exists() else []
-    found = [runs / one for one in reversed(names[-_MAX_FOLDERS:])]
-    return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
 
 
 def next_numbered_folder(parent: Path, name: str) -> Path:

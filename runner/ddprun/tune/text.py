@@ -13,7 +13,7 @@ from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
 from ddprun.tune.write import Change
-from ddprun.units import format_count, format_duration
+from ddprun.units import abbreviated_list, format_count, format_duration
 
 VERSION = 1
 
@@ -47,9 +47,7 @@ def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
         noise = "" if outcome.noise_factor is None else f"; noise: up to {outcome.noise_factor - 1:.1%}"
         yield f"{tried}, by prediction; {runs}{noise}."
     if outcome.unmeasured_stacks:
-        left_out = ", ".join(outcome.unmeasured_stacks[:_MAX_NAMED_STACKS])
-        more = len(outcome.unmeasured_stacks) - _MAX_NAMED_STACKS
-        left_out += f" and {more} more" if more > 0 else ""
+        left_out = abbreviated_list(outcome.unmeasured_stacks, _MAX_NAMED_STACKS)
         yield f"Left out, because the measured run has no steps with these hooks: {left_out}."
 
 

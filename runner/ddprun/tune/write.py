@@ -78,19 +78,15 @@ class _CannotEditError(Exception):
     """The text is laid out in a way that is not edited in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    start: int
-    end: int
-    text: str
+_Edit = tuple[int, int, str]  # start, end, and what takes the place of the text between them
 
 
 def _apply_changes(text: str, changes: Sequence[Change]) -> str:
     """The text with the changes applied one after the other, each with a comment line above."""
     for change in changes:
         path = tuple(segment for segment, _ in parse_path(change.key))
-        for edit in sorted(_edits(text, path, change), key=lambda one: -one.start):
-            text = text[: edit.start] + edit.text + text[edit.end :]
+        for start, end, replacement in sorted(_edits(text, path, change), reverse=True):
+            text = text[:start] + replacement + text[end:]
     return text
 
 
@@ -121,7 +117,7 @@ def _edits(text: str, path: KeyPath, change: Change) -> list[_Edit]:
         raise _CannotEditError
     start, end = parent_key.end_mark.index, _value_end(node)
     return [
-        _Edit(start, end, f": {flow_yaml(change.value)}"),
+        (start, end, f": {flow_yaml(change.value)}"),
         _insert_comment(text, parent_key.start_mark.index, change.comment),
     ]
 
@@ -141,7 +137,7 @@ def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) 
         empty = not mapping.value
         comma = "" if empty or text[:before_brace].rstrip().endswith(",") else ", "
         line = mapping.start_mark.index
-        return [_Edit(before_brace, before_brace, f"{comma}{entry}"), _insert_comment(text, line, comment)]
+        return [(before_brace, before_brace, f"{comma}{entry}"), _insert_comment(text, line, comment)]
     first = mapping.value[0][0].start_mark.index
     start = text.rfind("\n", 0, first) + 1
     indent = text[start:first]
@@ -149,8 +145,8 @@ def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) 
         raise _CannotEditError
     if not indent:  # at the top: at the end of the file
         gap = "" if not text or text.endswith("\n") else "\n"
-        return [_Edit(len(text), len(text), f"{gap}\n# {comment}\n{entry}\n")]
-    return [_Edit(start, start, f"{indent}# {comment}\n{indent}{entry}\n")]
+        return [(len(text), len(text), f"{gap}\n# {comment}\n{entry}\n")]
+    return [(start, start, f"{indent}# {comment}\n{indent}{entry}\n")]
 
 
 def _insert_comment(text: str, index: int, comment: str) -> _Edit:
@@ -158,4 +154,4 @@ def _insert_comment(text: str, index: int, comment: str) -> _Edit:
     start = text.rfind("\n", 0, index) + 1
     line = text[start:index]
     indent = line[: len(line) - len(line.lstrip())]
-    return _Edit(start, start, f"{indent}# {comment}\n")
+    return (start, start, f"{indent}# {comment}\n")

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
+from ddprun.units import abbreviated_list
 from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog, WatchedCollective
 from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import format_ranks
@@ -250,8 +251,7 @@ def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
     if pending.kind is None:
         return "for", pending.description
     names = [param.name for param in pending.params]
-    more = f" and {len(names) - _PARAMS_SHOWN} more" if len(names) > _PARAMS_SHOWN else ""
-    shown = ", ".join(names[:_PARAMS_SHOWN]) + more
+    shown = abbreviated_list(names, _PARAMS_SHOWN)
     return "bucket", f"{pending.description.removeprefix('bucket ')}: {shown}"
 
 

@@ -71,13 +71,7 @@ class UnfinishedCollective:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitsAndLocation:
-    waits: Sequence[UnfinishedCollective] = ()
-    at: str = ""
-
-
-_NOTE_ADAPTER = TypeAdapter(_WaitsAndLocation)
+_NOTE_ADAPTER = TypeAdapter(tuple[Sequence[UnfinishedCollective], str])  # `waits` and `at` of a `RankStatus`
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +161,8 @@ class StatusPage:
 
     def write_heartbeat(self, waits: Sequence[UnfinishedCollective] = (), at: str = "") -> None:
         """A sign of life, with what this rank waits for and where its training thread is."""
-        text = _NOTE_ADAPTER.dump_json(_WaitsAndLocation(waits, at))
-        self._page.note = text if len(text) <= _NOTE_BYTES else b"{}"
+        text = _NOTE_ADAPTER.dump_json((waits, at))
+        self._page.note = text if len(text) <= _NOTE_BYTES else b'[[],""]'
         self._page.beat = now_us()
 
     def set_reported(self) -> None:
@@ -187,7 +181,7 @@ def read_page(path: str | Path) -> RankStatus | None:
         page = _Page.from_buffer_copy(Path(path).read_bytes())
         if page.magic != _MAGIC:
             return None
-        note = _NOTE_ADAPTER.validate_json(page.note)
+        waits, at = _NOTE_ADAPTER.validate_json(page.note)
     except (OSError, ValueError):
         return None  # half of it is written
     now, issued = now_us(), tuple(page.issued)
@@ -201,8 +195,8 @@ def read_page(path: str | Path) -> RankStatus | None:
         phase=page.phase.decode(errors="replace"),
         phase_age_s=(now - page.phase_since) / 1e6,
         issued=issued[: max((index + 1 for index, count in enumerate(issued) if count), default=0)],
-        waits=tuple(note.waits),
-        at=note.at,
+        waits=tuple(waits),
+        at=at,
         reported=bool(page.reported),
     )
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from ddprun.run_files import encodable_path
-
 
 class DataError(ValueError):
     """Data that cannot be had; the message says which and why."""
@@ -99,7 +97,7 @@ def _matching_files(patterns: Sequence[str], folder: Path) -> list[Path]:
     for pattern in patterns:
         full = pattern.replace("{stdlib}", glob.escape(sysconfig.get_path("stdlib")))
         try:
-            paths = glob.glob(str(folder / encodable_path(full)), recursive=True)
+            paths = glob.glob(str(folder / full), recursive=True)
         except RecursionError:
             raise DataError(f"a pattern of {len(pattern)} characters goes through too many folders") from None
         matches = [path for path in map(Path, paths) if path.is_file()]

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddprun.options import PositiveInt
 from ddprun.track import CurveTracker, RunInfo
 
 _MAX_VALUE_LENGTH = 500  # what every MLflow server takes
@@ -21,9 +20,6 @@ class Mlflow(CurveTracker):
 
         experiment: str = "ddprun"
         """Where the run appears."""
-
-        every: PositiveInt = 10
-        """Steps from one point of a curve to the next."""
 
     needs = "mlflow"
 

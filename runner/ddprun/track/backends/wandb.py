@@ -4,7 +4,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ddprun.options import PositiveInt
 from ddprun.track import CurveTracker, RunInfo
 
 _BEGINNING = threading.Lock()  # trackers begin each on a thread of its own
@@ -22,9 +21,6 @@ class Wandb(CurveTracker):
 
         mode: Literal["online", "offline"] = "online"
         """`offline` keeps it in the run's folder, for `wandb sync`."""
-
-        every: PositiveInt = 10
-        """Steps from one point of a curve to the next."""
 
     needs = "wandb"
 
