@@ -98,10 +98,10 @@ class _RequestGroup(dist.ProcessGroup):
         (tensor,) = tensors
         future = _ChainOnlyFuture()
         self.requests.append((tensor, future))
-        return _RequestedWork(future)
+        return _FutureOnlyWork(future)
 
 
-class _RequestedWork(dist.Work):
+class _FutureOnlyWork(dist.Work):
     def __init__(self, future: Future[list[Tensor]]) -> None:
         super().__init__()
         self._future = future

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import StepStage, load
-from ddprun.engine.sequence import Equalize, StageActions, equalize
+from ddprun.engine.sequence import EqualizeState, StageActions, equalize
 from ddprun.sync.plan import BufferPlan, ReplicaConsistency
 from tests.engine.running import lines, run_pipeline
 
@@ -63,7 +63,7 @@ CASES = {
             *("begin mutate | common", "2 after_step DueTransfers [0] | apart"),
             *("2 after_step SendBuffers | common", "2 after_step Audit False | common"),
             *("2 after_step mutate | common", "3 after_step Audit True | apart"),
-            *("end DueTransfers [0] | apart", "end Equalize averages | common"),
+            *("end DueTransfers [0] | apart", "end EqualizeState averages | common"),
             *("end Audit True | common", "common"),
         ],
     ),
@@ -84,7 +84,7 @@ CASES = {
         "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
         [
             *("1 backward send gradients | common", "end DueTransfers [] | apart"),
-            *("end Equalize parameters | apart", "end Audit True | common", "common"),
+            *("end EqualizeState parameters | apart", "end Audit True | common", "common"),
         ],
     ),
 }
@@ -103,13 +103,13 @@ def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) ->
     text = CASES["mutated"][0]
     assert told(sequence(tmp_path, text, None), 2)[-6:] == [
         *("2 after_step DueTransfers [0] | apart", "2 after_step mutate | common"),
-        *("end DueTransfers [] | apart", "end Equalize parameters | apart"),
+        *("end DueTransfers [] | apart", "end EqualizeState parameters | apart"),
         *("end Audit True | common", "common"),
     ]
     overlapping = text.replace("average: {every: 1}", "diloco: {every: 4, fragments: 2, overlap_steps: 2}")
     assert told(sequence(tmp_path, overlapping, None), 4)[-6:] == [
         *("4 after_step DueTransfers [0] | apart", "4 after_step mutate | apart"),
-        *("end DueTransfers [1] | apart", "end Equalize parameters | apart"),
+        *("end DueTransfers [1] | apart", "end EqualizeState parameters | apart"),
         *("end Audit True | common", "common"),
     ]
 
@@ -117,7 +117,7 @@ def test_a_last_step_that_nobody_knew_is_mutated_and_averaged(tmp_path: Path) ->
 def test_gradients_on_unequal_momentum_begin_with_its_mean(tmp_path: Path) -> None:
     """Equal gradients keep ranks equal only if their optimizers' state is."""
     found = sequence(tmp_path, "stages: [train: {steps: 1}]", 1, optimizer="apart")
-    assert list(found.begin()) == [Equalize("optimizer")]
+    assert list(found.begin()) == [EqualizeState("optimizer")]
     assert list(found.begin()) == []
 
 
@@ -125,10 +125,10 @@ def test_what_goes_with_the_parameters() -> None:
     """The weights' averages if they differ; the optimizer's state of a rank, where that is read."""
     replicas = ReplicaConsistency("apart", averages_differ=True, optimizer_is_read=True)
     differ = [replicas.weights_differ]
-    of_rank = [Equalize("parameters", 1), Equalize("optimizer", 1), Equalize("averages", 1)]
+    of_rank = [EqualizeState("parameters", 1), EqualizeState("optimizer", 1), EqualizeState("averages", 1)]
     assert list(equalize(replicas, 1)) == of_rank
     differ.append(replicas.weights_differ)
-    assert list(equalize(replicas)) == [Equalize("parameters")]
+    assert list(equalize(replicas)) == [EqualizeState("parameters")]
     replicas.optimizer = "apart"
     assert [*differ, replicas.weights_differ] == [True, False, True]
 

@@ -260,7 +260,9 @@ class CheckpointWriter:
             lambda: self.store.check([verdict]), time.monotonic() + 2 * self.parts_timeout_s
         )
         if decided and self.store.get(verdict) == b"send":
-            names = [path.name for part in job.parts for path in folder.part_paths(job.unfinished, part)]
+            names = [
+                path.name for part in job.parts for path in folder.json_and_tensor_paths(job.unfinished, part)
+            ]
             folder.send_files(self.control, 0, job.unfinished, names)
         folder.remove_tree(job.unfinished)
 

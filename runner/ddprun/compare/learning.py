@@ -267,7 +267,7 @@ def _sentence(row: Row) -> str:
     return f"{name} {speed}, and {learning}: {size}; {more} seeds would confirm a difference of that size."
 
 
-def choose_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
+def recommended_row(rows: Sequence[Row], allowed: Sequence[bool]) -> Row | None:
     """The fastest row of those that are `allowed` and do not learn worse; None if that is not known."""
     if rows[0]["verdict"] != "the first" or rows[0]["learning"] == NOT_FINITE:
         return None

@@ -401,7 +401,9 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
                 "run_dir": str(side.runs[0].folder),
             }
         )
-    chosen = learning.choose_row(found, [not (side.variant.twin or _uses_noop_hook(side)) for side in sides])
+    chosen = learning.recommended_row(
+        found, [not (side.variant.twin or _uses_noop_hook(side)) for side in sides]
+    )
     return [{**row, "chosen": row is chosen} for row in found]
 
 

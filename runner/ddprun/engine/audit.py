@@ -57,4 +57,4 @@ def audit_parameters(
     )
     if wanted.on_drift == "stop":
         raise DriftError(text)
-    reporter.note_drift(text)
+    reporter.warn_ranks_differ_once(text)

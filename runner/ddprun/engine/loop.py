@@ -91,7 +91,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
-        run.synchronizer.run(run.sequence.stop())  # nothing may be in flight when the process groups go
+        run.synchronizer.run(run.sequence.end_early())  # nothing may be in flight when the process groups go
     state.synchronizer = None
     state.cursor.count_time(in_stage=True)
     entry = {

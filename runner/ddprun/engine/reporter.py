@@ -196,7 +196,7 @@ class Reporter:
             self.difference_reported = False
             self.note(f"audit, step {step}: the ranks hold the same parameters again")
 
-    def note_drift(self, text: str) -> None:
+    def warn_ranks_differ_once(self, text: str) -> None:
         """Report once that ranks differ which have to be equal."""
         if not self._drift_reported:
             self._drift_reported = True

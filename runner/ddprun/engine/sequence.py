@@ -27,7 +27,7 @@ class SendBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Equalize:
+class EqualizeState:
     """Average over all ranks, or broadcast from rank `source`; without hooks."""
 
     what: Literal["parameters", "optimizer", "averages"]  # the averages are the weights' (`ema`)
@@ -42,7 +42,9 @@ class Audit:
     at_end: bool = False  # the stage has just made ranks equal
 
 
-Action = SendBuffers | DueTransfers | Equalize | Audit | Literal["send gradients", "compare frozen", "mutate"]
+Action = (
+    SendBuffers | DueTransfers | EqualizeState | Audit | Literal["send gradients", "compare frozen", "mutate"]
+)
 """`send gradients`: backward averages them among the plan's ranks. `compare frozen`: make those frozen
 parameters equal that differ. `mutate`: each rank changes its own weights."""
 
@@ -90,7 +92,7 @@ class StageActions:
     def begin(self) -> Iterator[Action]:
         """Before the first step."""
         if self.replicas.needs_state_averaging(self.settings.plan):
-            yield Equalize("optimizer")
+            yield EqualizeState("optimizer")
             self.replicas.optimizer = "common"
         yield from self._mutate(0)
 
@@ -131,7 +133,7 @@ class StageActions:
         if synchronized and step != self.steps:  # after the last step no other would use it
             yield from self._mutate(step)
 
-    def stop(self) -> DueTransfers:
+    def end_early(self) -> DueTransfers:
         """The stage ends before its last step: only what is in flight is applied."""
         return self.progress.finish(reconcile=False)[0]
 
@@ -171,16 +173,16 @@ class StageActions:
             self.replicas.parameters, self.replicas.mutated_at = "apart", self.first_step + step
 
 
-def equalize(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[Equalize]:
+def equalize(replicas: ReplicaConsistency, source: int | None = None) -> Iterator[EqualizeState]:
     """Make all ranks' parameters their mean or those of rank `source`, and what belongs to them."""
-    yield Equalize("parameters", source)
+    yield EqualizeState("parameters", source)
     if source is not None and replicas.optimizer_is_read:
-        yield Equalize("optimizer", source)
+        yield EqualizeState("optimizer", source)
     replicas.parameters = "common"
     yield from _equalize_averages(replicas, source)
 
 
-def _equalize_averages(replicas: ReplicaConsistency, source: int | None) -> Iterator[Equalize]:
+def _equalize_averages(replicas: ReplicaConsistency, source: int | None) -> Iterator[EqualizeState]:
     if replicas.averages_differ:
-        yield Equalize("averages", source)
+        yield EqualizeState("averages", source)
         replicas.averages_differ = False

@@ -14,7 +14,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.resume import fail_on_all_ranks
-from ddprun.engine.sequence import Action, Audit, Equalize, SendBuffers, StageActions, equalize
+from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
 from ddprun.sync.exchanger import (
@@ -178,7 +178,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         return run
     for action in sequence.begin():
         execute_action(run, action, state.step)
-        if isinstance(action, Equalize):
+        if isinstance(action, EqualizeState):
             runtime.recorder.record_between_step_exchanges(stage.index, state.step)
             session.reporter.events.info("optimizer_state_averaged", stage=stage.index, step=state.step)
     return run
@@ -201,7 +201,7 @@ def end_stage(run: StageRun) -> None:
     session, stage, step = run.session, run.stage, run.session.state.step
     for action in run.sequence.end(run.steps_done):
         execute_action(run, action, step)
-        if isinstance(action, Equalize) and action.what == "parameters":
+        if isinstance(action, EqualizeState) and action.what == "parameters":
             session.reporter.events.info("reconciled", stage=stage.index, step=step, how="average")
             session.reporter.note(
                 f"{stage.name}: the ranks' parameters differ; averaging them at the stage's end"
@@ -216,7 +216,7 @@ def execute_action(run: StageRun, action: Action, step: int) -> None:
             run.synchronizer.run(action)
         case SendBuffers(names):
             runtime.buffers.average_or_broadcast(names)
-        case Equalize():
+        case EqualizeState():
             _equalize(session, action)
         case "compare frozen":
             runtime.frozen.start_checksum_comparison()
@@ -249,7 +249,7 @@ def run_equalizing_stage(session: Session, stage: AverageStage | BroadcastStage)
     return {"step": step}
 
 
-def _equalize(session: Session, action: Equalize) -> None:
+def _equalize(session: Session, action: EqualizeState) -> None:
     """Exactly: there is no common base, and no hook is used."""
     runtime, exchanger, source = session.runtime, session.runtime.exchanger, action.source
     match action.what:

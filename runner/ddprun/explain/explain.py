@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
-from ddprun.engine.sequence import Action, Equalize, Moment, SendBuffers, StageActions, equalize
+from ddprun.engine.sequence import Action, EqualizeState, Moment, SendBuffers, StageActions, equalize
 from ddprun.engine.weights import has_train_eval_modes
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
@@ -423,7 +423,7 @@ class _Planner:
             case DueTransfers(started=started):
                 chosen = (self._plan.transfers[index] for index in started)
                 return tuple(send for one in chosen for send in self._transfer_sends(moment, one))
-            case Equalize(what, source):
+            case EqualizeState(what, source):
                 route = _PARAMETER_AVERAGE_ROUTE
                 if source is not None:
                     route = replace(route, through="broadcast", source=source)

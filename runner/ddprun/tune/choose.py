@@ -78,7 +78,7 @@ class Trial:
         """How many times as many samples a second as the baseline; 0: not measured."""
         return self.speed_ratio.mean if self.speed_ratio is not None else 0.0
 
-    def training_speedup(self, floors: QualityFloors) -> float:
+    def loss_adjusted_speedup(self, floors: QualityFloors) -> float:
         """How many times as fast it trains. A candidate that changes training counts by how soon it comes to
         the loss that the file has after `TARGET_LOSS_SHARE` of its samples, and by 0 if it does not come to
         it, unless there is a floor for the loss.
@@ -116,7 +116,7 @@ def rejection_reason(trial: Trial, floors: QualityFloors) -> str | None:
             return "its loss is not known"
         if not above <= floors.loss:
             return f"its loss is {above:+.1%}, the floor {floors.loss:+.1%}"
-    elif trial.training_speedup(floors) < 1 <= trial.speedup:
+    elif trial.loss_adjusted_speedup(floors) < 1 <= trial.speedup:
         if not trial.speedup_to_loss:
             return f"it never reaches the file's loss at {TARGET_LOSS_SHARE:.0%} of the steps"
         return f"it takes {1 / trial.speedup_to_loss:.2f} times as long as the file to reach the same loss"
@@ -130,13 +130,13 @@ def pick_winner(trials: Sequence[Trial], floors: QualityFloors) -> Trial | None:
     left = [one for one in trials if one.verdict == "faster" and rejection_reason(one, floors) is None]
     if not left:
         return None
-    best = max(left, key=lambda one: one.training_speedup(floors))
+    best = max(left, key=lambda one: one.loss_adjusted_speedup(floors))
     assert best.speed_ratio is not None, "what is faster has been measured"
-    least = best.training_speedup(floors) * (best.speed_ratio.low / best.speedup)  # at most its own
-    alike = [one for one in left if one.training_speedup(floors) >= least]
+    least = best.loss_adjusted_speedup(floors) * (best.speed_ratio.low / best.speedup)  # at most its own
+    alike = [one for one in left if one.loss_adjusted_speedup(floors) >= least]
     return min(
         alike,
-        key=lambda one: (*_training_impact_sort_key(one.entry.candidate), -one.training_speedup(floors)),
+        key=lambda one: (*_training_impact_sort_key(one.entry.candidate), -one.loss_adjusted_speedup(floors)),
     )
 
 
@@ -175,7 +175,7 @@ def next_candidates(
     """
     tried = {one.entry.candidate.name for one in trials}
     best = pick_winner(trials, floors)
-    least = (1 + _MIN_PREDICTED_GAIN) * (best.training_speedup(floors) if best is not None else 1.0)
+    least = (1 + _MIN_PREDICTED_GAIN) * (best.loss_adjusted_speedup(floors) if best is not None else 1.0)
     left = [
         one
         for one in sorted(entries, key=lambda one: one.us_per_sample)
@@ -201,7 +201,7 @@ def _best_possible_speedup(
         if rejection_reason(trial, floors) is not None:
             return 0.0
         if trial.entry.candidate.kind != "exact":
-            reached = trial.training_speedup(floors) * trial.entry.us_per_sample / entry.us_per_sample
+            reached = trial.loss_adjusted_speedup(floors) * trial.entry.us_per_sample / entry.us_per_sample
             speedup = min(speedup, reached)
     return speedup
 

@@ -61,7 +61,10 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     # What keeps training the same comes first, then what loses less; the fastest first in each kind.
     for trial in sorted(
         outcome.trials,
-        key=lambda t: (CANDIDATE_KINDS.index(t.entry.candidate.kind), -t.training_speedup(outcome.floors)),
+        key=lambda t: (
+            CANDIDATE_KINDS.index(t.entry.candidate.kind),
+            -t.loss_adjusted_speedup(outcome.floors),
+        ),
     ):
         out, ratio = choose.rejection_reason(trial, outcome.floors), trial.speed_ratio
         above = trial.relative_loss_increase

@@ -124,7 +124,7 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Ite
 
 
 @register_check("hooks", "sync", "stages")
-def _hooks_that_nothing_uses(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _hooks_ignored_by_sync(pipeline: Pipeline) -> Iterator[KeyConflict]:
     inherit = [stage for stage in pipeline.stages_with_steps() if "hooks" not in stage.model_fields_set]
     unused = {
         settings.sync.name: _why_hooks_unused(settings.plan)
