@@ -153,7 +153,7 @@ def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, 
 
 def try_evaluations(session: Session) -> None:
     """Try each evaluation of the pipeline on one batch, without a trace: what cannot work is told before
-    step 1. A stream that is its own iterator is left alone.
+    step 1. Of a stream nothing is read, since it may not give the same samples again.
     """
     runtime, size = session.runtime, session.runtime.loaded.pipeline.loader.batch_size
     evaluations = list(find_evaluations(runtime.loaded.pipeline))
@@ -167,12 +167,9 @@ def try_evaluations(session: Session) -> None:
                 held_out = runtime.stage_held_out.get(wanted.index, held_out)
             metrics = _metrics(session, wanted.metrics, path)
             data = held_out.dataset
-            if not is_iterable(data):
-                samples = [data[index] for index in range(min(size, len(data)))]
-            else:
-                samples = [] if iter(data) is data else list(islice(data, size))
-            if not samples:
+            if is_iterable(data):
                 continue
+            samples = [data[index] for index in range(min(size, *_samples_by_rank(session, held_out)))]
             content = _checked(held_out, collate(samples, range(len(samples)), runtime.feeds.main.collate))
             try:
                 _measure(session, [(content, len(samples))], metrics, wanted.gradients)
@@ -316,10 +313,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     """Of map-style data: all ranks know all lengths from the start."""
     runtime, dataset = session.runtime, held_out.dataset
     loader = runtime.loaded.pipeline.loader
-    lengths = all_gather_number(runtime.exchange.control, len(dataset), "samples to evaluate on")
-    if not _may_be_sharded(session, held_out):
-        require_equal_lengths(lengths, held_out.make_error)
-    _require_samples(held_out, lengths)
+    lengths = _samples_by_rank(session, held_out)
     mine: Sequence[int] = range(len(dataset))
     compared = mine[: loader.batch_size if loader.sharded else 1]
     sharded = len(set(lengths)) > 1
@@ -416,6 +410,16 @@ def _may_be_sharded(session: Session, held_out: HeldOutData) -> bool:
     """Whether the file says that data shards itself; a built-in never does."""
     assert held_out.choice is not None, "check refuses an evaluate stage without data"
     return session.runtime.loaded.pipeline.loader.sharded and held_out.choice.source != "built-in"
+
+
+def _samples_by_rank(session: Session, held_out: HeldOutData) -> list[int]:
+    """How many samples of map-style data each rank holds: at least one, equally many if they are shared."""
+    control, length = session.runtime.exchange.control, len(held_out.dataset)
+    lengths = all_gather_number(control, length, "samples to evaluate on")
+    if not _may_be_sharded(session, held_out):
+        require_equal_lengths(lengths, held_out.make_error)
+    _require_samples(held_out, lengths)
+    return lengths
 
 
 def _require_samples(held_out: HeldOutData, samples_per_rank: Sequence[int]) -> None:
