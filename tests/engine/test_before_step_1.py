@@ -14,6 +14,7 @@ from tests.ranks import as_processes
 MODULE = """
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Data(torch.utils.data.Dataset):
@@ -97,6 +98,35 @@ class AsksForLoss(torch.optim.SGD):
         return super().step()
 
 
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, features):
+        inner = checkpoint(self.first, features.requires_grad_(), use_reentrant=True)
+        return self.last(inner)
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.at_times = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, features):
+        output = self.always(features)
+        return output + self.at_times(features) if features.sum() > 0 else output
+
+
+class WithoutGradients(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+
+    def forward(self, features):
+        with torch.no_grad():
+            return super().forward(features)
+
+
 def broken(output, target):
     raise KeyError("threshold")
 
@@ -118,6 +148,7 @@ loader: {batch_size: 4, drop_last: DROP_LAST}
 loss: LOSS
 optimizer: OPTIMIZER
 hooks: []
+ddp: DDP
 stages: [{train: LENGTH}, EVALUATE]
 checkpoint: {every: 2}
 """
@@ -128,6 +159,7 @@ USUAL = {
     "LOSS": "cross_entropy",
     "OPTIMIZER": "{sgd: {lr: 0.1, momentum: 0.9}}",
     "LENGTH": "{epochs: 1}",
+    "DDP": "{}",
     "EVALUATE": "evaluate",
 }
 
@@ -271,3 +303,50 @@ def test_an_optimizer_that_passes_on_the_inner_ones_state_is_resumed_with_it(tmp
             assert codes == [0, 0], said
     files = [(tmp_path / name / "run" / "model.safetensors").read_bytes() for name in ("whole", "broken")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"MODEL": "mine.WithoutGradients"}, "model: the loss has no gradient: the model or the loss turns"),
+        (
+            {"MODEL": "mine.Sometimes", "DDP": "{static_graph: true}"},
+            "ddp.static_graph: the model takes another way through its parameters than in its first step; ",
+        ),
+        (
+            {"MODEL": "mine.Checkpointed", "DDP": "{find_unused_parameters: true}"},
+            "ddp: a backward pass has completed a gradient twice, as reentrant checkpointing does; write",
+        ),
+    ],
+)
+def test_what_torch_says_of_a_backward_pass_is_told_with_what_to_do(
+    tmp_path: Path, changes: dict[str, str], told: str
+) -> None:
+    """In one line, where torch's text of a dozen leads to the next error."""
+    codes, said = run(tmp_path, **changes)
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert told in said
+    assert "Traceback" not in said
+
+
+def test_the_way_out_of_reentrant_checkpointing_works(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, MODEL="mine.Checkpointed", DDP="{static_graph: true}")
+    assert codes == [0, 0], said
+
+
+def test_code_that_parses_arguments_at_import_gets_none(tmp_path: Path) -> None:
+    """Those of the process are ddprun's own."""
+    (tmp_path / "script.py").write_text(
+        "import argparse\nfrom mine import Data\nargs = argparse.ArgumentParser().parse_args()\n"
+    )
+    codes, said = run(tmp_path, HELD_OUT="script.Data")
+    assert codes == [0, 0], said
+
+
+def test_a_module_that_an_installed_one_shadows_is_named(tmp_path: Path) -> None:
+    """Python's own glob comes before a file of that name in the pipeline's folder."""
+    (tmp_path / "glob.py").write_text("from mine import Data\n")
+    codes, said = run(tmp_path, HELD_OUT="glob.Data")
+    assert codes == [EXIT_BAD_INPUT] * 2
+    where = rf'"glob" is \S+glob\.py, which comes before {tmp_path}/glob\.py: rename yours'
+    assert re.search(rf'data\.evaluate: "glob" has no "Data"; {where}', said), said

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch.distributed import PrefixStore, Store
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED
@@ -32,8 +32,10 @@ _LEAVE_S = 30.0
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
-class HostMessage(Options):
+class HostMessage(BaseModel):
     """What the first host tells the others: runs to take part in, or the end."""
+
+    model_config = Options.model_config
 
     end: Annotated[int, Field(ge=0, le=255)] | None = None  # the exit code
     # Below the folder of the command's runs.

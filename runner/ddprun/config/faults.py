@@ -1,6 +1,7 @@
 """Faults of a pipeline file, worded so that the reader can correct the file without a manual."""
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -68,21 +69,25 @@ class PipelineFault:
 
 def _quote_with_caret(line: str, column: int) -> str:
     """The line and a caret under `column`, both cut to a window if the line is long."""
-    from rich.cells import cell_len
-
     line = _CONTROL.sub("\ufffd", line)
     start = max(0, column - 1 - _MAX_QUOTED_COLUMNS // 2) if len(line) > _MAX_QUOTED_COLUMNS else 0
     shown = line[start : start + _MAX_QUOTED_COLUMNS]
     before = shown[: column - 1 - start]
     head = "… " if start else ""
     tail = " …" if start + _MAX_QUOTED_COLUMNS < len(line) else ""
-    pad = "".join("\t" if char == "\t" else " " * cell_len(char) for char in before)
+    pad = "".join("\t" if char == "\t" else " " * _terminal_width(char) for char in before)
     return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
 
 
 def _escaped(text: str) -> str:
     """The text on one line, and harmless to a terminal whatever a file or a file's name holds."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def _terminal_width(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 class PipelineError(Exception):

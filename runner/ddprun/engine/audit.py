@@ -6,7 +6,8 @@ from ddprun.sync.audit import DriftError, audit
 _CAUSES = (
     "Something changes weights on one rank only: a forward pass that sets them from its data (set them in "
     "`forward: {steps: 1}` before a `broadcast` stage, or in the constructor), code that acts by rank, "
-    "a library that computes differently there, or failing memory"
+    "reentrant checkpointing of a module that is called twice (write use_reentrant=False), a library that "
+    "computes differently there, or failing memory"
 )
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -106,6 +107,11 @@ class ChoiceBuilder:
             raise self.error(str(error)) from None
         except ImportPathError as error:
             where = f"names are looked up among installed packages, then in {self.loaded.folder}"
+            root, folder = self.name.partition(".")[0], self.loaded.folder
+            own = next((path for path in (folder / f"{root}.py", folder / root) if path.exists()), None)
+            found = getattr(sys.modules.get(root), "__file__", None)
+            if own is not None and found is not None and not Path(found).is_relative_to(folder):
+                where = f'"{root}" is {found}, which comes before {own}: rename yours'
             if read_trust_policy().restricts_imports:
                 where += f", there only what {TRUST_VARIABLE} lists as {FOLDER_PREFIX}package"
             raise self.error(str(error), where) from None

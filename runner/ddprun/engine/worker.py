@@ -50,6 +50,7 @@ from ddprun.host.device import (
     launch_facts,
 )
 from ddprun.host.processes import cores, die_with_parent
+from ddprun.parallel.ddp import as_backward_error
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
 from ddprun.telemetry.records import BufferUsage, Started
@@ -105,7 +106,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
         # A broken collective only shows that others have ended: the watchdog says why.
         if watchdog.hang_found:
             time.sleep(_HANG_REPORT_S)
-        error = as_compile_error(loaded, error) or error
+        error = as_compile_error(loaded, error) or as_backward_error(loaded, error) or error
         code = report_failure(error, ranks, failure_context, loaded.secrets)
         standard_streams.flush()
         os._exit(code)  # threads may hang in collectives whose peers are gone

@@ -1,6 +1,7 @@
 """DistributedDataParallel around a model: the one place that knows it."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,13 +10,45 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddprun.config import Ddp
+from ddprun.config import Ddp, LoadedPipeline, PipelineError
 from ddprun_hooks.buckets import BucketLayout, as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.queue import CommQueue
 from ddprun_hooks.stack import Stack
+
+_ADVICE = (
+    (
+        "training graph has changed in this iteration",
+        "ddp.static_graph",
+        "the model takes another way through its parameters than in its first step",
+        "remove static_graph, and write find_unused_parameters: true if a step may leave some out",
+    ),
+    (
+        "mark a variable ready only once",
+        "ddp",
+        "a backward pass has completed a gradient twice, as reentrant checkpointing does",
+        "write ddp: {static_graph: true}, or checkpoint with use_reentrant=False",
+    ),
+    (
+        "does not require grad and does not have a grad_fn",
+        "model",
+        "the loss has no gradient: the model or the loss turns gradients off",
+        "look for no_grad, set_grad_enabled(False), inference_mode and detach",
+    ),
+)  # what torch says of a backward pass, the key that it is about, what is wrong, and what to do
+
+
+def as_backward_error(loaded: LoadedPipeline, error: BaseException) -> PipelineError | None:
+    """A backward pass of ddprun's own that torch refuses, as a PipelineError; None: another error."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    caller = [name for name in names if not name.startswith("torch.")][-1:]
+    if isinstance(error, RuntimeError) and caller and caller[0].startswith("ddprun."):
+        for sign, key, problem, hint in _ADVICE:
+            if sign in str(error):
+                return loaded.error(key, problem, hint)
+    return None
 
 
 class DdpReplica:

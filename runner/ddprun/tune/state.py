@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from ddprun.options import Options
 from ddprun.run_files import describe_invalid, names_in, read_json_object, replace_atomically
@@ -22,8 +22,10 @@ _MAX_STATE_BYTES = 1 << 20
 _MAX_FOLDERS = 1000  # that are looked at, the newest
 
 
-class Round(Options):
+class Round(BaseModel):
     """Runs that took turns: the file as it is, its twin, and candidates."""
+
+    model_config = Options.model_config
 
     folder: Annotated[str, Field(pattern=r"^round-[0-9]{1,3}$")]
     # The changes of each.
@@ -34,8 +36,10 @@ class Round(Options):
     steps: Annotated[int, Field(ge=1)]  # of each run
 
 
-class State(Options):
+class State(BaseModel):
     """A search so far."""
+
+    model_config = Options.model_config
 
     v: Literal[1] = 1
     inputs: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of all that decides what is measured
