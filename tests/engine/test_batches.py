@@ -318,11 +318,11 @@ def fed(folder: Path, sampler: str) -> list[list[int]]:
     """Indices that this rank loads in each epoch."""
     from ddprun.config.load import load
     from ddprun.engine.feeds import open_feeds
-    from ddprun.host.pipeline_folder import make_folder_importable
+    from ddprun.host.pipeline_folder import prepare_imports
 
     (folder / "s.yaml").write_text(SAMPLED.format(sampler=sampler))
     loaded = load(folder / "s.yaml")
-    make_folder_importable(folder)
+    prepare_imports(folder)
     found: list[list[int]] = []
     for rank in range(2):
         feed = open_feeds(loaded, Places(), rank=rank, world_size=2).main

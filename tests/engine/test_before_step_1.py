@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Data(torch.utils.data.Dataset):
-    def __init__(self, soft=False):
-        self.soft = soft
+    def __init__(self, soft=False, size=33):  # 4 batches of 4 on 2 ranks, and one sample
+        self.soft, self.size = soft, size
 
     def __len__(self):
-        return 33  # 4 batches of 4 on 2 ranks, and one sample
+        return self.size
 
     def __getitem__(self, index):
         features = torch.randn(6, generator=torch.Generator().manual_seed(index))
@@ -47,6 +47,18 @@ class Complex(nn.Module):
 def normed(channels):
     shape = (channels, 6 // channels)
     return nn.Sequential(nn.Unflatten(1, shape), nn.BatchNorm1d(channels), nn.Flatten(), nn.Linear(6, 3))
+
+
+class Gathering(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.normed = normed(channels)
+
+    def forward(self, features):
+        training = torch.tensor(float(self.training))
+        torch.distributed.all_reduce(training)
+        assert training in (0, 2), "ranks call it in the same passes"
+        return self.normed(features)
 
 
 class Lazy(nn.Sequential):
@@ -143,7 +155,7 @@ class TwoNumbers:
 """
 PIPELINE = """
 model: MODEL
-data: {train: mine.Data, evaluate: HELD_OUT}
+data: {train: TRAIN, evaluate: HELD_OUT}
 loader: {batch_size: 4, drop_last: DROP_LAST}
 loss: LOSS
 optimizer: OPTIMIZER
@@ -154,6 +166,7 @@ checkpoint: {every: 2}
 """
 USUAL = {
     "MODEL": "{mlp: {inputs: 6, outputs: 3}}",
+    "TRAIN": "mine.Data",
     "HELD_OUT": "mine.Data",
     "DROP_LAST": "false",
     "LOSS": "cross_entropy",
@@ -276,6 +289,20 @@ def test_batchnorm_over_one_sample(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         codes, said = run(tmp_path / name, **changes)
         assert codes == [0, 0], said
+
+
+def test_one_sample_on_one_rank_is_found_by_all(tmp_path: Path) -> None:
+    """The last batch is two samples on rank 0 and one on rank 1, and the model calls a collective: so all
+    ranks try it, also where it works.
+    """
+    data = "{mine.Data: {size: 35}}"
+    codes, said = run(tmp_path, MODEL="{mine.Gathering: {channels: 6}}", TRAIN=data)
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert "loader.drop_last: the last batch of an epoch is one sample on some rank" in said
+    (tmp_path / "works").mkdir()
+    changes = {"MODEL": "{mine.Gathering: {channels: 2}}", "TRAIN": data}
+    codes, said = run(tmp_path / "works", **changes)
+    assert codes == [0, 0], said
 
 
 def test_lazy_parameters_have_their_shapes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from tests.checkpoint import runs
 from tests.engine.running import SAMPLES, events, run_pipeline, summary, to_its_end, weights
 from tests.ranks import as_processes
@@ -310,7 +310,7 @@ def joined(folder: Path, pipeline: str) -> tuple[Any, Any]:
     """What a run of it would train, and its objective."""
     (folder / "p.yaml").write_text(pipeline)
     loaded = load(folder / "p.yaml")
-    make_folder_importable(folder)
+    prepare_imports(folder)
     torch.manual_seed(0)
     model, loss = build.build_model(loaded), build.build_loss(loaded)
     computes = Objective(loaded, loss, Precision("fp32", torch.device("cpu")))

@@ -10,7 +10,7 @@ from torch import nn
 from ddprun.config import PipelineError, load
 from ddprun.engine import build, seeding
 from ddprun.engine.objective import Objective, Precision
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from tests.ranks import ddprun_here
 
 MODULE = """
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("nested")
     (found / "parts.py").write_text(MODULE)
     (found / "broken.py").write_text("raise OSError('no such library')\n")
-    make_folder_importable(found)
+    prepare_imports(found)
     return found
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ddprun.config import load
 from ddprun.engine import build
 from ddprun.engine.worker import run_worker
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from tests.checkpoint.runs import final
 from tests.engine.running import SAMPLES, events, run_pipeline, to_its_end, weights
 from tests.ranks import as_processes
@@ -92,7 +92,7 @@ def by_hand(
     """After each step, with the samples of these of two ranks: weights in training, those of `eval()`, and
     the loss of these over all samples.
     """
-    make_folder_importable(folder)
+    prepare_imports(folder)
     (folder / "init.yaml").write_text(text(optimizer, "train: {steps: 1}"))
     module = importlib.import_module("modes")
     package, _, name = optimizer.rpartition(".")

@@ -17,7 +17,7 @@ from ddprun.engine import build
 from ddprun.engine.save import _replace_atomically
 from ddprun.engine.weights import load_weights
 from ddprun.engine.worker import run_worker
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.zoo.models import MODELS
 from tests.engine.running import run_pipeline, summary, weights
 from tests.ranks import as_processes, ddprun_here
@@ -53,7 +53,7 @@ stages:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("names")
     (found / "names.py").write_text(MODULE)
-    make_folder_importable(found)
+    prepare_imports(found)
     return found
 
 

@@ -176,10 +176,8 @@ class Feed:
             return None if per_epoch is None else 0
         return -(-self._micro_batches_left(self._consumed_samples) // accumulate) + (epochs - 1) * per_epoch
 
-    def smallest_batch(self) -> int | None:
-        """Samples of this rank's last micro-batch in an epoch; None: nobody knows."""
-        if self.iterable:
-            return None
+    def last_batch_size(self) -> int:
+        """Samples that this rank computes on in the last micro-batch of an epoch of map-style data."""
         order, start = self._epoch_indices(), (self._micro_batches_left(0) - 1) * self.batch_size
         start *= self.world_size
         return len(self._rank_indices(order, start) or self._padding_indices(order, start))

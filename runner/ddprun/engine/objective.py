@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 from ddprun.config import LoadedPipeline, PipelineError
 from ddprun.config.built_ins import WeightByTargets
 from ddprun.engine import seeding
-from ddprun.engine.data import Feed
+from ddprun.engine.data import Feed, all_gather_number
 from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
+from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import CopyStream, Gpu
 
 _TARGETS_HINT = "write weight_by: {targets: {of: labels}}, with the key of the targets"
@@ -368,9 +369,15 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
         model.train()
 
 
-def check_smallest_batch(loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed) -> None:
-    """Raise a PipelineError if an epoch ends with one sample on this rank, which BatchNorm cannot take."""
-    if feed.smallest_batch() != 1 or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+def check_last_batch(
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, control: ControlChannel
+) -> None:
+    """Raise a PipelineError if an epoch ends with one sample on some rank, which BatchNorm cannot take. All
+    ranks try it together, since a model may call collectives itself.
+    """
+    if feed.iterable or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+        return
+    if min(all_gather_number(control, feed.last_batch_size(), "samples of the last batch")) > 1:
         return
     with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
         model.train()

@@ -19,7 +19,7 @@ from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import (
     Objective,
     Precision,
-    check_smallest_batch,
+    check_last_batch,
     find_buffer_use,
     initialize_lazy_parameters,
     map_tensors,
@@ -34,7 +34,7 @@ from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
 from ddprun.engine.weights import has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.parallel.ranks import Ranks
 from ddprun.standard_streams import print_stderr
@@ -79,7 +79,7 @@ def build_session(
     pipeline, started_in = loaded.pipeline, Path.cwd()
     shown_dir, run_dir = run_dir, run_dir.absolute()
     ranks.watchdog.set_phase(b"building")
-    make_folder_importable(loaded.folder)
+    prepare_imports(loaded.folder)
     seeding.make_deterministic(device, strict=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
     precision = Precision(pipeline.precision, device)
@@ -135,7 +135,7 @@ def build_session(
     buffer_use = find_buffer_use(model, objective, feed, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     if any(stage.epochs for stage in pipeline.stages_with_steps() if stage.data is None):
-        check_smallest_batch(loaded, model, objective, feed)
+        check_last_batch(loaded, model, objective, feed, control)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")

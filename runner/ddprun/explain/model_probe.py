@@ -29,7 +29,7 @@ from ddprun.engine.objective import (
 )
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.host.device import gpu_count
-from ddprun.host.pipeline_folder import make_folder_importable
+from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
 from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
@@ -132,7 +132,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     precision = Precision(pipeline.precision, device)
     if allow_imports:
-        make_folder_importable(loaded.folder)
+        prepare_imports(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     model = loss = feeds = optimizer = None

@@ -10,10 +10,10 @@ from types import ModuleType
 from ddprun_hooks.config.trust import read_trust_policy
 
 
-def make_folder_importable(folder: Path) -> None:
-    """Let import paths find modules in the folder of the pipeline file, after everything that is installed.
+def prepare_imports(folder: Path) -> None:
+    """Let import paths find modules in the folder of the pipeline file, after everything that is installed;
+    those that read the command line when they are imported find no arguments, which are ddprun's own.
 
-    Modules that read the command line when they are imported find no arguments: these are ddprun's own.
     Where `DDPRUN_TRUSTED` sets a limit, only the packages that it names with `./` are looked for there.
     Another one that it lists may not be installed, and what is installed may try to import more than that:
     either would be found in a stranger's folder. Raises TrustSettingError if the variable cannot be read.
