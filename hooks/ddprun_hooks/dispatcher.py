@@ -14,7 +14,7 @@ from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
 from ddprun_hooks.errors import ExchangeError, fail_future
 from ddprun_hooks.payload import Payload, dtype_name
-from ddprun_hooks.queue import CommQueue
+from ddprun_hooks.queue import CommQueue, await_callback_at_exit
 from ddprun_hooks.stack import Stack
 
 
@@ -111,7 +111,12 @@ class BucketDispatcher:
             fail_future(future, error)
             return future
         self._sent_buckets.add(index)
-        future = self._send(buffer, layout, self.stack)
+        if buffer.is_sparse:  # one parameter of an Embedding(sparse=True): its rows are sent as dense ones
+            dense = self._send(buffer.coalesce().to_dense().view(-1), layout, self.stack)
+            as_rows = partial(_as_sparse_rows, shape=buffer.shape)
+            future = dense.then(await_callback_at_exit(as_rows))
+        else:
+            future = self._send(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():
             self.on_last_bucket_sent()
         return future
@@ -180,6 +185,11 @@ class BucketDispatcher:
         self._layout[bucket.index()] = BucketLayout.from_tensors(
             bucket.index(), bucket.buffer().dtype, named_tensors
         )
+
+
+def _as_sparse_rows(dense: torch.futures.Future[Tensor], shape: torch.Size) -> Tensor:
+    """The rows of a mean that are not all zero, as a sparse tensor of this shape: what DDP waits for."""
+    return dense.value().view(shape).to_sparse(1)
 
 
 def _call_after_backward(callback: Callable[[], None]) -> None:

@@ -36,6 +36,7 @@ from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, loss_jo
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
+from ddprun.parallel.ddp import sparse_parameters
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
 from ddprun.zoo.functions import FUNCTIONS
@@ -397,6 +398,7 @@ def build_optimizer(
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
     _check_optimizer(chosen, optimizer)
+    _check_sparse(loaded, model, chosen, optimizer)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
@@ -419,6 +421,30 @@ def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
         if isinstance(inner, Optimizer) and kind.load_state_dict is Optimizer.load_state_dict:
             text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
             raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
+
+
+def _check_sparse(
+    loaded: LoadedPipeline, model: nn.Module, chosen: ChoiceBuilder, optimizer: Optimizer
+) -> None:
+    """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
+    sparse = {id(param) for param in sparse_parameters(model).values() if param.requires_grad}
+    for group in optimizer.param_groups:
+        kinds = {id(param) in sparse for param in group["params"]}
+        if True in kinds:  # a step of a group like it, whose parameters are one number each
+            params = [nn.Parameter(torch.zeros(1, 1)) for _ in kinds]
+            for param, kind in zip(params, kinds, strict=True):
+                param.grad = torch.ones(1, 1).to_sparse(1) if kind else torch.ones(1, 1)
+            trial = chosen.construct(torch.optim, [{**group, "params": params}], Optimizer)
+            try:
+                trial.step()
+            except RuntimeError as error:
+                text = "remove sparse=True from the embedding, or choose another optimizer, such as sgd"
+                raise chosen.error(str(error), text) from None
+    for stage in loaded.pipeline.stages_with_steps() if sparse else ():
+        for key in ("clip_norm", "clip_value"):
+            if getattr(stage.effective_settings(loaded.pipeline), key) is not None:
+                text = "torch clips no sparse gradients, and an embedding of the model has sparse=True"
+                raise loaded.error(stage.key_path(key), text, "remove one of the two")
 
 
 def optimizer_settings(

@@ -30,7 +30,7 @@ from ddprun.engine.objective import (
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import prepare_imports
-from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout
+from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
 from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
 from ddprun_hooks.buckets import BucketLayout
@@ -216,8 +216,9 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
 def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed) -> GradientBuckets:
     """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
     ddp = loaded.pipeline.ddp
-    if ddp.static_graph or ddp.find_unused_parameters or loaded.pipeline.compile is not None:
-        # It has other rules for the first two, and a compiled graph has an order of its own.
+    asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
+    if asked or loaded.pipeline.compile is not None:
+        # It has other rules for the first three, and a compiled graph has an order of its own.
         layouts = _bucket_layouts_from_ddp(loaded, model, objective, feed)
         return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
     precision = objective.precision

@@ -145,6 +145,15 @@ def predict_bucket_layout(
     return tuple(layouts)
 
 
+def sparse_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of `Embedding(sparse=True)`, by module: DDP puts each in a bucket of its own."""
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
 def without_gradient(model: nn.Module) -> list[str]:
     """Parameters that a backward pass should have given a gradient, and has not; none that DDP ignores."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP itself reads it
