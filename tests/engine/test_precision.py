@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddprun.engine import seeding
 from ddprun.engine.objective import Precision
@@ -62,6 +62,32 @@ def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
     image, (labels, still) = moved["image"], moved["pair"]
     assert {one.device.type for one in (image, labels, still)} == {"meta"}
     assert (image.dtype, labels.dtype, moved["name"]) == (torch.bfloat16, torch.int64, "x")
+
+
+class Graphs:
+    """A batch that moves itself, as torch_geometric's do."""
+
+    def __init__(self, nodes: Tensor, edges: Tensor) -> None:
+        self.nodes, self.edges = nodes, edges
+
+    def to(self, device: torch.device) -> "Graphs":
+        return Graphs(self.nodes.to(device), self.edges.to(device))
+
+
+def test_objects_with_a_method_to_move_as_a_whole() -> None:
+    """A PackedSequence keeps its batch sizes on the CPU; a GPU's copy stream leaves such objects alone."""
+    precision = Precision("fp32", torch.device("meta"))
+    precision._copy_stream = CopyStream(gpu := FakeGpu())
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(2, 4), torch.zeros(3, 4)], enforce_sorted=False)
+    moved = precision.to_device((packed, {"graphs": Graphs(torch.zeros(5), torch.zeros(2, 3))}))
+    assert not [entry for entry in gpu.log if entry[1] == "uses"]
+    assert isinstance(moved[0], nn.utils.rnn.PackedSequence)
+    assert (moved[0].data.device.type, moved[0].batch_sizes.device.type) == ("meta", "cpu")
+    unsorted = moved[0].unsorted_indices
+    assert unsorted is not None
+    assert unsorted.device.type == "meta"
+    graphs = moved[1]["graphs"]
+    assert {graphs.nodes.device.type, graphs.edges.device.type} == {"meta"}
 
 
 def test_a_checkpoint_of_a_cpu_is_restored_on_a_gpu() -> None:

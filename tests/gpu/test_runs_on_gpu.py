@@ -128,6 +128,56 @@ def test_shared_memory_inside_a_host_is_refused_by_its_place_in_the_file(tmp_pat
     assert '"shared_memory" sums tensors on the CPU' in done.stderr
 
 
+PACKED = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+
+class Sequences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((1 + index % 5, 4), index / 32), torch.tensor(index % 3)
+
+
+class Graphs:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device):
+        return Graphs(self.nodes.to(device))
+
+
+def pack(samples):
+    inputs, labels = zip(*samples)
+    return (pack_sequence(inputs, enforce_sorted=False), Graphs(torch.ones(3))), torch.stack(labels)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reads, self.last = nn.GRU(4, 8), nn.Linear(8, 3)
+
+    def forward(self, both):
+        packed, graphs = both
+        return self.last(self.reads(packed)[1][0]) * graphs.nodes
+"""
+
+
+def test_packed_sequences_and_objects_that_move_themselves(tmp_path: Path) -> None:
+    """cuDNN wants the sizes of a packed batch on the CPU."""
+    (tmp_path / "mine.py").write_text(PACKED)
+    (tmp_path / "p.yaml").write_text(
+        "model: mine.Reads\ndata: mine.Sequences\nloader: {batch_size: 4, collate: mine.pack}\n"
+        "loss: cross_entropy\noptimizer: {sgd: {lr: 0.1}}\nlaunch: {device: auto}\n"
+        "stages: [{train: {steps: 6}}]\n"
+    )
+    done = ddprun("p.yaml", "--nproc-per-node=1", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+
+
 ASLEEP = """
 import torch
 from ddprun_hooks import Hook

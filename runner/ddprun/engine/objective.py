@@ -95,11 +95,13 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self._half_dtype)
 
     def to_device(self, content: Any) -> Any:
-        """Move a batch to the device, floats in the model's type; a GPU copies while it still computes."""
+        """Move a batch to the device, floats in the model's type; a GPU copies while it still computes.
+        Objects with a `to` of their own move themselves, and keep their types.
+        """
         if self._copy_stream is not None:
-            content = map_tensors(content, self._copy_stream.copy_to_gpu)
+            content = map_tensors(content, self._copy_stream.copy_to_gpu, change_object=lambda one: one)
             self._copy_stream.join_current_stream()
-        return map_tensors(content, self._to_device_dtype)
+        return map_tensors(content, self._to_device_dtype, change_object=lambda one: one.to(self.device))
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
@@ -140,19 +142,26 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-def map_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch, each of its tensors (in tuples, lists, mappings and dataclasses) changed."""
+def map_tensors(
+    content: Any, change: Callable[[Tensor], Tensor], change_object: Callable[[Any], Any] | None = None
+) -> Any:
+    """A batch, each of its tensors (in tuples, lists, mappings and dataclasses) changed. `change_object` is
+    for objects that move as a whole, by a method `to`, such as a PackedSequence.
+    """
+    onward = partial(map_tensors, change=change, change_object=change_object)
     if isinstance(content, Tensor):
         return change(content)
     if isinstance(content, Mapping):
-        return {key: map_tensors(value, change) for key, value in content.items()}
+        return {key: onward(value) for key, value in content.items()}
+    if change_object is not None and callable(getattr(content, "to", None)):
+        return change_object(content)
     if isinstance(content, tuple | list):
-        items = [map_tensors(value, change) for value in content]
+        items = [onward(value) for value in content]
         return type(content)(*items) if hasattr(content, "_fields") else items
     if is_dataclass(content) and not isinstance(content, type):
         changed = copy.copy(content)
         for field in fields(content):
-            object.__setattr__(changed, field.name, map_tensors(getattr(content, field.name), change))
+            object.__setattr__(changed, field.name, onward(getattr(content, field.name)))
         return changed
     return content
 
