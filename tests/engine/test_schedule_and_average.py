@@ -75,6 +75,41 @@ stages:
 """
 
 
+BY_METRIC = """
+model: {mlp: {inputs: 64, hidden: [16], outputs: 10}}
+data: {train: samples.Samples, evaluate: samples.Samples}
+loader: {batch_size: 2}
+optimizer: {sgd: {lr: 0.2}}
+schedule: {ReduceLROnPlateau: {patience: 0, factor: 0.5}, metric: accuracy}
+warmup_steps: 2
+checkpoint: {every: 3, keep: 2}
+stages:
+  - train: {steps: 24, evaluate: {every: 2, metrics: [accuracy]}}
+  - save
+"""
+
+
+def test_a_schedule_by_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
+    """The rates are those that torch's own schedule gives for the measured values, the larger the better, and
+    a run that was killed ends with the same bits.
+    """
+    whole = launch(tmp_path / "whole", text=BY_METRIC)
+    measured = [one["accuracy"] for one in events(whole) if one["event"] == "evaluated"]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0, factor=0.5)
+    expected = []
+    for value in measured:
+        expected += 2 * [optimizer.param_groups[0]["lr"]]
+        schedule.step(value)
+    assert 2 < len(set(expected)) < 12, "some evaluations are better and some are not"
+    expected[0] /= 2
+    assert rates(whole) == expected
+    launch(tmp_path / "broken", kill=f"1 {2 * 14 + 1}", text=BY_METRIC)
+    broken = launch(tmp_path / "broken", text=BY_METRIC)
+    assert final(broken) == final(whole)
+    assert rates(broken) == rates(whole)
+
+
 def launch(folder: Path, kill: str = "", text: str = KILLED, ranks: int = 2) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "samples.py").write_text(MODULE)

@@ -12,12 +12,15 @@ from ddprun.config import built_ins, signatures
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, closest_match
 from ddprun.config.signatures import TorchKind
+from ddprun.config.tree import SCHEDULE_KEYS
 from ddprun.options import CustomValidator, KeyPath, combine, expected, problem, unknown_name
 from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
 from ddprun_hooks.config.options import parse_spec
 from ddprun_hooks.config.trust import read_trust_policy
 from ddprun_hooks.errors import ImportPathError
+
+_PLATEAU = "ReduceLROnPlateau"  # torch's schedule that goes by a metric
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class Choice:
     # The options as their model: of a built-in, and of a plug-in that `check` may import; else None.
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
     spans_run: bool = False  # of a schedule: it is one of the whole run, not of each stage
+    metric: str | None = None  # of a schedule: it steps by this, after each evaluation in its stage
 
     def to_plain_data(self) -> Any:
-        """The choice as a file would hold it: `name`, `{name: options}`, or `{name: options, over: run}`."""
-        if self.spans_run:
-            return {self.name: dict(self.options), "over": "run"}
+        """The choice as a file would hold it: `name`, or `{name: options}`, a schedule's `over` beside it."""
+        beside = {"over": "run"} if self.spans_run else {"metric": self.metric} if self.metric else None
+        if beside:
+            return {self.name: dict(self.options), **beside}
         return {self.name: dict(self.options)} if self.options else self.name
 
 
@@ -180,15 +185,24 @@ def parse_choice(kind_name: str, value: Any) -> Choice:
 
 
 def parse_schedule(value: Any) -> Choice:
-    """Read a schedule as `parse_choice` does, with `over: run` beside its name, or without."""
-    if not isinstance(value, dict) or "over" not in value:
-        return parse_choice("schedule", value)
-    named = {key: item for key, item in value.items() if key != "over"}
-    if not named:
-        raise expected("a schedule beside over", "write {CosineAnnealingLR: {}, over: run}")
-    if value["over"] not in ("stage", "run"):
-        raise unknown_name("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
-    return replace(parse_choice("schedule", named), spans_run=value["over"] == "run")
+    """Read a schedule as `parse_choice` does, with `over: run` or `metric` beside its name, or without."""
+    beside = {key for key in SCHEDULE_KEYS if isinstance(value, dict) and key in value}
+    named = {key: item for key, item in value.items() if key not in beside} if beside else value
+    if beside and not named:
+        raise expected(f"a schedule beside {min(beside)}", "name one, too")
+    span, metric = (value.get(key) if beside else None for key in SCHEDULE_KEYS)
+    if "over" in beside and span not in ("stage", "run"):
+        raise unknown_name("span of a schedule", str(span), ("stage", "run"), at="over")
+    choice = parse_choice("schedule", named)
+    if choice.name == _PLATEAU and "metric" not in beside:
+        metric = "loss"
+    elif "metric" in beside and not (isinstance(metric, str) and metric):
+        raise expected("the name of a metric", "write loss, or a metric of the stage's evaluate", at="metric")
+    elif "metric" in beside and choice.source == "torch" and choice.name != _PLATEAU:
+        raise problem(f"{choice.name} goes by steps", f"remove it, or choose {_PLATEAU}", at="metric")
+    if metric and span == "run":
+        raise problem("a schedule that goes by a metric spans its stage", "remove it", at="over", on_key=True)
+    return replace(choice, spans_run=span == "run", metric=metric)
 
 
 def choice_validator(kind: str) -> CustomValidator:

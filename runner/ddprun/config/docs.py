@@ -56,6 +56,7 @@ _DEFINITIONS = {
     "data": "a data set",
     "data_or_pair": "a data set, or {train, evaluate}",
     "any_schedule": "a schedule",
+    "stage_schedule": "a schedule",
     "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",

@@ -1,5 +1,6 @@
 """JSON Schema (draft 2020-12) of the pipeline file, for editors: from the same models that `check` uses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,7 +29,11 @@ def json_schema() -> Schema:
     definitions: dict[str, Schema] = {}
     schema = _model_schema(Pipeline, definitions)
     definitions |= {kind.name: _kind_schema(kind, definitions) for kind in CHOICE_KINDS.values()}
-    definitions["any_schedule"] = _schedule_with_over(definitions["schedule"])
+    over: Schema = {"enum": ["stage", "run"], "description": "What it spans: each stage, or the whole run."}
+    metric: Schema = {"type": "string", "minLength": 1}
+    metric["description"] = "The metric by which it steps, after evaluations."
+    for name, beside in (("stage", {"metric": metric}), ("any", {"over": over, "metric": metric})):
+        definitions[f"{name}_schedule"] = _schedule_beside(definitions["schedule"], beside)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
     times = _choice_schema({name: _model_schema(model, definitions) for name, model in BUFFER_TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
@@ -138,12 +143,16 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     return _choice_schema(options, dotted=bool(kind.dotted_description))
 
 
-def _schedule_with_over(schedule: Schema) -> Schema:
-    """A schedule, or one with `over` beside its name."""
+def _schedule_beside(schedule: Schema, keys: Mapping[str, Schema]) -> Schema:
+    """A schedule, or one with one of these keys beside its name."""
     *_, mapping = schedule["anyOf"]
-    over = {"enum": ["stage", "run"], "description": "What it spans: each stage, or the whole run."}
-    spanning = {**mapping, "properties": {**mapping["properties"], "over": over}, "required": ["over"]}
-    return {"anyOf": [{"$ref": "#/$defs/schedule"}, {**spanning, "minProperties": 2, "maxProperties": 2}]}
+    two = {"minProperties": 2, "maxProperties": 2}
+    found: list[Schema] = [{"$ref": "#/$defs/schedule"}]
+    for key, value in keys.items():
+        found.append(
+            {**mapping, "properties": {**mapping["properties"], key: value}, "required": [key], **two}
+        )
+    return {"anyOf": found}
 
 
 def _choice_schema(options: dict[str, Schema], dotted: bool = False) -> Schema:

@@ -112,7 +112,8 @@ class Pipeline(Options):
 
     schedule: AnySchedule | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
-    `over: run` beside it, one schedule and one warm-up span all stages."""
+    `over: run` beside it, one schedule and one warm-up span all stages; with `metric` beside it, it is
+    stepped by that metric after each evaluation of its stage."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate rises to its full value."""

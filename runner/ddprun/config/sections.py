@@ -40,11 +40,12 @@ def _parse_stage_schedule(value: Any) -> Choice:
     if isinstance(value, dict) and "over" in value:
         text = "a stage's own schedule always spans that stage"
         raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
-    return parse_choice("schedule", value)
+    return parse_schedule(value)
 
 
 ScheduleChoice = Annotated[
-    Choice, CustomValidator(_parse_stage_schedule, "schedule", CHOICE_KINDS["schedule"].names_for_message)
+    Choice,
+    CustomValidator(_parse_stage_schedule, "stage_schedule", CHOICE_KINDS["schedule"].names_for_message),
 ]
 AnySchedule = Annotated[
     Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].names_for_message)

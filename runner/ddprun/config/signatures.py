@@ -31,7 +31,6 @@ _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
         "MultiplicativeLR": "its lr_lambda is a Python function; write the import path of your own schedule",
         "SequentialLR": "it takes schedule objects; write the import path of your own schedule",
         "ChainedScheduler": "it takes schedule objects; write the import path of your own schedule",
-        "ReduceLROnPlateau": "it needs a metric at every step",
     },
     "loss": {"NLLLoss2d": "torch has deprecated it; use nll_loss"},
 }

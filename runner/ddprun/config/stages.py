@@ -119,6 +119,11 @@ class StageEvaluation(Options):
     """Record gradients, for a model or loss that asks for some, such as forces or a gradient penalty."""
 
 
+def better_values(metric: str) -> Literal["min", "max"]:
+    """Which values of a metric are better, where the file does not say so."""
+    return "min" if metric in ("loss", "perplexity") else "max"
+
+
 class MonitoredMetric(Options):
     """A metric by which evaluations are compared."""
 
@@ -132,7 +137,7 @@ class MonitoredMetric(Options):
         """Whether a value is better than the best so far (None: there is none), by more than this."""
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
-        mode = self.mode or ("min" if self.metric in ("loss", "perplexity") else "max")
+        mode = self.mode or better_values(self.metric)
         return value < best - by if mode == "min" else value > best + by
 
 

@@ -123,9 +123,9 @@ def existing_choice_for(path: Sequence[str | int], keys: Iterable[str], key: str
     """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
     in another spelling, or a second choice; None where `key` is something else.
     """
-    spans = tuple(path[-1:]) == ("schedule",)  # beside its name a schedule has `over`
-    named = [name for name in keys if not (spans and name == "over")]
-    if len(named) != 1 or not is_choice_path(path) or (spans and key == "over"):
+    beside = SCHEDULE_KEYS if tuple(path[-1:]) == ("schedule",) else ()
+    named = [name for name in keys if name not in beside]
+    if len(named) != 1 or not is_choice_path(path) or key in beside:
         return None
     return None if is_data_pair_key(path, key, named[0]) else named[0]
 
@@ -134,6 +134,9 @@ def normalize_name(name: str) -> str:
     """One spelling for all that mean the same name: `cross_entropy` and `CrossEntropyLoss` become equal."""
     return name.lower().replace("_", "").removesuffix("loss")
 
+
+SCHEDULE_KEYS = ("over", "metric")
+"""What a schedule may have beside its name: what it spans, and the metric it goes by."""
 
 _CHOICE_KEYS = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
 _STAGE_CHOICE_KEYS = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})

@@ -30,6 +30,7 @@ from ddprun.config import (
 )
 from ddprun.config.choices import CHOICE_KINDS, parse_object_spec
 from ddprun.config.signatures import torch_options_model
+from ddprun.config.stages import better_values
 from ddprun.config.tree import KeyPath, format_path, parse_path
 from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, loss_joins_model, model_alone
@@ -482,6 +483,8 @@ def build_schedule(
         return None
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     length = length_option_to_fill(chosen.name, chosen.options) if chosen.source == "torch" else None
+    if choice.metric and chosen.source == "torch":
+        chosen.options.setdefault("mode", better_values(choice.metric))
     if length is not None:
         if steps is None:
             problem = (
@@ -489,7 +492,13 @@ def build_schedule(
             )
             raise chosen.error(problem, f"write {length}, or give the stage steps instead of epochs")
         chosen.options[length] = steps
-    return chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
+    schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
+    try:
+        inspect.signature(schedule.step).bind(*([0.0] if choice.metric else []))
+    except TypeError as error:
+        hint = "a schedule with metric: beside it gets that, any other no argument"
+        raise chosen.error(f"its step(): {error}", hint) from None
+    return schedule
 
 
 def build_mutate_or_update(loaded: LoadedPipeline, path: str, choice: Choice) -> Callable[..., Any]:

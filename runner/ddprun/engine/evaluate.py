@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     session.runtime.recorder.record_between_step_exchanges(stage.index, state.step)
     if stage.stop is not None and not at_end:
         _update_early_stop(run, stage.stop, found[stage.stop.metric])
+    metric, schedule = run.schedule_metric, cast(Any, state.schedule)
+    if metric is not None and not at_end:
+        schedule.step(found[metric])
 
 
 def summary_of_evaluations(run: StageRun) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
 def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
-    if schedule is not None:
+    if schedule is not None and run.schedule_metric is None:
         schedule.step()
     if ema is not None:
         ema.update()

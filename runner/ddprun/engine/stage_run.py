@@ -91,6 +91,11 @@ class StageRun:
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
 
+    @property
+    def schedule_metric(self) -> str | None:
+        """The metric by which the schedule steps after evaluations; None: it steps after updates."""
+        return None if self.settings.schedule is None else self.settings.schedule.metric
+
     def must_stop_alone(self) -> bool:
         """Whether this rank is to stop: by itself, or because the store says that another one does."""
         runtime = self.session.runtime
@@ -174,7 +179,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
-            restore_mid_stage(session, saved, new_rates=saved["new_rates"] or not same_length)
+            other_length = not (same_length or run.schedule_metric)
+            restore_mid_stage(session, saved, new_rates=saved["new_rates"] or other_length)
         return run
     for action in sequence.begin():
         execute_action(run, action, state.step)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
@@ -189,7 +189,7 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
         # The schedule, when it was built, has set the learning rates of a first step.
         with raise_damaged_on_error("optimizer"):
             session.runtime.optimizer.load_state_dict(state["optimizer"])
-    elif schedule is not None:  # follow the new schedule from its start to here
+    elif schedule is not None and not isinstance(schedule, ReduceLROnPlateau):  # from its start to here
         replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
     with raise_damaged_on_error("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)

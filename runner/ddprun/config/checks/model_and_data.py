@@ -264,21 +264,23 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("data.evaluate", text, "add an evaluate stage", "warning")
 
 
-@register_check("sync", "stages")
+@register_check("sync", "schedule", "stages")
 def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
-        monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
+        monitors = {key: getattr(stage, key) for key in ("keep_best", "stop")}
+        monitors["schedule"] = settings.schedule if settings.updates_weights else None
+        metrics = {key: one.metric for key, one in monitors.items() if one is not None and one.metric}
         if evaluation is None:
-            for key in monitors:
-                text = f'"{key}" needs "evaluate" in the same stage: it compares what that measures'
-                yield KeyConflict(f"{stage.path}.{key}", text, "write evaluate: {every: N}")
+            for key in metrics:
+                text = f'"{key}" needs "evaluate" in {stage.path}: it compares what that measures'
+                yield KeyConflict(stage.key_path(key), text, "write evaluate: {every: N}")
             continue
         known = ["loss", *metric_names(evaluation.metrics)]
-        for key, monitor in monitors.items():
-            if monitor.metric not in known:
-                text = f'"{monitor.metric}" is not measured by "evaluate" of {stage.path}'
-                yield KeyConflict(f"{stage.path}.{key}.metric", text, f"allowed: {', '.join(known)}")
+        for key, metric in metrics.items():
+            if metric not in known:
+                text = f'"{metric}" is not measured by "evaluate" of {stage.path}'
+                yield KeyConflict(f"{stage.key_path(key)}.metric", text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
             text += "trains a model of its own and stops by itself, so there is no model to measure"
