@@ -130,7 +130,7 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
 def test_bare_names_are_taken_by_both_alike(kind: str) -> None:
     """A name may stand alone for both, or, where an option is required, for neither."""
     names = [entry["name"] for entry in entries_of_kind(kind)]
-    assert bool(names) == (kind not in ("collate", "sampler"))  # of which nothing is built in
+    assert bool(names) == (kind not in ("transform", "collate", "sampler"))  # of which nothing is built in
     for name in [
         *names,
         *(name.lower() for name in names),

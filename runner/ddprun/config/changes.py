@@ -67,8 +67,7 @@ def learning_rates_changed(loaded: LoadedPipeline, checkpoint_pipeline: dict[str
         assert isinstance(taken, StepStage)
         settings = taken.effective_settings(pipeline)
         spanned = pipeline.stages_with_steps() if settings.has_schedule_of_run else [taken]
-        by_metric = settings.schedule is not None and settings.schedule.metric is not None
-        lengths = [(stage.steps, stage.epochs) for stage in spanned if not by_metric]
+        lengths = [(stage.steps, stage.epochs) for stage in spanned if settings.schedule_metric is None]
         groups = to_plain_data(pipeline.groups)
         sides.append((groups, to_plain_data(settings.optimizer), to_plain_data(settings.schedule), lengths))
     return bool(sides[0] != sides[1])

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from ddprun.config import built_ins, signatures
+from ddprun.config.built_ins import parse_batch_key
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values, closest_match
 from ddprun.config.signatures import TorchKind
-from ddprun.config.tree import SCHEDULE_KEYS
+from ddprun.config.tree import KEYS_BESIDE
 from ddprun.options import CustomValidator, KeyPath, combine, expected, problem, unknown_name
 from ddprun.plugins import HOOKS, SYNC_POLICIES, TRACKERS, PluginRegistry
 from ddprun_hooks.config.options import BUILT_IN as HOOK_OPTIONS
@@ -21,6 +22,11 @@ from ddprun_hooks.config.trust import read_trust_policy
 from ddprun_hooks.errors import ImportPathError
 
 _PLATEAU = "ReduceLROnPlateau"  # torch's schedule that goes by a metric
+
+RESERVED_METRIC_NAMES = frozenset(
+    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
+)
+"""What the event `evaluated` has besides metrics, and the names of structlog's own arguments."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +41,12 @@ class Choice:
     source: Literal["built-in", "torch", "dotted", "installed"]
     # The options as their model: of a built-in, and of a plug-in that `check` may import; else None.
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
-    spans_run: bool = False  # of a schedule: it is one of the whole run, not of each stage
-    metric: str | None = None  # of a schedule: it steps by this, after each evaluation in its stage
+    beside: Mapping[str, Any] = field(default_factory=dict)  # of `KEYS_BESIDE`, what the file has
 
     def to_plain_data(self) -> Any:
-        """The choice as a file would hold it: `name`, or `{name: options}`, a schedule's `over` beside it."""
-        beside = {"over": "run"} if self.spans_run else {"metric": self.metric} if self.metric else None
-        if beside:
-            return {self.name: dict(self.options), **beside}
+        """The choice as a file would hold it: `name`, or `{name: options}` and what is beside it."""
+        if self.beside:
+            return {self.name: dict(self.options), **self.beside}
         return {self.name: dict(self.options)} if self.options else self.name
 
 
@@ -111,6 +115,7 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
             "or a class with update(output, target) and compute()",
             built_ins.METRICS,
         ),
+        ChoiceKind("transform", "a function of (batch) that returns a batch"),
         ChoiceKind("collate", "a function of (samples) that returns a batch, or a class of such objects"),
         ChoiceKind(
             "sampler",
@@ -177,6 +182,8 @@ def parse_choice(kind_name: str, value: Any) -> Choice:
     if isinstance(value, dict) and len(value) > 1:
         shown, (first, *others) = ", ".join(f'"{key}"' for key in value), value
         hint = f'keep one, or indent {", ".join(others)} further, under "{first}"'
+        if kind_name in KEYS_BESIDE:
+            hint += f"; beside it there may be {', '.join(KEYS_BESIDE[kind_name])}"
         text = f"expected one {kind.name}, got {len(value)}: {shown}"
         raise problem(text, hint, at=others[0], on_key=True)
     name, options = parse_spec(value, kind.names_for_message)
@@ -185,24 +192,50 @@ def parse_choice(kind_name: str, value: Any) -> Choice:
 
 
 def parse_schedule(value: Any) -> Choice:
-    """Read a schedule as `parse_choice` does, with `over: run` or `metric` beside its name, or without."""
-    beside = {key for key in SCHEDULE_KEYS if isinstance(value, dict) and key in value}
-    named = {key: item for key, item in value.items() if key not in beside} if beside else value
-    if beside and not named:
-        raise expected(f"a schedule beside {min(beside)}", "name one, too")
-    span, metric = (value.get(key) if beside else None for key in SCHEDULE_KEYS)
-    if "over" in beside and span not in ("stage", "run"):
-        raise unknown_name("span of a schedule", str(span), ("stage", "run"), at="over")
-    choice = parse_choice("schedule", named)
-    if choice.name == _PLATEAU and "metric" not in beside:
-        metric = "loss"
-    elif "metric" in beside and not (isinstance(metric, str) and metric):
+    """Read a schedule, with `over: run` or `metric` beside its name, or without."""
+    if isinstance(value, dict) and value.get("over", "run") not in ("stage", "run"):
+        raise unknown_name("span of a schedule", str(value["over"]), ("stage", "run"), at="over")
+    choice = _parse_with_keys_beside("schedule", value)
+    beside = dict(choice.beside)
+    if beside.get("over") == "stage":
+        del beside["over"]
+    if choice.name == _PLATEAU:
+        beside.setdefault("metric", "loss")
+    if not isinstance(beside.get("metric", "loss"), str):
         raise expected("the name of a metric", "write loss, or a metric of the stage's evaluate", at="metric")
-    elif "metric" in beside and choice.source == "torch" and choice.name != _PLATEAU:
+    if "metric" in beside and choice.source == "torch" and choice.name != _PLATEAU:
         raise problem(f"{choice.name} goes by steps", f"remove it, or choose {_PLATEAU}", at="metric")
-    if metric and span == "run":
+    if {"metric", "over"} <= beside.keys():
         raise problem("a schedule that goes by a metric spans its stage", "remove it", at="over", on_key=True)
-    return replace(choice, spans_run=span == "run", metric=metric)
+    return replace(choice, beside=beside)
+
+
+def parse_metric(value: Any) -> Choice:
+    """Read a metric, with `name`, and `output` and `target` beside it, or without."""
+    choice = _parse_with_keys_beside("metric", value)
+    name, parts = choice.beside.get("name", "_"), {"output", "target"} & choice.beside.keys()
+    if not (isinstance(name, str) and name and name.isprintable()) or name in RESERVED_METRIC_NAMES:
+        raise expected("a name for the metric", "write another, such as f1_macro", at="name")
+    if len(parts) == 1:
+        missing = min({"output", "target"} - parts)
+        raise problem(f'it has no "{missing}"', f"write {missing}, too: a key", at=min(parts), on_key=True)
+    for key in parts:
+        try:
+            parse_batch_key(choice.beside[key])
+        except ValidationError as error:
+            raise combine([error], at=(key,)) from None
+    return choice
+
+
+def _parse_with_keys_beside(kind: str, value: Any) -> Choice:
+    """`parse_choice` of a mapping that may have more keys than the choice's name."""
+    if not isinstance(value, dict):
+        return parse_choice(kind, value)
+    beside = {key: item for key, item in value.items() if key in KEYS_BESIDE[kind]}
+    named = {key: item for key, item in value.items() if key not in beside}
+    if beside and not named:
+        raise expected(f"a {kind} beside {min(beside)}", "name one, too")
+    return replace(parse_choice(kind, named), beside=beside)
 
 
 def choice_validator(kind: str) -> CustomValidator:

@@ -33,7 +33,9 @@ def json_schema() -> Schema:
     metric: Schema = {"type": "string", "minLength": 1}
     metric["description"] = "The metric by which it steps, after evaluations."
     for name, beside in (("stage", {"metric": metric}), ("any", {"over": over, "metric": metric})):
-        definitions[f"{name}_schedule"] = _schedule_beside(definitions["schedule"], beside)
+        definitions[f"{name}_schedule"] = _with_keys_beside("schedule", definitions, beside)
+    parts = {"name": {"type": "string", "minLength": 1}, "output": _KEY_SCHEMA, "target": _KEY_SCHEMA}
+    definitions["any_metric"] = _with_keys_beside("metric", definitions, parts)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
     times = _choice_schema({name: _model_schema(model, definitions) for name, model in BUFFER_TIMES.items()})
     count: Schema = {"type": "integer", "minimum": 1}
@@ -143,16 +145,12 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
     return _choice_schema(options, dotted=bool(kind.dotted_description))
 
 
-def _schedule_beside(schedule: Schema, keys: Mapping[str, Schema]) -> Schema:
-    """A schedule, or one with one of these keys beside its name."""
-    *_, mapping = schedule["anyOf"]
-    two = {"minProperties": 2, "maxProperties": 2}
-    found: list[Schema] = [{"$ref": "#/$defs/schedule"}]
-    for key, value in keys.items():
-        found.append(
-            {**mapping, "properties": {**mapping["properties"], key: value}, "required": [key], **two}
-        )
-    return {"anyOf": found}
+def _with_keys_beside(kind: str, definitions: Mapping[str, Schema], keys: Mapping[str, Schema]) -> Schema:
+    """A choice, or one with some of these keys beside its name."""
+    *_, mapping = definitions[kind]["anyOf"]
+    beside = {**mapping, "properties": {**mapping["properties"], **keys}, "minProperties": 2}
+    beside["maxProperties"] = 1 + len(keys)
+    return {"anyOf": [{"$ref": f"#/$defs/{kind}"}, beside]}
 
 
 def _choice_schema(options: dict[str, Schema], dotted: bool = False) -> Schema:

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ddprun.config.built_ins import parse_batch_key
-from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, parse_choice, parse_schedule
+from ddprun.config.choices import (
+    CHOICE_KINDS,
+    Choice,
+    choice_validator,
+    parse_choice,
+    parse_metric,
+    parse_schedule,
+)
 from ddprun.config.errors import validate
 from ddprun.config.faults import closest_match
 from ddprun.options import (
@@ -54,7 +61,10 @@ SyncChoice = Annotated[Choice, choice_validator("sync")]
 MutateChoice = Annotated[Choice, choice_validator("mutate")]
 UpdateChoice = Annotated[Choice, choice_validator("update")]
 HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
-Metrics = Annotated[tuple[Annotated[Choice, choice_validator("metric")], ...], Field(strict=False)]
+AnyMetric = Annotated[
+    Choice, CustomValidator(parse_metric, "any_metric", CHOICE_KINDS["metric"].names_for_message)
+]
+Metrics = Annotated[tuple[AnyMetric, ...], Field(strict=False)]
 Trackers = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
 
 
@@ -166,6 +176,9 @@ class Loader(Options):
     collate: Annotated[Choice, choice_validator("collate")] | None = None
     """Makes a batch from a list of samples; null is torch's `default_collate`."""
 
+    evaluate_collate: Annotated[Choice, choice_validator("collate")] | None = None
+    """Makes a batch of held-out samples; null is `collate`."""
+
     sampler: Annotated[Choice, choice_validator("sampler")] | None = None
     """Yields the indices of an epoch, for all ranks together, in place of `shuffle`."""
 
@@ -208,6 +221,9 @@ class Batch(Options):
 
     target: BatchParts | None = None
     """What the loss compares the output with: a key, or a list or mapping of keys."""
+
+    transform: Annotated[Choice, choice_validator("transform")] | None = None
+    """Changes each batch of training on the device, before the model gets it, such as mixup."""
 
 
 _BLOCKS_HINT = "write auto, a pattern of names, a class, or a list of these"

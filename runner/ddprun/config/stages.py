@@ -1,7 +1,6 @@
 """The stages of a pipeline: what each may name for itself, and the settings that then hold in it."""
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from ddprun.config.choices import Choice, choice_validator
+from ddprun.config.choices import RESERVED_METRIC_NAMES, Choice, choice_validator
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values
 from ddprun.config.sections import (
@@ -76,7 +75,12 @@ class StepStageSettings:
     @property
     def has_schedule_of_run(self) -> bool:
         """One schedule spans all stages."""
-        return self.schedule is not None and self.schedule.spans_run
+        return self.schedule is not None and "over" in self.schedule.beside
+
+    @property
+    def schedule_metric(self) -> str | None:
+        """The metric by which the schedule steps after evaluations; None: it steps after updates."""
+        return None if self.schedule is None else self.schedule.beside.get("metric")
 
     @property
     def hook_specs(self) -> list[Any]:
@@ -109,8 +113,12 @@ class Stage(Options):
 class StageEvaluation(Options):
     """Evaluate on the held-out data while a stage trains, which does not change a bit of training."""
 
-    every: PositiveInt
-    """Steps of the stage from one evaluation to the next; the last comes at the stage's end."""
+    every: PositiveInt | Literal["epoch"]
+    """Steps of the stage from one evaluation to the next, or `epoch`: at the end of each epoch of the data.
+    The last comes at the stage's end."""
+
+    steps: PositiveInt | None = None
+    """Forward passes of each rank at most, for data without an end; null takes all of it."""
 
     metrics: Metrics = ()
     """What to measure besides the loss."""
@@ -156,17 +164,17 @@ class EarlyStop(MonitoredMetric):
 
 
 BEST_FILE = "best.safetensors"  # where `keep_best` writes, in the run's folder
-_RESERVED_METRIC_NAMES = frozenset(
-    ("event", "level", "time", "monotonic_us", "rank", "stage", "step", "loss", "self", "method_name")
-)  # what the event `evaluated` has besides metrics, and the names of structlog's own arguments
 
 
 def metric_names(metrics: Sequence[Choice]) -> list[str]:
-    """What metrics are called: the last part of an import path; all of it where another has that name."""
+    """What metrics are called: by `name`, else the last part of an import path; all of it where another has
+    that last part.
+    """
     last = [choice.name.rpartition(".")[2] for choice in metrics]
     often = Counter(last)
     return [
-        choice.name if short in _RESERVED_METRIC_NAMES or often[short] > 1 else short
+        choice.beside.get("name")
+        or (choice.name if short in RESERVED_METRIC_NAMES or often[short] > 1 else short)
         for choice, short in zip(metrics, last, strict=True)
     ]
 
@@ -239,11 +247,6 @@ class StepStage(Stage):
         update = self.update if isinstance(self, ForwardStage) else None
         return StepStageSettings(update=update, has_backward=trains, **settings)
 
-    def evaluations_inside(self, steps: int | None) -> range:
-        """Steps after which held-out data is measured, of so many (None: not known), but for the last."""
-        every = 0 if self.evaluate is None else self.evaluate.every
-        return range(every, sys.maxsize if steps is None else steps, every) if every else range(0)
-
     def key_path(self, key: str) -> str:
         """Where a setting of this stage stands in the file: in the stage, or above."""
         return f"{self.path}.{key}" if key in self.model_fields_set else key
@@ -292,6 +295,9 @@ class EvaluateStage(Stage):
 
     data: WholeData | None = None
     """What to measure on, used whole; null is what `data` above holds out."""
+
+    steps: PositiveInt | None = None
+    """Forward passes of each rank at most, for data without an end; null takes all of it."""
 
     metrics: Metrics = ()
     """What to measure besides the loss."""

@@ -123,7 +123,8 @@ def existing_choice_for(path: Sequence[str | int], keys: Iterable[str], key: str
     """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
     in another spelling, or a second choice; None where `key` is something else.
     """
-    beside = SCHEDULE_KEYS if tuple(path[-1:]) == ("schedule",) else ()
+    kind = "schedule" if tuple(path[-1:]) == ("schedule",) else "metric" if "metrics" in path[-2:-1] else ""
+    beside = KEYS_BESIDE.get(kind, ())
     named = [name for name in keys if name not in beside]
     if len(named) != 1 or not is_choice_path(path) or key in beside:
         return None
@@ -135,8 +136,9 @@ def normalize_name(name: str) -> str:
     return name.lower().replace("_", "").removesuffix("loss")
 
 
-SCHEDULE_KEYS = ("over", "metric")
-"""What a schedule may have beside its name: what it spans, and the metric it goes by."""
+KEYS_BESIDE = {"schedule": ("over", "metric"), "metric": ("name", "output", "target")}
+"""What a choice may have beside its name: what a schedule spans, or the metric by which it steps; what a
+metric is called, and the keys of what it gets."""
 
 _CHOICE_KEYS = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
 _STAGE_CHOICE_KEYS = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
@@ -152,7 +154,7 @@ def is_choice_path(path: Sequence[str | int]) -> bool:
             return key in _STAGE_CHOICE_KEYS
         case ("data", "train" | "evaluate") | ("stages", int(), "evaluate", "data"):
             return True
-        case ("loader", "collate" | "sampler"):
+        case ("loader", "collate" | "evaluate_collate" | "sampler") | ("batch", "transform"):
             return True
         case (*_, str(key), int()):
             return key in _CHOICE_LIST_KEYS

@@ -39,6 +39,7 @@ from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
 from ddprun.parallel.ddp import sparse_parameters
 from ddprun.sync.frozen import trainable_parameters
+from ddprun.units import abbreviated_list
 from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
 from ddprun.zoo.functions import FUNCTIONS
 from ddprun.zoo.models import MODELS
@@ -68,6 +69,7 @@ _REQUIREMENTS_BY_KIND = {  # what an import path must lead to, by the kind of a 
         ("metric", None, ("compute",), None),
         ("collate", None, ("__call__",), None),
         ("sampler", Sampler, ("__iter__",), None),
+        ("transform", None, (), None),
         ("weight", None, (), None),
     )
 }
@@ -237,6 +239,7 @@ class HeldOutData:
     dataset: Any  # None: there is none
     choice: Choice | None
     make_error: ErrorFactory  # at the choice's place in the file
+    collate: Collate | None
     sharded: bool | None = None  # each rank has samples of its own; None: ranks have not compared them
 
 
@@ -245,10 +248,10 @@ def build_data(loaded: LoadedPipeline) -> tuple[Any, HeldOutData]:
     data = loaded.pipeline.data
     if not isinstance(data, DataPair):
         train, rest = build_dataset(loaded, "data", data)
-        return train, HeldOutData(rest, data, data_error_factory(loaded, "data", data))
+        return train, _held_out(loaded, "data", data, rest)
     path, choice = "data.evaluate", data.evaluate
     rest = None if choice is None else build_dataset(loaded, path, choice).train
-    held_out = HeldOutData(rest, choice, data_error_factory(loaded, path, choice))
+    held_out = _held_out(loaded, path, choice, rest)
     return build_dataset(loaded, "data.train", data.train).train, held_out
 
 
@@ -281,16 +284,24 @@ def build_stage_held_out(loaded: LoadedPipeline) -> dict[int, HeldOutData]:
         if isinstance(stage, EvaluateStage) and stage.data is not None:
             path, choice = f"{stage.path}.data", stage.data
             dataset = build_dataset(loaded, path, choice).train
-            found[stage.index] = HeldOutData(dataset, choice, data_error_factory(loaded, path, choice))
+            found[stage.index] = _held_out(loaded, path, choice, dataset)
     return found
 
 
-def build_collate(loaded: LoadedPipeline) -> Collate | None:
+def _held_out(loaded: LoadedPipeline, path: str, choice: Choice | None, dataset: Any) -> HeldOutData:
+    collate = build_collate(loaded, held_out=True)
+    return HeldOutData(dataset, choice, data_error_factory(loaded, path, choice), collate)
+
+
+def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> Collate | None:
     """What makes a batch of a list of samples; None: torch's `default_collate`."""
-    choice = loaded.pipeline.loader.collate
+    loader = loaded.pipeline.loader
+    own = loader.evaluate_collate if held_out else None
+    choice = own or loader.collate
     if choice is None:
         return None
-    chosen = ChoiceBuilder.from_path(loaded, "loader.collate", choice)
+    path = "loader.evaluate_collate" if own else "loader.collate"
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if not inspect.isclass(chosen.import_target()):
         return chosen.bound_callable([])
     made: Collate = chosen.call()
@@ -335,6 +346,14 @@ def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     if choice is None or choice.source == "built-in":
         return None
     return ChoiceBuilder.from_path(loaded, "weight_by", choice).bound_callable(None)
+
+
+def build_transform(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
+    """What changes a batch in training; None: nothing does."""
+    choice = loaded.pipeline.batch.transform
+    if choice is None:
+        return None
+    return ChoiceBuilder.from_path(loaded, "batch.transform", choice).bound_callable(None)
 
 
 def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
@@ -395,10 +414,16 @@ def build_optimizer(
             read = model_of.model_validate({**choice.options, **own})
             own = {key: getattr(read, key) for key in own}
         options.append(own)
-    params = parameter_groups(loaded, model, options)
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options))
     optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)  # of timm's layer decay, which only its schedules would use
     _check_optimizer(chosen, optimizer)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
+        text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
+        raise chosen.error(text, "freeze them, or have it take all that require a gradient")
     _check_sparse(loaded, model, chosen, optimizer)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
@@ -406,6 +431,24 @@ def build_optimizer(
             raise loaded.error("ema", text, "remove one of the two")
         optimizer.train()
     return cast("Optimizer", optimizer)
+
+
+def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
+    """What an optimizer is made over, by the name of its first argument: `model…`, `named_parameters`, or
+    anything else for parameters or their groups.
+    """
+    if chosen.source != "dotted":
+        return params
+    try:
+        first = next(iter(inspect.signature(chosen.import_target()).parameters), "")
+    except (TypeError, ValueError):  # written in C, or no function
+        return params
+    if not (first.startswith("model") or first == "named_parameters"):
+        return params
+    if chosen.loaded.pipeline.groups:
+        text = f'"{chosen.name}" takes {first}, and makes groups of its own'
+        raise chosen.loaded.error("groups", text, "remove groups, or name an optimizer that takes parameters")
+    return model_alone(model) if first.startswith("model") else list(trainable_parameters(model).items())
 
 
 def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
@@ -483,8 +526,9 @@ def build_schedule(
         return None
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     length = length_option_to_fill(chosen.name, chosen.options) if chosen.source == "torch" else None
-    if choice.metric and chosen.source == "torch":
-        chosen.options.setdefault("mode", better_values(choice.metric))
+    metric = choice.beside.get("metric")
+    if metric and chosen.source == "torch":
+        chosen.options.setdefault("mode", better_values(metric))
     if length is not None:
         if steps is None:
             problem = (
@@ -494,7 +538,7 @@ def build_schedule(
         chosen.options[length] = steps
     schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
     try:
-        inspect.signature(schedule.step).bind(*([0.0] if choice.metric else []))
+        inspect.signature(schedule.step).bind(*([0.0] if metric else []))
     except TypeError as error:
         hint = "a schedule with metric: beside it gets that, any other no argument"
         raise chosen.error(f"its step(): {error}", hint) from None

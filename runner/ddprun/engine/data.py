@@ -147,6 +147,12 @@ class Feed:
             raise self.make_error(problem, allowed)
 
     @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last step has used up an epoch of map-style data."""
+        consumed = self._consumed_samples
+        return not self.iterable and consumed > 0 and not self._micro_batches_left(consumed)
+
+    @property
     def mid_epoch(self) -> bool:
         """Whether an epoch of map-style data has begun and is not used up."""
         consumed = self._consumed_samples

@@ -1,6 +1,7 @@
 """The held-out data, each sample once, summed over ranks: in an evaluate stage, and while a stage trains."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +31,12 @@ from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, s
 from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
+from ddprun.engine.state import take_checkpoint
 from ddprun.engine.stateful_metric import StatefulMetric
 
 _T = TypeVar("_T")
+
+_LOOK_EVERY_S = 1.0
 
 Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
 MetricFunction = Callable[[ForwardResult, int], Sums]  # from a forward pass and its number of samples
@@ -44,27 +48,41 @@ class MeanMetric:
 
     measure: MetricFunction
     finish: Callable[[float], float] = float
+    select: Callable[[ForwardResult], ForwardResult] = lambda result: result  # what it is of
+
+
+class _StopRequestedError(Exception):
+    """A rank was asked to stop while ranks evaluate; raised on all of them after the same batch."""
 
 
 def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
     make_buffers_equal(session, stage)
     session.runtime.model.eval()
     held_out = session.runtime.stage_held_out.get(stage.index, session.runtime.held_out)
-    with averaged_weights(session):
-        found, samples = evaluate_metrics(session, held_out, stage, stage.path)
+    try:
+        with averaged_weights(session):
+            found, samples = evaluate_metrics(session, held_out, stage, stage.path)
+    except _StopRequestedError:
+        take_checkpoint(session, at_end=True)
+        return {"interrupted": True}
     shown = _record_and_format_metrics(session, stage, found)
     session.reporter.note(f"{stage.name}: held-out {shown}")
     return {"metrics": found, "samples": samples}
 
 
-def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
-    """Measure the held-out data between two steps, or at the end; leaves no trace. Called by all ranks."""
+def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
+    """Measure the held-out data between two steps, or at the end; leaves no trace. Called by all ranks.
+    False: a rank was asked to stop meanwhile, and nothing was measured.
+    """
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate
     assert wanted is not None, "the stage evaluates"
     with eval_model(session):
         held_out = session.runtime.held_out
-        found, _ = evaluate_metrics(session, held_out, wanted, f"{stage.path}.evaluate")
+        try:
+            found, _ = evaluate_metrics(session, held_out, wanted, f"{stage.path}.evaluate")
+        except _StopRequestedError:
+            return False
         evaluations.step = state.step
         shown = _record_and_format_metrics(session, stage, found)
         session.reporter.note(f"{stage.name}: step {state.step}, held-out {shown}")
@@ -73,9 +91,10 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> None:
     session.runtime.recorder.record_between_step_exchanges(stage.index, state.step)
     if stage.stop is not None and not at_end:
         _update_early_stop(run, stage.stop, found[stage.stop.metric])
-    metric, schedule = run.schedule_metric, cast(Any, state.schedule)
+    metric, schedule = run.settings.schedule_metric, cast(Any, state.schedule)
     if metric is not None and not at_end:
         schedule.step(found[metric])
+    return True
 
 
 def summary_of_evaluations(run: StageRun) -> dict[str, Any]:
@@ -160,6 +179,11 @@ def try_evaluations(session: Session) -> None:
     """
     runtime, size = session.runtime, session.runtime.loaded.pipeline.loader.batch_size
     evaluations = list(find_evaluations(runtime.loaded.pipeline))
+    for stage in runtime.loaded.pipeline.stages_with_steps():
+        by_epoch = stage.evaluate is not None and stage.evaluate.every == "epoch"
+        if by_epoch and runtime.feeds.for_stage(stage.index).iterable:
+            text = "the end of an epoch of iterable data is not known before it is there"
+            raise runtime.loaded.error(f"{stage.path}.evaluate.every", text, "write a number of steps")
     if not evaluations:
         return
     with preserve_state(runtime.device, runtime.model, runtime.objective.loss):
@@ -173,7 +197,7 @@ def try_evaluations(session: Session) -> None:
             if is_iterable(data):
                 continue
             samples = [data[index] for index in range(min(size, *_samples_by_rank(session, held_out)))]
-            content = _checked(held_out, collate(samples, range(len(samples)), runtime.feeds.main.collate))
+            content = _checked(held_out, collate(samples, range(len(samples)), held_out.collate))
             try:
                 _measure(session, [(content, len(samples))], metrics, wanted.gradients)
             except RuntimeError as error:
@@ -197,7 +221,8 @@ def evaluate_metrics(
     quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
     control, metrics = session.runtime.exchange.control, _metrics(session, wanted.metrics, path)
-    mine = _measure(session, _batches(session, held_out), metrics, wanted.gradients)
+    batches = islice(_batches(session, held_out), wanted.steps)
+    mine = _measure(session, _until_stop(session, batches), metrics, wanted.gradients)
     *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     sums = zip(totals[::2], totals[1::2], strict=True)
     values: dict[str, float] = {}
@@ -231,12 +256,12 @@ def _measure(
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
             for index, mean in enumerate(means):
-                value, count = mean.measure(result, samples)
+                value, count = mean.measure(mean.select(result), samples)
                 sums[index, 0] += value
                 sums[index, 1] += count
             for metric in metrics.values():
                 if isinstance(metric, StatefulMetric):
-                    metric.update(result)
+                    metric.update(metric.select(result))
     return [*sums.flatten().tolist(), counted]
 
 
@@ -250,14 +275,17 @@ def _metrics(
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         place = f"{path}.metrics[{index}]"
+        select = partial(objective.select, choice.beside, place)
         if choice.source != "built-in":
             metric = build.build_metric(loaded, place, choice, session.runtime.device)
             if isinstance(metric, StatefulMetric):
-                found[name] = metric
+                metric.select, found[name] = select, metric
             else:
-                found[name] = MeanMetric(partial(_custom_metric, objective, metric))
+                found[name] = MeanMetric(partial(_custom_metric, objective, metric), select=select)
         elif choice.name == "accuracy":
-            found[name] = MeanMetric(partial(_accuracy, objective.ignore_index, partial(loaded.error, place)))
+            ignored = -100 if objective.loss is None else objective.ignore_index
+            accuracy = partial(_accuracy, ignored, partial(loaded.error, place))
+            found[name] = MeanMetric(accuracy, select=select)
         else:
             found[name] = MeanMetric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
     return found
@@ -283,7 +311,11 @@ def _accuracy(ignored: int | None, make_error: ErrorFactory, result: ForwardResu
     if target.is_floating_point():
         text = f"accuracy compares class numbers, and the targets are {describe_tensor(target)}"
         raise make_error(text, "evaluate on class numbers, or name a function of (output, target)")
-    right = result.output.argmax(1) == target
+    found = result.output.argmax(1)
+    if found.shape != target.shape:
+        text = f"the output is {describe_tensor(result.output)}, the targets {describe_tensor(target)}"
+        raise make_error(f"accuracy looks for classes on dimension 1: {text}", "move them there")
+    right = found == target
     if ignored is None:
         return right.sum(), right.numel()
     counts = target != ignored
@@ -306,6 +338,22 @@ def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int
         yield _checked(held_out, content), samples
 
 
+def _until_stop(session: Session, batches: Iterable[_T]) -> Iterator[_T]:
+    """The batches, as many on every rank, until one of these was asked to stop: about once a second all look
+    whether that is so, by the pace of the slowest.
+    """
+    control, signals = session.runtime.exchange.control, session.runtime.signals
+    began, look_after = time.monotonic(), 1
+    for count, batch in enumerate(batches, start=1):
+        yield batch
+        if count == look_after:
+            mine = [float(signals.stop_requested), (time.monotonic() - began) / count]
+            stop, seconds = control.all_gather(mine, "whether to stop").amax(0).tolist()
+            if stop:
+                raise _StopRequestedError
+            look_after += max(1, int(_LOOK_EVERY_S / seconds))
+
+
 def _checked(held_out: HeldOutData, content: Any) -> Any:
     if isinstance(content, BatchError):
         raise held_out.make_error(content.problem, content.allowed)
@@ -326,7 +374,7 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     padding = mine or range(len(dataset))
     padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
     batches = DataLoader(
-        BatchDataset(dataset, None, runtime.feeds.main.collate),
+        BatchDataset(dataset, None, held_out.collate),
         sampler=[list(indices) for indices, _ in padded],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
@@ -357,7 +405,7 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
         padding = padding or own or read
         for part, count in _padded_batches(own, samples_per_rank, size, padding):
             numbers, items = zip(*part, strict=True)
-            yield collate(items, numbers, runtime.feeds.main.collate), count
+            yield collate(items, numbers, held_out.collate), count
 
 
 def _padded_batches(

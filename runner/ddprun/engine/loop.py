@@ -87,7 +87,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
             with excluded_from_timing(run, b"evaluate"):
-                evaluate_in_stage(run, at_end=True)
+                if not evaluate_in_stage(run, at_end=True):
+                    reporter.note(f"{stage.name}: a stop was requested; its last evaluation is left out")
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
@@ -111,7 +112,8 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
     steps_left = run.batches()
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
-            evaluate_in_stage(run)  # after a resume: it was due when the checkpoint was taken
+            if not evaluate_in_stage(run):  # after a resume: it was due when the checkpoint was taken
+                return "stopped"
     while not run.stopped_early:
         handle_time_slice_and_profiler(run)
         step, stage_step = state.current_step, run.steps_done + 1
@@ -270,7 +272,7 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
 def after_update(run: StageRun) -> None:
     """What follows an update of the weights: the schedule's next step, and the weights' average (`ema`)."""
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
-    if schedule is not None and run.schedule_metric is None:
+    if schedule is not None and run.settings.schedule_metric is None:
         schedule.step()
     if ema is not None:
         ema.update()
@@ -399,7 +401,8 @@ def act_on_messages(
         session.reporter.show_step(run.steps_done, step)
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
-            evaluate_in_stage(run)  # first: a checkpoint holds its outcome
+            if not evaluate_in_stage(run):  # first: a checkpoint holds its outcome
+                return "stopped"
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
     report_checkpoints(session)

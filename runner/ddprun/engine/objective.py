@@ -183,6 +183,7 @@ class Objective:
     a mapping becomes the model's keyword arguments. `batch` in the file names other parts.
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
+    `transform` changes batches of a model in training mode.
     """
 
     def __init__(
@@ -191,8 +192,10 @@ class Objective:
         loss: Callable[[Any, Any], Tensor] | None,
         precision: Precision,
         weight: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
+        self._transform = transform
         self._joined = loss_joins_model(loss)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
@@ -203,6 +206,8 @@ class Objective:
 
     def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
+        if self._transform is not None and model.training:
+            content = self._transform(content)
         positional, named, target = self._split_batch(content)
         call = partial(self._output_and_loss, positional, named, target)
         with self.precision.autocast():
@@ -265,7 +270,15 @@ class Objective:
             return (given, target), {}, None
         return ((), given, target) if isinstance(given, Mapping) else ((given,), {}, target)
 
-    def _pick(self, content: Any, parts: Any, path: str) -> Any:
+    def select(self, keys: Mapping[str, Any], path: str, result: ForwardResult) -> ForwardResult:
+        """What a metric at `path` gets: by its `keys` a part of what the model returned, and of the batch."""
+        if "output" not in keys:
+            return result
+        output = self._pick(result.output, keys["output"], f"{path}.output", "the model's outputs have no")
+        target = self._pick(result.content, keys["target"], f"{path}.target")
+        return result._replace(output=output, target=target)
+
+    def _pick(self, content: Any, parts: Any, path: str, lacks: str = "batches have no") -> Any:
         """A part of a batch, a tuple of parts, or a mapping of them."""
         if isinstance(parts, Mapping):
             return {name: self._pick(content, key, f"{path}.{name}") for name, key in parts.items()}
@@ -284,7 +297,7 @@ class Objective:
         else:
             has = f"are of type {type(content).__name__}"
         shown = f'"{parts}"' if isinstance(parts, str) else f"item {parts}"
-        raise self._loaded.error(path, f"batches have no {shown}", f"they {has}")
+        raise self._loaded.error(path, f"{lacks} {shown}", f"they {has}")
 
     @property
     def has_batch_weights(self) -> bool:

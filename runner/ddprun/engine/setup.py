@@ -93,7 +93,8 @@ def build_session(
     compiling.check_compiler(loaded, device)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
-    objective = Objective(loaded, loss, precision, build.build_batch_weight(loaded))
+    weight, transform = build.build_batch_weight(loaded), build.build_transform(loaded)
+    objective = Objective(loaded, loss, precision, weight, transform)
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     feed = feeds.main

@@ -81,20 +81,18 @@ class StageRun:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether held-out data is measured now, between two steps; the stage's end measures after itself."""
-        state = self.session.state
-        due = self.steps_done in self.stage.evaluations_inside(self.steps)
-        return due and state.evaluations.step != state.step
+        state, evaluation, done = self.session.state, self.stage.evaluate, self.steps_done
+        if evaluation is None or done == 0 or done == self.steps or state.evaluations.step == state.step:
+            return False
+        if evaluation.every == "epoch":
+            return self.session.runtime.feeds.for_stage(self.stage.index).at_epoch_end
+        return done % evaluation.every == 0
 
     @property
     def stopped_early(self) -> bool:
         """Whether evaluations have not become better for so long that the stage ends."""
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
-
-    @property
-    def schedule_metric(self) -> str | None:
-        """The metric by which the schedule steps after evaluations; None: it steps after updates."""
-        return None if self.settings.schedule is None else self.settings.schedule.metric
 
     def must_stop_alone(self) -> bool:
         """Whether this rank is to stop: by itself, or because the store says that another one does."""
@@ -179,7 +177,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
-            other_length = not (same_length or run.schedule_metric)
+            other_length = not (same_length or settings.schedule_metric)
             restore_mid_stage(session, saved, new_rates=saved["new_rates"] or other_length)
         return run
     for action in sequence.begin():

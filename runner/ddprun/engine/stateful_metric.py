@@ -31,6 +31,7 @@ class StatefulMetric:
         self._metric_factory, self._make_error, self._device = factory, make_error, device
         self._metric = self._new_metric()
         self._updated = False
+        self.select: Callable[[ForwardResult], ForwardResult] = lambda result: result  # what it is of
 
     def _new_metric(self) -> Any:
         made = self._metric_factory()

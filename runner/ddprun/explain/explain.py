@@ -473,8 +473,11 @@ class _Planner:
         """
         if stage.evaluate is None:
             return ()
-        one_cycle = math.lcm(stage.evaluate.every, len(after)) + 1
-        inside = stage.evaluations_inside(one_cycle if steps is None else steps)
+        every = stage.evaluate.every
+        if every == "epoch":  # where its length is not known, after any step
+            feeds, accumulate = self._probe.feeds, stage.effective_settings(self._pipeline).accumulate
+            every = (feeds and feeds.for_stage(stage.index).steps_per_epoch(accumulate)) or 1
+        inside = range(every, math.lcm(every, len(after)) + 1 if steps is None else steps, every)
         times = Counter[tuple[PlannedSend, ...]]()
         for place, often in Counter((step - 1) % len(after) for step in inside).items():
             times[after[place]] += often

@@ -155,7 +155,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     verdict = gradients = compiled = None
     compiling.check_dynamo_config(loaded)
     if model is not None and feeds is not None and not unknown.batch:
-        objective = Objective(loaded, loss, precision)
+        objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
         verdict = find_buffer_use(model, objective, feeds.main, automatic=True)
         if pipeline.compile is not None:
             compiled = _compile_model(loaded, model, objective, feeds.main)
@@ -202,7 +202,7 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
     return UnknownReasons(
         reason(model=pipeline.model, loss=by_name),
         reason(**data),
-        reason(model=pipeline.model, loss=pipeline.loss, **data),
+        reason(model=pipeline.model, loss=pipeline.loss, transform=pipeline.batch.transform, **data),
         reason(optimizer=pipeline.optimizer),
     )
 

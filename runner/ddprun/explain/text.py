@@ -248,7 +248,8 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
     if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
         return
     every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
-    when = f"After {'each step' if every == 1 else f'every {every} steps'}, and at the end"
+    when = f"every {every} steps" if every != "epoch" else "each epoch"
+    when = f"After {'each step' if every == 1 else when}, and at the end"
     when += f": {format_count(times, 'evaluation')}." if stage.steps is not None else "."
     sent = []
     for one in stage.evaluations:

@@ -197,9 +197,13 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
         own = loss.name == "model" and loss.source == "built-in"
-        if own and metric.name == "accuracy":
+        if metric.beside.keys() & {"output", "target"}:
+            if metric.name == "perplexity":
+                text = '"output" and "target" have no effect: perplexity is of the loss'
+                yield KeyConflict(f"{path}.output", text, "remove them")
+        elif own and metric.name == "accuracy":
             text = f"{clash}: what the model returns besides its loss is not known"
-            hint = "write the import path of a function of (output, batch), or name a loss"
+            hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
             yield KeyConflict(path, text, hint)
         elif own and pipeline.weight_by is None and not warned:
             text = f'{clash} without "weight_by": the loss is averaged over samples, not over targets'
@@ -221,11 +225,11 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("stages")
 def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, evaluation in find_evaluations(pipeline):
-        names = [metric.name for metric in evaluation.metrics]
+        names = metric_names(evaluation.metrics)
         for number, name in enumerate(names):
             if name in names[:number]:
                 text = f'"{name}" is in the list twice, and metrics need different names'
-                hint = "remove one, or give the other a function of its own name"
+                hint = "remove one, or write name: beside the other"
                 yield KeyConflict(f"{path}.metrics[{number}]", text, hint)
 
 
@@ -268,9 +272,10 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages_with_steps():
         settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
-        monitors = {key: getattr(stage, key) for key in ("keep_best", "stop")}
-        monitors["schedule"] = settings.schedule if settings.updates_weights else None
-        metrics = {key: one.metric for key, one in monitors.items() if one is not None and one.metric}
+        monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
+        metrics = {key: one.metric for key, one in monitors.items()}
+        if settings.updates_weights and settings.schedule_metric is not None:
+            metrics["schedule"] = settings.schedule_metric
         if evaluation is None:
             for key in metrics:
                 text = f'"{key}" needs "evaluate" in {stage.path}: it compares what that measures'
@@ -289,7 +294,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text = '"evaluate" clashes with a stage that changes no weights: its ranks exchange nothing '
                 text, hint = f"{text}and stop by themselves", "use an evaluate stage after this one"
             yield KeyConflict(f"{stage.path}.evaluate", text, hint)
-        if settings.steps is not None and evaluation.every > settings.steps:
+        if settings.steps and isinstance(evaluation.every, int) and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
             text += "it is evaluated only at the stage's end"
             yield KeyConflict(f"{stage.path}.evaluate.every", text, "shorten it", "warning")

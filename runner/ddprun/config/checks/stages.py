@@ -13,7 +13,7 @@ _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_valu
 
 @register_check("schedule", "warmup_steps", "stages")
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.schedule is None or not pipeline.schedule.spans_run:
+    if pipeline.schedule is None or "over" not in pipeline.schedule.beside:
         return
     stages = [stage for stage in pipeline.stages_with_steps() if updates_weights(pipeline, stage)]
     for stage in stages:

@@ -1,0 +1,138 @@
+"""How often an evaluation comes, how long it is, and that it ends where a rank is asked to stop."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun import EXIT_BAD_INPUT
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from tests.engine.running import events, run_pipeline, summary, to_its_end
+from tests.ranks import Running, as_processes, ddprun
+
+MODULE = """
+import itertools
+import time
+from pathlib import Path
+
+import torch
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, size=22):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+class Slow(Samples):
+    def __init__(self):
+        super().__init__(4000)
+        self.asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if self.asked == 12 and not Path("quick").exists():  # after the trial before step 1
+            Path("evaluates").touch()
+        if not Path("quick").exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (Samples()[index] for index in itertools.count())
+"""
+PIPELINE = """
+model: {mlp: {inputs: 6, outputs: 3}}
+data: {train: mine.Samples, evaluate: HELD_OUT}
+loader: {batch_size: 4}
+optimizer: {sgd: {lr: 0.1, momentum: 0.9}}
+stages: STAGES
+"""
+
+
+def written(folder: Path, held_out: str, stages: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(MODULE)
+    return PIPELINE.replace("HELD_OUT", held_out).replace("STAGES", stages)
+
+
+def evaluated(run_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in events(run_dir) if event["event"] == "evaluated"]
+
+
+@pytest.mark.parametrize(("length", "steps"), [("epochs: 3", [3, 6, 9]), ("steps: 8", [3, 6, 8])])
+def test_every_epoch(tmp_path: Path, length: str, steps: list[int]) -> None:
+    """An epoch of 22 samples is 3 steps of 2 ranks with batches of 4; `explain` says as many."""
+    text = written(tmp_path, "mine.Samples", f"[{{train: {{{length}, evaluate: {{every: epoch}}}}}}]")
+    assert [one["step"] for one in evaluated(run_pipeline(tmp_path, text, 2))] == steps
+    (stage,) = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
+    assert sum(one.times for one in stage.evaluations) == len(steps)
+
+
+def test_so_many_steps_of_a_stream_without_an_end(tmp_path: Path) -> None:
+    """In an evaluate stage and in a train stage; of map-style data, too."""
+    inside = "{train: {steps: 4, evaluate: {every: 2, steps: 3}}}"
+    for name, held_out in (("stream", "mine.Endless"), ("map", "mine.Samples")):
+        text = written(tmp_path / name, held_out, f"[{inside}, {{evaluate: {{steps: 2}}}}]")
+        run = run_pipeline(tmp_path / name, text, 2)
+        assert len(evaluated(run)) == 3
+        assert summary(run)["stages"][1]["samples"] == 2 * 2 * 4
+
+
+def be_rank(folder: Path) -> int:
+    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+
+
+def test_the_epochs_of_a_stream_are_not_known(tmp_path: Path) -> None:
+    text = written(tmp_path, "mine.Samples", "[{train: {steps: 4, evaluate: {every: epoch}}}]")
+    text = text.replace("train: mine.Samples", "train: mine.Endless").replace("4}", "4, shuffle: false}")
+    (tmp_path / "p.yaml").write_text(text)
+    codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
+    said = (tmp_path / "told").read_text()
+    assert codes == [EXIT_BAD_INPUT] * 2, said
+    assert "stages[0].train.evaluate.every: the end of an epoch of iterable data is not known before" in said
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "[{train: {steps: 4}}, {evaluate: {metrics: [accuracy]}}, save]",
+        "[{train: {steps: 4, evaluate: {every: 2}}}, save]",
+    ],
+)
+def test_a_stop_in_an_evaluation(tmp_path: Path, stages: str) -> None:
+    """All ranks leave it, with a checkpoint; the resumed run makes up for it and ends with the same bits."""
+    text = written(tmp_path, "mine.Slow", stages)
+    (tmp_path / "p.yaml").write_text(text)
+    arguments = ("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2")
+    with Running(*arguments, cwd=tmp_path) as running:
+        until = time.monotonic() + 60
+        while not (tmp_path / "evaluates").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+    assert not evaluated(tmp_path / "run")
+    (tmp_path / "quick").touch()
+    again = ddprun(*arguments, cwd=tmp_path)
+    assert again.code == 0, again.stderr
+    whole = ddprun("p.yaml", "--run-dir=whole", "--nproc-per-node=2", cwd=tmp_path)
+    assert whole.code == 0, whole.stderr
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("run", "whole"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    measured = [
+        [{key: one[key] for key in ("stage", "step", "loss")} for one in evaluated(tmp_path / name)]
+        for name in ("run", "whole")
+    ]
+    assert measured[0] == measured[1]
+    assert measured[0]

@@ -1,0 +1,179 @@
+"""What is for training alone, a transform of batches or a collate; and what optimizers are made over."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddprun import EXIT_BAD_INPUT
+from ddprun.config import load
+from tests.engine.running import lines, run_pipeline, summary, to_its_end, weights
+from tests.ranks import as_processes
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+def mixed(batch, classes=3):
+    inputs, labels = batch
+    share = torch.distributions.Beta(1.0, 1.0).sample()
+    order = torch.randperm(len(inputs))
+    soft = nn.functional.one_hot(labels, classes).float()
+    return share * inputs + (1 - share) * inputs[order], share * soft + (1 - share) * soft[order]
+
+
+def mixing(samples):
+    return mixed(default_collate(samples))
+
+
+def plain(samples):
+    return default_collate(samples)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+def by_layer(model_or_params, lr, decay):
+    return torch.optim.SGD([
+        {"params": model_or_params.body.parameters(), "lr": lr * decay},
+        {"params": model_or_params.head.parameters()},
+    ], lr=lr)
+
+
+def scaled(model, lr):
+    groups = [{"params": [param], "lr_scale": 0.5 ** index} for index, param in enumerate(model.parameters())]
+    return torch.optim.SGD(groups, lr=lr)
+
+
+def by_name(named_parameters, lr):
+    assert [name for name, _ in named_parameters] == ["body.weight", "body.bias", "head.weight", "head.bias"]
+    return torch.optim.SGD(named_parameters, lr=lr)
+
+
+def head_alone(model, lr):
+    return torch.optim.SGD(model.head.parameters(), lr=lr)
+"""
+PIPELINE = """
+model: mine.Net
+data: {train: mine.Samples, evaluate: mine.Samples}
+loader: {batch_size: 4}
+loss: cross_entropy
+optimizer: {sgd: {lr: 0.1}}
+stages: [{train: {steps: 6}}, {evaluate: {metrics: [accuracy]}}, save]
+"""
+
+
+def written(folder: Path, *changes: tuple[str, str]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(MODULE)
+    text = PIPELINE
+    for old, new in changes:
+        text = text.replace(old, new)
+    return text
+
+
+def held_out(run: Path, folder: Path) -> tuple[float, float]:
+    """Loss and accuracy of what was saved, over the samples as they are."""
+    scope: dict[str, type] = {}
+    exec(compile(MODULE, "mine", "exec"), scope)
+    model, data = scope["Net"](), scope["Samples"]()
+    model.load_state_dict(weights(run))
+    inputs = torch.stack([data[index][0] for index in range(24)])
+    labels = torch.tensor([data[index][1] for index in range(24)])
+    output = model(inputs)
+    loss = nn.functional.cross_entropy(output, labels)
+    return loss.item(), float((output.argmax(1) == labels).double().mean())
+
+
+TRANSFORM = ("loss:", "batch: {transform: mine.mixed}\nloss:")
+COLLATE = ("batch_size: 4", "batch_size: 4, collate: mine.mixing, evaluate_collate: mine.plain")
+
+
+@pytest.mark.parametrize("change", [TRANSFORM, COLLATE])
+def test_mixup_is_for_training_alone(tmp_path: Path, change: tuple[str, str]) -> None:
+    """Evaluations see held-out samples as they are, with class numbers."""
+    run = run_pipeline(tmp_path, written(tmp_path, change), 2)
+    measured = summary(run)["metrics"]
+    loss, accuracy = held_out(run, tmp_path)
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)
+    assert measured["accuracy"] == accuracy
+    plain = run_pipeline(tmp_path / "plain", written(tmp_path / "plain"), 2)
+    assert not torch.equal(weights(run)["head.weight"], weights(plain)["head.weight"])
+
+
+def test_the_options_of_a_transform_reach_it(tmp_path: Path) -> None:
+    text = written(tmp_path, ("loss:", "batch: {transform: {mine.mixed: {klasses: 3}}}\nloss:"))
+    (tmp_path / "p.yaml").write_text(text)
+    codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
+    assert codes == [EXIT_BAD_INPUT] * 2
+    told = "batch.transform: \"mine.mixed\": got an unexpected keyword argument 'klasses'"
+    assert told in (tmp_path / "told").read_text()
+
+
+def be_rank(folder: Path) -> int:
+    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        ("{mine.by_layer: {lr: 0.1, decay: 0.5}}", [0.05, 0.1]),
+        ("{mine.scaled: {lr: 0.1}}", [0.1, 0.05, 0.025, 0.0125]),
+        ("{mine.by_name: {lr: 0.1}}", [0.1]),
+    ],
+)
+def test_a_function_gets_what_its_first_argument_is_called(
+    tmp_path: Path, optimizer: str, rates: list[float]
+) -> None:
+    """The model, whose groups have rates of their own, those of timm's `lr_scale`, too; or parameters with
+    their names. A schedule multiplies each of them.
+    """
+    change = (
+        "optimizer: {sgd: {lr: 0.1}}",
+        f"optimizer: {optimizer}\nschedule: {{StepLR: {{step_size: 3}}}}",
+    )
+    run = run_pipeline(tmp_path, written(tmp_path, change), 2)
+    recorded = [line["lr"] for line in lines(run, "steps") if line["rank"] == 0]
+    assert recorded[0] == pytest.approx(rates)
+    assert recorded[-1] == pytest.approx([rate / 10 for rate in rates])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            [("{sgd: {lr: 0.1}}", "{mine.head_alone: {lr: 0.1}}")],
+            "it leaves out parameters that are trained: body.weight, body.bias; freeze them, or have it take",
+        ),
+        (
+            [
+                ("{sgd: {lr: 0.1}}", "{mine.by_layer: {lr: 0.1, decay: 0.5}}"),
+                ("stages:", 'groups: [{match: "*.bias", lr: 0.2}]\nstages:'),
+            ],
+            'groups: "mine.by_layer" takes model_or_params, and makes groups of its own; remove groups, or',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_before_step_1(
+    tmp_path: Path, changes: list[tuple[str, str]], told: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(written(tmp_path, *changes))
+    assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
+    assert told in (tmp_path / "told").read_text()
