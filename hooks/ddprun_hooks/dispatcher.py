@@ -36,6 +36,7 @@ class BucketDispatcher:
         # Until then backward passes exchange nothing, and the last one's buckets become the layout.
         self.layout_frozen = False
         self._loss_scale: Tensor | None = None
+        self._undoable = False  # the stack has begun a step that it may roll back
         # In a step whose fidelity is measured, of each bucket: its trace; a copy of this rank's input, in
         # fp32 or wider, shape (numel,); and the tensor that will hold the hooks' mean, shape (numel,).
         self._fidelity_samples: list[tuple[BucketTrace[Any], Tensor, Tensor]] | None = None
@@ -62,15 +63,24 @@ class BucketDispatcher:
         """What broke the exchange, as it was raised; DDP itself passes on no more than its text."""
         return self._queue.error
 
-    def begin_step(self, scale: Tensor | None = None, *, fidelity: bool = False) -> None:
+    def begin_step(
+        self, scale: Tensor | None = None, *, fidelity: bool = False, repeatable: bool = False
+    ) -> None:
         """Prepare for a step's backward pass. Gradients are divided by the loss `scale`, shape (), before the
         stack sees them, and `end_step` may roll it back. `fidelity`: keep inputs for `measure_fidelity`.
+        `repeatable`: `repeat_step` may be called.
         """
-        self._loss_scale = scale
+        self._loss_scale, self._undoable = scale, repeatable or scale is not None
         self._sent_buckets.clear()
         self._fidelity_samples = [] if fidelity else None
-        if scale is not None:
+        if self._undoable:
             self.stack.begin_step()
+
+    def repeat_step(self) -> None:
+        """Prepare for another backward pass of the step, from the hooks' state before it."""
+        self._sent_buckets.clear()
+        self.stack.rollback()
+        self.stack.begin_step()
 
     @property
     def unsent_params(self) -> tuple[str, ...]:
@@ -89,7 +99,7 @@ class BucketDispatcher:
 
     def end_step(self, *, applied: bool) -> None:
         """The optimizer has taken the step, or skipped it: then the hooks' state is rolled back."""
-        if self._loss_scale is not None:
+        if self._undoable:
             self.stack.commit() if applied else self.stack.rollback()
 
     # DDP looks at this signature: a parameter named `bucket`, and annotations that are types, not strings.

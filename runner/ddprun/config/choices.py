@@ -210,6 +210,14 @@ def parse_schedule(value: Any) -> Choice:
     return replace(choice, beside=beside)
 
 
+def parse_optimizer(value: Any) -> Choice:
+    """Read an optimizer, with `closure: true` beside its name, or without."""
+    choice = _parse_with_keys_beside("optimizer", value)
+    if choice.beside.get("closure", True) is not True:
+        raise expected("true", "or leave it out", at="closure", got=choice.beside["closure"])
+    return choice
+
+
 def parse_metric(value: Any) -> Choice:
     """Read a metric, with `name`, and `output` and `target` beside it, or without."""
     choice = _parse_with_keys_beside("metric", value)

@@ -13,6 +13,7 @@ from ddprun.config.choices import (
     choice_validator,
     parse_choice,
     parse_metric,
+    parse_optimizer,
     parse_schedule,
 )
 from ddprun.config.errors import validate
@@ -40,7 +41,9 @@ _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: 
 
 ModelChoice = Annotated[Choice, choice_validator("model")]
 LossChoice = Annotated[Choice, choice_validator("loss")]
-OptimizerChoice = Annotated[Choice, choice_validator("optimizer")]
+OptimizerChoice = Annotated[
+    Choice, CustomValidator(parse_optimizer, "any_optimizer", CHOICE_KINDS["optimizer"].names_for_message)
+]
 
 
 def _parse_stage_schedule(value: Any) -> Choice:

@@ -25,7 +25,7 @@ from ddprun.options import CustomValidator, Options, combine, expected, problem,
 TorchKind = Literal["optimizer", "schedule", "loss"]
 
 _NOT_OFFERED: dict[TorchKind, dict[str, str]] = {
-    "optimizer": {"LBFGS": "it needs a closure that computes the loss again"},
+    "optimizer": {},
     "schedule": {
         "LambdaLR": "its lr_lambda is a Python function; write the import path of your own schedule",
         "MultiplicativeLR": "its lr_lambda is a Python function; write the import path of your own schedule",

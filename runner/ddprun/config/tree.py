@@ -123,8 +123,7 @@ def existing_choice_for(path: Sequence[str | int], keys: Iterable[str], key: str
     """The one name that a mapping with these keys chooses, where `key`, which it lacks, can only be that name
     in another spelling, or a second choice; None where `key` is something else.
     """
-    kind = "schedule" if tuple(path[-1:]) == ("schedule",) else "metric" if "metrics" in path[-2:-1] else ""
-    beside = KEYS_BESIDE.get(kind, ())
+    beside = KEYS_BESIDE.get("metric" if "metrics" in path[-2:-1] else str(path[-1]) if path else "", ())
     named = [name for name in keys if name not in beside]
     if len(named) != 1 or not is_choice_path(path) or key in beside:
         return None
@@ -136,9 +135,13 @@ def normalize_name(name: str) -> str:
     return name.lower().replace("_", "").removesuffix("loss")
 
 
-KEYS_BESIDE = {"schedule": ("over", "metric"), "metric": ("name", "output", "target")}
-"""What a choice may have beside its name: what a schedule spans, or the metric by which it steps; what a
-metric is called, and the keys of what it gets."""
+KEYS_BESIDE = {
+    "optimizer": ("closure",),
+    "schedule": ("over", "metric"),
+    "metric": ("name", "output", "target"),
+}
+"""What a choice may have beside its name: whether an optimizer's steps get a closure; what a schedule spans,
+or the metric by which it steps; what a metric is called, and the keys of what it gets."""
 
 _CHOICE_KEYS = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
 _STAGE_CHOICE_KEYS = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})

@@ -38,6 +38,7 @@ from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
 from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
 from ddprun.parallel.ddp import sparse_parameters
+from ddprun.sync.exchanger import requires_closure
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.units import abbreviated_list
 from ddprun.zoo.data import DATASETS, DataError, TrainEvalSplit
@@ -455,7 +456,7 @@ def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
     """Raise a PipelineError if an optimizer's step takes arguments, or checkpoints would miss its state."""
     kind = type(optimizer)
     try:
-        inspect.signature(optimizer.step).bind()
+        inspect.signature(optimizer.step).bind(*([abs] if requires_closure(optimizer) else []))
     except TypeError as error:
         raise chosen.error(f"its step() is called without arguments: {error}") from None
     if not {"state", "param_groups"}.issubset(held := optimizer.state_dict()):
@@ -465,6 +466,28 @@ def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
         if isinstance(inner, Optimizer) and kind.load_state_dict is Optimizer.load_state_dict:
             text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
             raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
+
+
+def takes_closure(optimizer: Optimizer, choice: Choice) -> bool:
+    """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
+    return "closure" in choice.beside or requires_closure(optimizer)
+
+
+def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
+    """Raise a PipelineError for what an optimizer that takes a closure does not go with."""
+    for stage in loaded.pipeline.stages_with_steps():
+        settings = stage.effective_settings(loaded.pipeline)
+        if not (settings.updates_weights and takes_closure(optimizer, settings.optimizer)):
+            continue
+        path, name = "", f'"optimizer: {settings.optimizer.name}", which takes a closure'
+        if settings.update is not None:
+            path, why = f"{stage.path}.update", "the update makes the gradients"
+        elif loaded.pipeline.precision == "fp16":
+            path, why = "precision", "a loss scaler knows nothing of its passes; write bf16"
+        elif settings.plan.gradients == "host":
+            path, why = stage.key_path("sync"), "hosts might take it at different times"
+        if path:
+            raise loaded.error(path, f"it clashes with {name}: {why}")
 
 
 def _check_sparse(

@@ -30,13 +30,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ddprun.config import ForwardStage, StepStage
 from ddprun.engine import build, seeding
+from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import CLOCKS_EVERY_S, Session
@@ -142,7 +143,9 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
 
 
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
-    """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged."""
+    """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged. An
+    optimizer that takes a closure may call for more passes (`closure.py`).
+    """
     runtime = run.session.runtime
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
     gradients, timings = run.settings.plan.gradients, runtime.loaded.pipeline.timings
@@ -151,8 +154,12 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     scale = precision.loss_scale()
     fidelity_is_due = is_due(timings.fidelity_every, run.session.state.current_step)
     measure_fidelity = fidelity_is_due and gradients == "all"
+    closure = None
+    if run.takes_closure:
+        closure = StepClosure(run, replica, partial(clip_gradients, run))
     if replica is not None:
-        replica.dispatcher.begin_step(scale, fidelity=measure_fidelity)
+        repeatable = closure is not None
+        replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, repeatable=repeatable)
     for index, micro in enumerate(batches.micro_batches, start=1):
         last = index == batches.micro_batch_count
         content = precision.to_device(micro.content)
@@ -160,7 +167,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
-        with nullcontext() if replica is None or last else replica.ddp.no_sync():
+        with nullcontext() if replica is None else replica.accumulating(not last):
             loss = runtime.objective(model, content).loss
             weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
@@ -168,6 +175,8 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
                 weighted = weighted * scale
             recorder.lap("forward_us")
             backward(run, replica, weighted, last=last)
+        if closure is not None:
+            closure.add_pass(content, weight, weighted)
         mean = mean_loss(run.session, loss.detach(), micro.samples)
         recorder.note_loss(mean, micro.samples, micro.effective_weight)
     if replica is None:
@@ -176,7 +185,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
         recorder.lap("sync_us")
     watchdog.set_phase(b"optimizer")
-    applied = optimizer_step(run, stage_step)
+    applied = optimizer_step(run, stage_step, closure=closure)
     if replica is not None:
         replica.dispatcher.end_step(applied=applied)
     recorder.lap("optimizer_us")
@@ -243,7 +252,9 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     recorder.lap("optimizer_us")
 
 
-def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True) -> bool:
+def optimizer_step(
+    run: StageRun, stage_step: int, *, closure: StepClosure | None = None, from_backward: bool = True
+) -> bool:
     """Clip, step, and what follows; whether it was taken. The loss scaler knows gradients `from_backward`."""
     runtime, settings = run.session.runtime, run.settings
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
@@ -252,7 +263,11 @@ def optimizer_step(run: StageRun, stage_step: int, *, from_backward: bool = True
     norm, group_norms = clip_gradients(run)
     with warmup_lr(optimizer, run.warmup_steps_done(stage_step), settings.warmup_steps):
         runtime.recorder.note_update(optimizer, norm, group_norms)
-        if from_backward:
+        if closure is not None:
+            closure.begin()
+            optimizer.step(cast(Any, closure))
+            applied = True
+        elif from_backward:
             applied = precision.step(optimizer)
         else:  # never scaled: look for what the loss scaler would have found
             gradients = _gradients(model.parameters())

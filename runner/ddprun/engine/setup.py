@@ -101,6 +101,7 @@ def build_session(
     initialize_lazy_parameters(model, objective, feed)
     optimizer = build.build_optimizer(loaded, model)
     optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
+    build.check_closure(loaded, optimizer)
     stacks = open_stacks(loaded)
     signals.reinstall_handlers()  # after the imports; again before step 1
     build.check_sync(loaded, model, ranks.size)

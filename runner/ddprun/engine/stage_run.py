@@ -94,6 +94,11 @@ class StageRun:
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
 
+    @property
+    def takes_closure(self) -> bool:
+        """The optimizer may call for the loss and its gradients again, within a step."""
+        return build.takes_closure(self.session.runtime.optimizer, self.settings.optimizer)
+
     def must_stop_alone(self) -> bool:
         """Whether this rank is to stop: by itself, or because the store says that another one does."""
         runtime = self.session.runtime

@@ -21,7 +21,12 @@ from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, t
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
 from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
-from ddprun.sync.exchanger import averageable_state, can_be_averaged, initialize_optimizer_state
+from ddprun.sync.exchanger import (
+    averageable_state,
+    can_be_averaged,
+    initialize_optimizer_state,
+    requires_closure,
+)
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
@@ -100,6 +105,7 @@ class StageExplanation:
     begin: tuple[PlannedExchange, ...] = ()  # before the first step
     end: tuple[PlannedExchange, ...] | None  # after the last step; all of a stage without; None: not known
     exchanges: tuple[PlannedExchange, ...]  # all of them, by number
+    takes_closure: bool = False  # the optimizer may call for more backward passes, which are not counted
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
     ranks_represented: tuple[int, ...]  # how many ranks each simulated one stands for
 
@@ -168,6 +174,7 @@ class StageExplanation:
             "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
             "begin": json_value(self.begin),
             "end": json_value(self.end),
+            "takes_closure": self.takes_closure,
             "left_apart": self.left_apart,
             "whole": json_value(self.sent_in_stage),
         }
@@ -375,9 +382,15 @@ class _Planner:
             begin=begin,
             end=end,
             exchanges=tuple(self._stage_exchanges.values()),
+            takes_closure=self._takes_closure(settings),
             left_apart=self._replicas.parameters != "common",
             ranks_represented=self._simulator.ranks_represented,
         )
+
+    def _takes_closure(self, settings: StepStageSettings) -> bool:
+        optimizer = self._probe.optimizer
+        required = optimizer is not None and requires_closure(optimizer)
+        return settings.has_backward and (required or "closure" in settings.optimizer.beside)
 
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""

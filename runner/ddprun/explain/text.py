@@ -209,7 +209,11 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     if exchange.buckets is None:
         return f"{what}. DDP's buckets are unknown: {exchange.unknown_reason}."
     buckets = format_count(len(exchange.buckets), "bucket")
-    return f"{what}, in {buckets}, each sent as soon as backward has filled it, while backward continues."
+    what += f", in {buckets}, each sent as soon as backward has filled it, while backward continues."
+    if stage.takes_closure:
+        what += " The optimizer may call its closure for more passes in a step. Each sends all of it again: "
+        what += "neither the bytes nor the times here count that."
+    return what
 
 
 def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,6 +106,11 @@ class DdpReplica:
         """Use these hooks and ranks for gradients from now on; gives what must be the same on all ranks."""
         self.dispatcher.stack, self.dispatcher.group = stack, group
         return self.dispatcher.signature
+
+    def accumulating(self, wanted: bool) -> AbstractContextManager[None]:
+        """Inside, if `wanted`, passes add to the gradients without an exchange."""
+        context: AbstractContextManager[None] = self.ddp.no_sync() if wanted else nullcontext()
+        return context
 
     def backward(self, loss: Tensor, traces: list[BucketTrace[Any]], *, exchange: bool) -> Sequence[str]:
         """A backward pass of a `loss` of shape (), with each bucket's trace for `traces`. If not `exchange`,

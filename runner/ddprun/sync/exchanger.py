@@ -7,6 +7,7 @@ one's own may keep, are not averaged: each rank keeps its own, and where ranks b
 rank 0's.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -164,6 +165,12 @@ def restore_values_on_exit(tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
+def requires_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def initialize_optimizer_state(optimizer: Optimizer) -> None:
     """Create the optimizer state of parameters that have none yet, as it is before the first step. Ranks then
     keep the same entries, whatever steps they have skipped. A step on zero gradients creates it; the weights
@@ -183,7 +190,7 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0  # or the weights would enter the state
     with restore_values_on_exit(lacking):
-        optimizer.step()
+        optimizer.step(*([lambda: 0.0] if requires_closure(optimizer) else []))
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)  # some optimizers count their steps there
     for param in lacking:

@@ -1,0 +1,82 @@
+"""The closure of a step, for optimizers that call for loss and gradients again, as SAM and LBFGS do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddprun.engine import seeding
+from ddprun.engine.stage_run import StageRun
+from ddprun.parallel.ddp import DdpReplica
+from ddprun.sync.audit import checksums
+from ddprun_hooks.comm.trace import BucketTrace
+
+
+class StepClosure:
+    """Repeats a step's forward and backward passes, exchange included, for the weights as they are now.
+
+    The step's own passes come first, as in any other step; a call before anything has changed is answered by
+    them. Each later call starts from the hooks' state and the random numbers of the step's start, and clips
+    as the step does. Its loss is the mean over the ranks that average gradients, so that all decide alike.
+    """
+
+    def __init__(self, run: StageRun, replica: DdpReplica | None, clip: Callable[[], object]) -> None:
+        self._run, self._replica, self._clip = run, replica, clip
+        self._fixed_rng = seeding.RepeatableRng(run.session.runtime.device)
+        self._passes = list[tuple[Any, float]]()
+        self._loss = 0.0
+        self._state: list[int] = []
+
+    def add_pass(self, content: Any, weight: float, weighted_loss: Tensor) -> None:
+        """Note a micro-batch of the step, on the device, whose passes are done."""
+        self._passes.append((content, weight))
+        self._loss += float(weighted_loss.detach())
+
+    def begin(self) -> None:
+        """The optimizer is about to step, by the gradients that there are."""
+        self._loss, self._state = self._mean_over_ranks(self._loss), self._checksums()
+
+    def __call__(self) -> Tensor:
+        runtime = self._run.session.runtime
+        if self._state != self._checksums():
+            runtime.optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad(), self._fixed_rng():
+                self._loss = self._mean_over_ranks(self._repeat_passes())
+            self._clip()
+            self._state = self._checksums()
+        return torch.tensor(self._loss, dtype=torch.float64, device=runtime.device)
+
+    def _checksums(self) -> list[int]:
+        """Of weights and gradients: code that changes `param.data` leaves no other trace."""
+        params = list(self._run.session.runtime.model.parameters())
+        return checksums([*params, *(torch.zeros(()) if one.grad is None else one.grad for one in params)])
+
+    def _repeat_passes(self) -> float:
+        runtime, replica, total = self._run.session.runtime, self._replica, 0.0
+        traces = list[BucketTrace[Any]]()
+        if replica is not None:
+            replica.dispatcher.repeat_step()
+        for index, (content, weight) in enumerate(self._passes, start=1):
+            last = index == len(self._passes)
+            runtime.buffers.before_forward()
+            if replica is None:
+                weighted = runtime.objective(runtime.model, content).loss * weight
+                weighted.backward()  # type: ignore[no-untyped-call]
+            else:
+                with replica.accumulating(not last):
+                    weighted = runtime.objective(replica.ddp, content).loss * weight
+                    if missing := replica.backward(weighted, traces, exchange=last):
+                        where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"
+                        raise runtime.objective.unused_parameters_error(missing, where)
+            total += float(weighted.detach())
+        if traces:
+            runtime.recorder.sync.sent += traces
+            runtime.recorder.sync.completed += traces
+        return total
+
+    def _mean_over_ranks(self, loss: float) -> float:
+        if self._replica is None:
+            return loss
+        control = self._run.session.runtime.exchange.control
+        return float(control.all_gather([loss], "the loss of a closure").mean())
