@@ -55,12 +55,12 @@ _QUICK_LINK = "--hidden [64] --seeds 1 --accuracy 0.5 --only int8"
 PARTS = [
     Part(
         "overhead",
-        "a step beside a loop by hand, Accelerate, Lightning",
+        "steps of ddprun, a hand-written loop, Accelerate, Lightning",
         "overhead",
         "--model small --seconds 9",
         1800,
     ),
-    Part("hooks", "our hooks beside torch's own", "torch_hooks", "--rounds 3 --steps 2", 900),
+    Part("hooks", "ddprun's hooks and torch's hooks", "torch_hooks", "--rounds 3 --steps 2", 900),
     Part("link-100", "100 Mbit/s", f"{_WIDE} --mbit 100", _QUICK_LINK, 3600, pieces=True),
     Part(
         "link-37",
@@ -112,7 +112,7 @@ PARTS = [
         "hooks.md",
     ),
     Part("mean-error", "how exact a mean is", "mean_error", "--ranks 2 --steps 2", 1800, "hooks.md"),
-    Part("shared-memory", "beside Gloo over loopback", "shared_memory", "--rounds 2", 900, "hooks.md"),
+    Part("shared-memory", "shared memory and Gloo", "shared_memory", "--rounds 2", 900, "hooks.md"),
     Part(
         "policy-bytes",
         "what each policy sends",
@@ -201,9 +201,9 @@ def overhead_table(printed: str) -> str:
     rows: list[list[str]] = []
     names: list[str] = []
     for line in printed.splitlines():
-        if head := re.fullmatch(r"(\w+): ([\d.]+) ms a step by hand", line):
+        if head := re.fullmatch(r"(\w+): ([\d.]+) ms per step of the hand-written loop", line):
             rows.append([head[1], head[2]])
-        elif rows and (one := re.fullmatch(r"  (\D+?) ([\d.]+.*)", line)) and one[1] != "by hand":
+        elif rows and (one := re.fullmatch(r"  (\D+?) ([\d.]+.*)", line)):
             names += [one[1]] * (one[1] not in names)
             rows[-1].append(one[2])
     if not rows or any(len(row) != 2 + len(names) for row in rows):
@@ -212,7 +212,7 @@ def overhead_table(printed: str) -> str:
         target = next(ratio for most_ms, ratio in _TARGETS if float(row[1]) <= most_ms)
         reached = float(row[2 + names.index("ddprun")].split()[0])
         row.append(f"{target}: {'reached' if reached >= target else 'missed'}")
-    columns = ["model", "ms a step by hand", *names, "target"]
+    columns = ["model", "hand-written loop: ms per step", *names, "target"]
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         print_head(columns)

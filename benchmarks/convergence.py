@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence [--task text|digits|policies] [--seeds N] [--only NAME]
 
-text: a byte transformer on Python's own library; holds if the held-out loss is at most 2 % above plain's.
+text: a byte transformer on Python's own library; holds if the held-out loss is at most 2% above plain's.
 digits: an mlp on handwritten digits; holds if the held-out accuracy is at most 1 point below plain's.
 policies: the same mlp for 24 epochs on four ranks, with each sync policy instead of hooks.
 
@@ -148,7 +148,7 @@ stages:
         seeds=1,
         metric="loss",
         heading="held-out loss",
-        compared="ratio to plain",
+        compared="relative to plain",
     ),
     "digits": Task(
         varied="hooks",
@@ -159,7 +159,7 @@ stages:
         seeds=5,
         metric="accuracy",
         heading="held-out accuracy",
-        compared="points against plain",
+        compared="difference from plain (points)",
     ),
     "policies": Task(
         varied="sync",
@@ -170,7 +170,7 @@ stages:
         seeds=5,
         metric="accuracy",
         heading="held-out accuracy",
-        compared="points against every_step",
+        compared="difference from every_step (points)",
     ),
 }
 

@@ -4,10 +4,10 @@
     python -m benchmarks.growth --axis steps [--steps 100000]
 
 Ranks, parameters and buckets: ddprun, and a DDP loop written by hand twice as its own control, take turns as
-in `overhead.py`, in one group for each row. `ms more` is what a step of ddprun takes beyond one by hand,
-`MB more` what one of its ranks holds beyond one of the loop. Steps: one run of ddprun on two ranks, looked at
-from outside ten times; `MB` is what a rank holds, beyond what it held after the first tenth, and the slope is
-that of a line through all looks. Every step and bucket is recorded. Prints a Markdown table.
+in `overhead.py`, in one group for each row. The last two columns compare ddprun with this loop. Steps: one
+run of ddprun on two ranks, whose memory is read from outside twice a second. Each row is a tenth of the run,
+with the change of memory since the first; the slope is that of a line through what was read after the first.
+Every step and bucket is recorded. Prints a Markdown table.
 """
 
 import argparse
@@ -190,8 +190,9 @@ def show_axis(axis: str, rows: Sequence[Row], seconds: float, minutes: float | N
         row: pieces.take(row.name, lambda row=row: measure(row, seconds))  # type: ignore[misc]
         for row in rows
     }
-    columns = ["ranks", "million parameters", "buckets", "ms a step by hand", "by hand, again: steps/s"]
-    print_head([*columns, "ddprun: steps/s", "ms more", "MB more"])
+    columns = ["ranks", "parameters (millions)", "buckets", f"{BY_HAND}: ms per step"]
+    columns += [f"{name}: relative steps/s" for name in (AGAIN, OURS)]
+    print_head([*columns, "additional ms per step", "additional MB per rank"])
     for row, one in found.items():
         base = one["ms"][BY_HAND]
         ratios = [shown(faster(one["ms"][name], base), 3) for name in (AGAIN, OURS)]
@@ -199,7 +200,8 @@ def show_axis(axis: str, rows: Sequence[Row], seconds: float, minutes: float | N
         both = [(mine + other) / 2 for mine, other in zip(base, one["ms"][AGAIN], strict=True)]
         more_ms = median(mine - other for mine, other in zip(one["ms"][OURS], both, strict=True))
         more_mb = (one["bytes"][OURS] - (one["bytes"][BY_HAND] + one["bytes"][AGAIN]) / 2) / 1e6
-        cells = [row.ranks, f"{row.parameters / 1e6:.2g}", one["buckets"], f"{median(base):.2f}", *ratios]
+        millions = f"{float(f'{row.parameters / 1e6:.2g}'):g}"  # two digits; 200, not 2e+02
+        cells = [row.ranks, millions, one["buckets"], f"{median(base):.2f}", *ratios]
         print_row([*cells, f"{more_ms:.2f}", f"{more_mb:.0f}"])
     pieces.end()
 
@@ -241,7 +243,7 @@ def show_steps(steps: int) -> None:
     number = np.searchsorted(starts, when)  # the step in which each look fell
     rank_mb, launcher_mb = rank_mb / 1e6, launcher_mb / 1e6
     edges = np.linspace(0, len(taken), TENTHS + 1).astype(int)
-    print_head(["steps", "ms a step, median", "MB of a rank", "MB of the launcher"])
+    print_head(["steps", "median ms per step", "memory per rank (MB)", "launcher memory (MB)"])
     first: tuple[float, float] | None = None
     for begin, end in itertools.pairwise(edges):
         inside = (number > begin) & (number <= end)
@@ -254,8 +256,9 @@ def show_steps(steps: int) -> None:
     half = len(taken) // 2
     drift = float(np.median(step_ms[half:]) / np.median(step_ms[edges[1] : half]))
     print(
-        f"\nAfter the first tenth, a rank grows by {slope:+.2f} MB in 100,000 steps; a step of the second "
-        f"half takes {drift:.3f} times that of the rest of the first."
+        f"\nAfter the first tenth of the run, the memory of a rank changes by {slope:+.2f} MB per 100,000 "
+        f"steps. The median step of the second half takes {drift:.3f} times as long as that of the first "
+        "half without the first tenth of the run."
     )
 
 

@@ -100,8 +100,8 @@ def main() -> None:
         for ranks in arguments.ranks
     }
     headings = (
-        "A single mean, the first through the hook:",
-        f"The sum of {arguments.steps} means, in which error feedback makes up for what each one lacks:",
+        "A single mean, the first that goes through the hook:",
+        f"The sum of {arguments.steps} means, in which error feedback corrects the errors of single means:",
     )
     for which, heading in enumerate(headings):
         print(f"{heading}\n")

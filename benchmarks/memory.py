@@ -3,10 +3,10 @@
     python -m benchmarks.memory [--width 2048] [--only NAME] [--minutes 3]
 
 Run it in the repository's folder, on Linux. A DDP script trains a model with each hook, in processes of its
-own, for a few steps. `kept` is what a rank holds between two steps, `at most` what it needs within one; both
-without what plain DDP of as many ranks holds and needs, which is measured twice, as its own control. They are
-resident memory: large tensors are given back to the system at once (MALLOC_MMAP_THRESHOLD_). `state` is the
-size of the tensors in the hook's own state. S is the gradient, in as many buckets as the model has layers.
+own, for a few steps. `kept between steps` and `peak in a step` are resident memory of a rank, beyond that of
+plain DDP on as many ranks, which is measured twice, as its own control. Large tensors are given back to the
+system at once (MALLOC_MMAP_THRESHOLD_). `hook state` is the size of the tensors in the hook's own state. S is
+the gradient, in as many buckets as the model has layers.
 Torch's own hooks stand beside ours. Prints a Markdown table of means over ranks.
 """
 
@@ -144,7 +144,7 @@ def main() -> None:
     rows += [(f"torch's `{name}`", 2, mean(name, 2, name)) for name in THEIRS if 2 in counts]
     rows += [(f"`{name}`", ranks, mean(name, ranks, hooks)) for name, (ranks, hooks) in ours.items()]
     print(f"S is {size / 1e6:.0f} MB, in {LAYERS} buckets of S/{LAYERS}:\n")
-    print_head(["hook", "ranks", "its state", "kept", "at most within a step"])
+    print_head(["hook", "ranks", "hook state", "kept between steps", "peak in a step"])
     for name, ranks, (kept, at_most, state, _) in rows:
         more = [kept - plain[ranks][0], at_most - plain[ranks][1]]
         print_row([name, ranks, *(f"{number / size:.2f} S" for number in (state, *more))])

@@ -9,8 +9,8 @@ for about a second each, in an order drawn anew for each round. So all of them m
 does, and nobody's start counts. The loop by hand is there twice, as its own control, once more with
 ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), and once with those and torch's
 `allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is. Accelerate and Lightning take
-part if they are installed. Printed are steps per second as a ratio to the loop by hand, with its 95 %
-interval.
+part if they are installed. Prints the time of a step of the loop by hand, and steps per second relative to
+it, with 95% confidence intervals.
 """
 
 import argparse
@@ -42,8 +42,9 @@ MODELS = {
     "wide": [1280, 1280],
     "large": [2048, 2048],
 }
-BY_HAND, AGAIN, SAME_BUCKETS = "by hand", "by hand again", "by hand, ddprun's buckets"
-WITH_HOOK = "the same with allreduce_hook"
+BY_HAND = "hand-written loop"
+AGAIN, SAME_BUCKETS = f"{BY_HAND}, repeated", "with ddprun's bucket size"
+WITH_HOOK = f"{SAME_BUCKETS} and allreduce_hook"
 OURS, AGAINST = "ddprun", "ddprun of the other checkout"
 HERE = Path(__file__).resolve().parents[1]
 OTHERS = {"Accelerate": "accelerate", "Lightning": "lightning"}
@@ -192,16 +193,16 @@ def measure(model: str, seconds: float, against: Path | None) -> None:
             loop.signal(signal.SIGCONT)
         time.sleep(1.0)  # ddprun writes the records of its last steps
         times = {loop.name: loop.step_times() for loop in loops}
-    base = times[BY_HAND]
+    base = times.pop(BY_HAND)
     cells = []
     if against is not None:
         one = bootstrap_ratio(list(zip(times[AGAINST], times[OURS], strict=True)))
-        cells.append(f"{OURS} to {AGAINST} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
+        cells.append(f"{OURS} relative to {AGAINST} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
     for name, own in times.items():
         one = bootstrap_ratio(list(zip(base, own, strict=True)))
-        shown = "1" if name == BY_HAND else f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"
-        cells.append(f"{name} {shown}")
-    print(f"{model}: {1000 * float(np.median(base)):.2f} ms a step by hand", *cells, sep="\n  ", flush=True)
+        cells.append(f"{name} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
+    step_ms = 1000 * float(np.median(base))
+    print(f"{model}: {step_ms:.2f} ms per step of the {BY_HAND}", *cells, sep="\n  ", flush=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ exchange:
     period    16 whole steps
 
 The first period is left out: it warms up. Prints a Markdown table of medians over the runs; ends with 3 if
-overlap leaves 10 % or more exposed of what is exposed without it.
+overlap leaves 10% or more exposed of what is exposed without it.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main() -> None:
         found = measure(arguments.rounds, link)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         sys.exit(f"failed: {error}")
-    print_head([f"`diloco: {{every: {EVERY}}}`", *(f"{part}, ms" for part in PARTS), "exposed"])
+    print_head(["", *(f"{part} (ms)" for part in PARTS), "relative exposed time"])
     medians = {
         name: {part: median(one[part] for one in runs) for part in PARTS} for name, runs in found.items()
     }

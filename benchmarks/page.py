@@ -36,7 +36,7 @@ def print_head(columns: Sequence[str]) -> None:
 
 def faster(own: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """How many times as fast one is as another: times of a step, of the same rounds. The median over rounds,
-    which leaves out what disturbs a few of them, and its 95 % interval (bootstrap).
+    which leaves out what disturbs a few of them, and its 95% interval (bootstrap).
     """
     ratios = [theirs / mine for mine, theirs in zip(own, base, strict=True)]
     draw = random.Random(0)

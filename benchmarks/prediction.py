@@ -223,7 +223,7 @@ def keep_quiet(run_dir: Path, length: int) -> float:
 
 def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str, str], Any]) -> bool:
     """Print the tables; gives whether all targets are reached."""
-    print("Milliseconds of a step, predicted / measured, and the error:\n")
+    print("Milliseconds per step, predicted / measured, and the relative error:\n")
     print_head(["model", "sync", "hooks", *map(linked, speeds)])
     errors: list[float] = []
     for model in models:
@@ -239,10 +239,10 @@ def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str,
     middle, worst = median(sizes), sizes[-1]
     ninth = sizes[math.ceil(0.9 * len(sizes)) - 1]
     print(
-        f"\nOf {len(sizes)} cases, the median error is {middle:.1%}, nine of ten are below {ninth:.1%}, "
-        f"and the worst is {worst:.1%}.\n"
+        f"\nOver {len(sizes)} cases, the median error is {middle:.1%}, the 90th percentile is {ninth:.1%}, "
+        f"and the largest error is {worst:.1%}.\n"
     )
-    print_head(["model", "link", "fastest by prediction", "fastest in fact", "loses by the prediction"])
+    print_head(["model", "link", "predicted fastest", "measured fastest", "time lost"])
     close = 0
     for model in models:
         for name in speeds:
@@ -253,8 +253,8 @@ def show(models: Sequence[str], speeds: Sequence[str], found: Mapping[tuple[str,
             print_row([model, linked(name), f"`{STACKS[chosen]}`", f"`{STACKS[best]}`", f"{loss:.1%}"])
     cases = len(models) * len(speeds)
     print(
-        "\nWith `every_step`, the stack that is predicted to be fastest is the fastest, or within 5 % of it, "
-        f"in {close} of {cases}."
+        "\nWith `every_step`, the stack that is predicted to be the fastest is the fastest, or at most "
+        f"{CLOSE:.0%} slower, in {close} of {cases} cases."
     )
     return middle <= MEDIAN_ERROR and worst <= WORST_ERROR and close >= 0.9 * cases
 
@@ -296,9 +296,9 @@ def run_here(folder: Path, text: str, ranks: int) -> Path:
 
 def show_ranks(models: Sequence[str], pieces: Pieces) -> None:
     """Print the table of ranks that share the cores of this machine."""
-    print("Milliseconds of a step, predicted from two ranks / measured, and the error.")
+    print("Milliseconds per step, predicted from a run on two ranks / measured, and the relative error.")
     print(f"All ranks share {cores():g} cores:\n")
-    print_head(["model", "hooks", *(f"{ranks} ranks" for ranks in RANKS), "the limit"])
+    print_head(["model", "hooks", *(f"{ranks} ranks" for ranks in RANKS), "limited by"])
     for model in models:
         predicted = pieces.take(f"{model} ranks", lambda model=model: predict_ranks(model))  # type: ignore[misc]
         measured = {

@@ -32,7 +32,7 @@ from ddprun_hooks.stack import Stack
 
 TIMEOUT_S = 300
 KIB = (64, 1024, 16 * 1024, 64 * 1024)
-VARIANTS = {"gloo": [], "gloo again": [], "shared memory": ["shared_memory"]}
+VARIANTS = {"gloo": [], "gloo, repeated": [], "shared memory": ["shared_memory"]}
 Times = dict[str, list[float]]
 
 
@@ -116,7 +116,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     chosen = parser.parse_args()
     found = as_processes(chosen.ranks, work, chosen.ranks, chosen.rounds, timeout_s=TIMEOUT_S)[0]
-    print_head([f"{chosen.ranks} ranks", *(f"{name}, ms" for name in VARIANTS), *list(VARIANTS)[1:]])
+    speedups = [f"{name}: speedup" for name in list(VARIANTS)[1:]]
+    print_head([f"{chosen.ranks} ranks", *(f"{name} (ms)" for name in VARIANTS), *speedups])
     for label, times in found:
         medians = {name: statistics.median(values) for name, values in times.items()}
         ratios = [medians["gloo"] / medians[name] for name in list(VARIANTS)[1:]]

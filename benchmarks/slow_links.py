@@ -125,12 +125,13 @@ def measure(variant: Variant, seed: int, link: Link, hidden: list[int], accuracy
 
 
 def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], accuracy: float) -> None:
-    """Print the table, and what the best variant gains."""
+    """Print the table, and the speedup of the fastest variant."""
     values = 64 * hidden[0] + sum(one * two for one, two in zip(hidden, [*hidden[1:], 10], strict=True))
     size = 4 * (values + sum(hidden) + 10) / 1e6
     latency = f" with {link.one_way_ms:g} ms each way" if link.one_way_ms else ""
     print(f"{link.mbit:g} Mbit/s{latency}, `hidden: {hidden}` ({size:.2f} MB of gradients):\n")
-    print_head(["sync", "hooks", f"s to {accuracy:g}", "lowest to highest", "steps", "ms a step", "as fast"])
+    times = [f"time to {accuracy:g} (s)", "min to max (s)"]
+    print_head(["sync", "hooks", *times, "steps", "ms per step", "speedup"])
     best, base = PLAIN, None
     for name, runs in found.items():
         variant = VARIANTS[name]
@@ -157,9 +158,9 @@ def show(found: dict[str, list[dict[str, Any]]], link: Link, hidden: list[int], 
     if base is not None and pairs:
         middle = median(run["seconds"] for run in found[best])
         print(
-            f"\nThe best, {best}, takes {middle:.1f} s where plain DDP takes {base:.1f} s: it is "
-            f"{base / middle:.1f} times as fast (seed by seed {min(pairs):.1f} to {max(pairs):.1f}). "
-            f"Medians of {seeds} seed{'s' if seeds > 1 else ''}."
+            f"\nThe fastest setting, {best}, takes {middle:.1f} s, and plain DDP takes {base:.1f} s. "
+            f"The speedup is {base / middle:.1f} ({min(pairs):.1f} to {max(pairs):.1f} over seeds). "
+            f"All values are medians of {seeds} seed{'s' if seeds > 1 else ''}."
         )
 
 

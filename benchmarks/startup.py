@@ -5,7 +5,8 @@
 Each round runs every command once, in an order that is drawn anew, so that whatever else the machine does
 meets all of them alike. `python -c pass` is there twice, as the control. The last rows are whole runs of one
 step on two ranks: of ddprun, and of a DDP script written by hand under torchrun, which is there twice, too.
-Prints a Markdown table of medians; peak memory is that of the command's own process, not of its ranks.
+Prints a Markdown table of medians. Peak memory is that of the largest process: the command's own, or one
+that it has started and waited for.
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Measured:
     """One run of a command."""
 
     wall_s: float
-    processor_s: float
+    cpu_s: float
     peak_mib: float
 
 
@@ -129,12 +130,11 @@ def main() -> None:
         for number in range(asked.rounds):
             for label in random.Random(number).sample(list(chosen), len(chosen)):
                 measured[label].append(measure(chosen[label], number))
-    print_head(["command", "s", "lowest to highest", "s of processors", "peak MiB"])
+    print_head(["command", "time (s)", "min to max (s)", "CPU time (s)", "peak memory (MiB)"])
     for label, runs in measured.items():
         walls = sorted(run.wall_s for run in runs)
         middle = [
-            statistics.median(values)
-            for values in zip(*((r.processor_s, r.peak_mib) for r in runs), strict=True)
+            statistics.median(values) for values in zip(*((r.cpu_s, r.peak_mib) for r in runs), strict=True)
         ]
         cells = [label, f"{statistics.median(walls):.3f}", f"{walls[0]:.3f} to {walls[-1]:.3f}"]
         print_row([*cells, f"{middle[0]:.3f}", f"{middle[1]:.0f}"])
@@ -143,10 +143,9 @@ def main() -> None:
         for label, runs in measured.items()
         if label.startswith("`ddprun") and statistics.median(run.wall_s for run in runs) > SOON_S
     ]
-    print(
-        f"\nMedians of {asked.rounds} rounds. Target: commands that start no ranks take less than a second. "
-    )
-    print(f"Missed by {', '.join(slow)}." if slow else "Reached by all of them.")
+    told = f"These commands miss it: {', '.join(slow)}." if slow else "All of them reach it."
+    rounds = f"The values are medians of {asked.rounds} rounds."
+    print(f"\n{rounds} Target: commands that start no ranks take less than a second. {told}")
 
 
 if __name__ == "__main__":

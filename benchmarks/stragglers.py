@@ -6,7 +6,7 @@ Four ranks of this machine train a small model in real runs; in all but `nowhere
 every step: before it has its batch, in forward, or in backward before the first layer's gradients. A line for
 each run: the rank, the cause and the bucket that the first event names, in which step, and by how much; then
 which share of all steps' time each rank's records call `other_us`. Exits 1 if a sleeping rank is not named
-within 50 steps, within 20 % and with its cause, or if one is named where none sleeps.
+within 50 steps, within 20% and with its cause, or if one is named where none sleeps.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
                 messages, well = judged(run_dir, cause, late_s)
                 right = right and well
                 print(
-                    f"{cause:8} {'as it should' if well else 'WRONG':12} {messages:52} {parts(run_dir)}",
+                    f"{cause:8} {'correct' if well else 'WRONG':8} {messages:52} {parts(run_dir)}",
                     flush=True,
                 )
     sys.exit(not right)

@@ -8,8 +8,8 @@ records to disk, progress) and none of it, behind the same dispatcher and hooks.
 switched off waits until it is switched on again. So its whole cost falls to its own steps. Blocks are short,
 and those beside each other see the same of whatever else the machine does. Three sides are compared, in an
 order drawn anew for each three blocks: full, none, and none once more. Printed are ratios of step time with
-their 95 % intervals: of full to the mean of both nones, and, as the control, of none once more to none. Exits
-1 if telemetry costs more than 3 %.
+their 95% intervals: of full to the mean of both nones, and, as the control, of none once more to none. Exits
+1 if telemetry costs more than 3%.
 
 For the disk, the run's folder is on a file system of its own, which is frozen (fsfreeze) for one of three
 stretches of time, in an order drawn anew for each three: whoever writes there then hangs in the kernel. The
@@ -36,7 +36,7 @@ from ddprun.telemetry.steps import StepMarks
 BLOCK = 32
 """Steps. What one leaves to the next, as a file that is still being written, is little beside a block."""
 
-SIDES = ("full", "none", "none again")
+SIDES = ("full", "none", "none, repeated")
 MOST = 0.03
 WARM = 15
 """Blocks that do not count."""
@@ -159,7 +159,7 @@ def cost(model: str, blocks: int) -> list[dict[str, list[float]]]:
 
 def stalled(stretches: int, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of a step of every stretch of time, by what the disk did in it."""
-    found: dict[str, list[float]] = {side: [] for side in ("frozen", "not", "not again")}
+    found: dict[str, list[float]] = {side: [] for side in ("frozen", "not frozen", "not frozen, repeated")}
     with tempfile.TemporaryDirectory() as scratch:
         image, disk = Path(scratch) / "image", Path(scratch) / "disk"
         disk.mkdir()
@@ -220,7 +220,7 @@ def print_ratios(found: dict[str, list[float]], base: str, again: str) -> dict[s
         one = bootstrap_ratio(list(zip(times, found[base] if side == again else both, strict=True)))
         factors[side] = one.mean
         interval = "" if side == base else f" x {one.mean:.4f} ({one.low:.4f} to {one.high:.4f})"
-        print(f"  {side:12} {sum(times) / len(times):8.3f} ms a step{interval}", flush=True)
+        print(f"  {side:20} {sum(times) / len(times):8.3f} ms per step{interval}", flush=True)
     return factors
 
 
@@ -235,15 +235,15 @@ def main() -> None:
     if asked.work:
         sys.exit(work(asked.work))
     if asked.stalled_disk:
-        print_ratios(stalled(max(2, asked.blocks // 60), 2.0), "not", "not again")
+        print_ratios(stalled(max(2, asked.blocks // 60), 2.0), "not frozen", "not frozen, repeated")
         return
     too_much = False
     for model in [asked.model] if asked.model else MODELS:
         print(f"{model}: {MODELS[model]}")
         on_the_clock, of_processor = cost(model, asked.blocks)
-        too_much = print_ratios(on_the_clock, "none", "none again")["full"] > 1 + MOST or too_much
-        print("  processor time of rank 0, all its threads:")
-        print_ratios(of_processor, "none", "none again")
+        too_much = print_ratios(on_the_clock, "none", "none, repeated")["full"] > 1 + MOST or too_much
+        print("  CPU time of rank 0, all its threads:")
+        print_ratios(of_processor, "none", "none, repeated")
     sys.exit(too_much)
 
 

@@ -157,7 +157,8 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
         return faster(*([seconds for seconds, _ in found[one]] for one in (name, base)))
 
     print(f"{layout}, {GRADIENT_MB:.1f} MB of gradients, {ranks} ranks:\n")
-    print_head(["hook", "ms a step", "steps/s, to none", "to torch's own", "a rank sends"])
+    ratios = [f"steps/s relative to {base}" for base in ("no hook", "torch's hook")]
+    print_head(["hook", "ms per step", *ratios, "sent per rank"])
     slower = []
     for name in [PLAIN, AGAIN, *TORCH, *OURS]:
         label = name if name in (PLAIN, AGAIN) else f"`{name}`" if name in OURS else f"torch's `{name}`"
@@ -171,9 +172,10 @@ def show(layout: str, ranks: int, rounds: int, steps: int) -> None:
             against = ratio(name, theirs)
             cells[1] = shown(against)
             if against[2] < 1:
-                slower.append(f"`{name}` than `{theirs}`")
+                slower.append(f"`{name}` (`{theirs}`)")
         print_row([label, f"{step_ms:.1f}", *cells, f"{size:.3f} S"])
-    print(f"\nSlower than torch's own: {', '.join(slower) or 'none'}. Medians of {rounds} rounds.\n")
+    told = ", ".join(slower) or "none"
+    print(f"\nSlower than torch's hook: {told}. The values are medians of {rounds} rounds.\n")
 
 
 def main() -> None:

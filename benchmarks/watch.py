@@ -105,8 +105,8 @@ def main() -> None:
         ]
         watchdog.close()
         with_it, without, again = (statistics.median(column) for column in zip(*told, strict=True))
-        print(f"one step's word: {with_it:.1f} us; to nobody {without:.1f} us, again {again:.1f} us")
-        print(f"{'hidden':12} {'without':>11} {'without again':>20} {'with':>20}")
+        print(f"calls per step: {with_it:.1f} us with it, {without:.1f} us without, {again:.1f} us repeated")
+        print(f"{'hidden':12} {'without':>11} {'without, repeated':>20} {'with':>20}")
         for hidden in STEPS:
             rates: dict[str, list[float]] = {"without": [], "with": [], "again": []}
             for _ in range(rounds):

@@ -10,7 +10,7 @@ shows it alone.
 
 Prints a Markdown table, in units of S, the parameters' bytes in fp32: `hooks` is that of docs/hooks.md, on
 two ranks per host; `policies` that of docs/sync.md. Of the two directions the one that is further from the
-formula is shown. Ends with 3 if one is off by more than 2 %; of a policy also, if its ratio to `every_step`
+formula is shown. Ends with 3 if one is off by more than 2%; of a policy also, if its ratio to `every_step`
 on as many ranks is.
 """
 
@@ -230,9 +230,9 @@ def measure(row: Row, few: int, many: int, bases: dict[int, Counted] | None) -> 
     held.append(abs(difference) <= LARGEST_DIFFERENCE)
     cells = [
         f"`{row.hooks}`",
-        row.formula.replace("-", MINUS) + (", one of them" if row.one_way else ""),
+        row.formula.replace("-", MINUS) + (", by one host" if row.one_way else ""),
         *(f"{number / size:.4f}" for number in (shown.predicted, shown.recorded, shown.measured)),
-        f"{100 * difference:+.2f} %" if shown.predicted else "",
+        f"{100 * difference:+.2f}%" if shown.predicted else "",
     ]
     if bases is not None:
         base = bases.setdefault(row.local, shown)
@@ -285,11 +285,9 @@ def main() -> None:
         parser.error(f"--only: no row of this table is or holds {arguments.only}")
     if REASON is not None:
         sys.exit(REASON)
-    columns = ["hooks", "a host sends"]
-    columns += [f"{column} ({TIMES} S)" for column in ("formula", "recorded", "measured")]
-    columns.append("difference")
+    columns = ["hooks", "sent per host", "formula", "recorded", "measured", "difference"]
     if of_policies:
-        columns = ["sync", f"hosts {TIMES} ranks", *columns, f"{TIMES} every_step"]
+        columns = ["sync", f"hosts {TIMES} ranks", *columns, f"relative to {EVERY_STEP}"]
     print_head(columns)
     bases: dict[int, Counted] = {}
     held = [measure(row, few, many, bases if of_policies else None) for row in rows]

@@ -40,13 +40,14 @@ def test_every_part_has_a_module_and_a_place_on_its_page() -> None:
 
 
 def test_a_quick_part_prints_a_table_and_writes_nothing() -> None:
-    """`--quick start` measures real commands; the page stays as it is."""
+    """`--quick start` measures real commands under the header of its table on the page, which stays."""
     page = ROOT / "docs" / "performance.md"
     before = page.read_bytes()
     done = command("start", "--quick")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| `ddprun")]
     assert len(rows) == 4
+    assert next(line for line in done.stdout.splitlines() if line.startswith("|")).encode() in before
     assert all(float(row.split(" | ")[1]) > 0.02 for row in rows)
     assert page.read_bytes() == before
 
@@ -119,11 +120,13 @@ def test_a_measurement_in_pieces_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
 def test_overhead_is_a_table_with_targets(capsys: pytest.CaptureFixture[str]) -> None:
     """What `overhead.py` prints becomes a row for each model; a ratio below the target is missed."""
     printed = (
-        "small: 3.20 ms a step by hand\n  by hand 1\n  by hand again 1.000 (0.990 to 1.010)\n"
-        "  ddprun 0.960 (0.950 to 0.970)\nlarge: 71.00 ms a step by hand\n  by hand 1\n"
-        "  by hand again 1.000 (0.990 to 1.010)\n  ddprun 0.980 (0.970 to 0.990)\n"
+        "small: 3.20 ms per step of the hand-written loop\n"
+        "  hand-written loop, repeated 1.000 (0.990 to 1.010)\n  ddprun 0.960 (0.950 to 0.970)\n"
+        "large: 71.00 ms per step of the hand-written loop\n"
+        "  hand-written loop, repeated 1.000 (0.990 to 1.010)\n  ddprun 0.980 (0.970 to 0.990)\n"
     )
-    print_head(["model", "ms a step by hand", "by hand again", "ddprun", "target"])
+    names = ["hand-written loop: ms per step", "hand-written loop, repeated", "ddprun"]
+    print_head(["model", *names, "target"])
     again = "1.000 (0.990 to 1.010)"
     print_row(["small", "3.20", again, "0.960 (0.950 to 0.970)", "0.95: reached"])
     print_row(["large", "71.00", again, "0.980 (0.970 to 0.990)", "0.99: missed"])

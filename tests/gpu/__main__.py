@@ -154,7 +154,7 @@ def table(results: Path) -> list[str]:
     found = [json.loads(line) for line in lines]
     passed = sum(one["outcome"] == "passed" for one in found)
     rows = [machine(), "", f"{passed} of {len(found)} tests passed.", ""]
-    rows += ["| test | result | s | figures |", "|---|---|---|---|"]
+    rows += ["| test | result | time (s) | figures |", "|---|---|---|---|"]
     for one in found:
         if one["figures"] or one["outcome"] != "passed":
             name = one["test"].removeprefix("tests/gpu/").replace("|", "\\|")

@@ -146,7 +146,8 @@ def _of_assembler(ptx: str, capability: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print("| kernel | | threads | registers, A100 | H100 | spilled | shared memory, bytes |")
+    print("| kernel | variant | threads | registers (A100) | registers (H100) | spilled (bytes) ", end="")
+    print("| shared memory (bytes) |")
     print("|---|---|---|---|---|---|---|")
     for a100, h100 in zip(compile_all(80), compile_all(90), strict=True):
         print(
