@@ -12,7 +12,7 @@ RUN command -v python3 >/dev/null || { \
       && rm -rf /var/lib/apt/lists/*; \
     }
 
-FROM python AS build
+FROM python AS dependencies
 # Debian's Python comes without what makes virtual environments.
 # hadolint ignore=DL3008
 RUN python3 -c 'import ensurepip' 2>/dev/null || { \
@@ -35,11 +35,14 @@ COPY pyproject.toml ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
       >dependencies.txt \
     && pip install --constraint constraints.txt --requirement dependencies.txt
+
+FROM dependencies AS build
 COPY README.md LICENSE NOTICE ./
 COPY runner runner
 COPY hooks hooks
 COPY pipelines pipelines
-RUN pip install --no-deps .
+# Into a tree of its own, from / on: a layer that an edit of the source changes, without the dependencies.
+RUN pip install --no-deps --root /package .
 
 FROM python
 # What torch.compile needs to build kernels: --build-arg PACKAGES="gcc g++ python3-dev". They are 250 MB.
@@ -53,16 +56,19 @@ RUN [ -z "${PACKAGES}" ] || { \
 # `docker run IMAGE pipelines/quickstart.yaml` finds the pipelines here; what a run leaves goes to /workspace/runs,
 # which any user may write, so that `--user` needs no more.
 RUN mkdir -p /workspace/runs && chown 1000:1000 /workspace/runs && chmod 1777 /workspace/runs
-COPY --from=build /opt/ddprun /opt/ddprun
-COPY pipelines /workspace/pipelines
-COPY scripts/container-entrypoint /usr/local/bin/container-entrypoint
 # A login shell sets PATH anew.
 RUN echo "PATH=/opt/ddprun/bin:\$PATH" >/etc/profile.d/ddprun.sh
+COPY --from=dependencies /opt/ddprun /opt/ddprun
+COPY --from=build /package /
+COPY pipelines /workspace/pipelines
+COPY scripts/container-entrypoint /usr/local/bin/container-entrypoint
 ENV PATH=/opt/ddprun/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 # A number, for which no image needs an account.
 USER 1000:1000
 WORKDIR /workspace
-# `docker stop` is Ctrl-C: the run writes its summary. Nor does SIGTERM reach process 1 before torch is imported.
-STOPSIGNAL SIGINT
+# No STOPSIGNAL: Kubernetes, too, would send it. SIGTERM lets a host leave an elastic run, SIGINT stops the run.
 ENTRYPOINT ["container-entrypoint"]
 CMD ["--help"]
+LABEL org.opencontainers.image.title=ddprun \
+      org.opencontainers.image.description="A declarative pipeline runner for PyTorch DistributedDataParallel" \
+      org.opencontainers.image.licenses=MIT

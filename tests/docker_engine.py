@@ -134,20 +134,20 @@ def _running(folder: Path) -> Iterator[Engine]:
                 process.kill()
 
 
-def build(it: Engine) -> str:
+def build(it: Engine, source: Path = ROOT, name: str = "ddprun") -> str:
     """Build ddprun's image; gives its name."""
     it.call("pull", "--quiet", BASE, timeout_s=120)
     if it.call("image", "inspect", BASE).returncode:
         _stand_in(it)
     # Torch from where pip finds it here.
-    options = ["--build-arg", "TORCH_INDEX=", "--network", "host", "--tag", "ddprun"]
-    command = ["build", "--quiet", *options, str(ROOT)]
+    options = ["--build-arg", "TORCH_INDEX=", "--network", "host", "--tag", name]
+    command = ["build", "--quiet", *options, str(source)]
     # BuildKit writes the layers of the last stage alone; a newer client without its plugin has it not.
     done = it.call(*command, timeout_s=_BUILD_S, DOCKER_BUILDKIT="1")
     if done.returncode and "buildx" in done.stderr:
         done = it.call(*command, timeout_s=_BUILD_S, DOCKER_BUILDKIT="0")
     assert done.returncode == 0, done.stderr
-    return "ddprun"
+    return name
 
 
 def _stand_in(it: Engine) -> None:

@@ -25,5 +25,15 @@ other program has it: those of sysexits.h end at 78, and a shell's begin at 125.
 EXIT_REQUEUE = 138  # exit code of a run that has stopped to be queued again: 128 + SIGUSR1
 
 
+def exit_unless_linux() -> None:
+    """End the process where ddprun cannot run, in one line, before what only Linux has is imported."""
+    import sys
+
+    if sys.platform != "linux":
+        where = "in a container, or on Windows in WSL 2"
+        print(f"ddprun needs Linux, and this is {sys.platform}: run it {where}", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_BAD_INPUT)
+
+
 class InputError(Exception):
     """What the user has given cannot be used; the message says why. It ends a command: `EXIT_BAD_INPUT`."""

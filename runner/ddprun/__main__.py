@@ -19,6 +19,9 @@ if not sys.flags.safe_path and sys.path and _is_working_directory(sys.path[0]):
     del sys.path[0]
 
 if __name__ == "__main__":
+    from ddprun import exit_unless_linux
+
+    exit_unless_linux()
     from ddprun.host.processes import die_with_launcher
 
     die_with_launcher()

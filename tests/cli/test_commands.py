@@ -1,6 +1,7 @@
 """What the commands print and return, called in this process."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,10 @@ def test_help_names_every_command(capsys: Out) -> None:
     out = capsys.readouterr().out
     for command in ("run", "check", "tune", "init", "catalog", "schema"):
         assert f"  {command} " in out
+    sentences = re.split(r"\n  (?=\S)", out.partition("Commands:\n  ")[2].rstrip())
+    assert len(sentences) == 12
+    for sentence in sentences:
+        assert re.search(r"[^.]\.$", sentence), "whole, and not cut at the end of a line"
 
 
 def test_no_arguments_show_the_help(capsys: Out) -> None:
@@ -162,7 +167,6 @@ def test_warnings_do_not_stop_a_run(good: Path, started: list[Any], capsys: Out)
         (["check", "x.yaml", "y.yaml", "--resolved"], "--resolved takes one pipeline"),
         (["catalog", "hoook"], '"hoook" is neither a kind nor the name of an entry (did you mean "hook"?)'),
         (["catalog", "dilocco"], 'did you mean "diloco"?'),
-        (["schema", "--output", "/nowhere/x.json"], "could not open file '/nowhere/x.json'"),
     ],
 )
 def test_a_misuse_is_one_line(args: list[str], words: str, capsys: Out) -> None:
@@ -334,12 +338,14 @@ def test_the_catalog_shows_one_entry_in_full(name: str, kinds: list[str], writte
 
 
 def test_the_schema_goes_to_a_file(tmp_path: Path, capsys: Out) -> None:
-    """`schema` prints, and `schema --output` writes, the same."""
+    """`schema` prints, and `schema --output` writes, the same; a folder that is missing is named."""
     assert main(["schema"]) == 0
     printed = capsys.readouterr().out
     assert main(["schema", "--output", str(tmp_path / "s.json")]) == 0
     assert (tmp_path / "s.json").read_text() == printed
     assert json.loads(printed)["$schema"].endswith("2020-12/schema")
+    assert main(["schema", "--output", "/nowhere/x.json"]) == 2
+    assert capsys.readouterr().err == "ddprun: cannot write /nowhere/x.json: there is no folder /nowhere\n"
 
 
 def test_an_interrupt_is_130(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

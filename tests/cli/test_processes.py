@@ -43,6 +43,19 @@ def python(
 
 
 @pytest.mark.parametrize(
+    "start", ["from ddprun.cli import main", "runpy.run_module('ddprun', run_name='__main__')"]
+)
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_elsewhere_than_on_linux_a_line_says_so(start: str, platform: str) -> None:
+    """At once: what only Linux has is not there to be imported."""
+    gone = "sys.modules |= dict.fromkeys(['fcntl', 'resource', 'click', 'psutil'])"
+    done = python("-c", f"import runpy, sys; sys.platform = {platform!r}; {gone}; {start}")
+    assert (done.returncode, done.stdout) == (2, "")
+    where = "run it in a container, or on Windows in WSL 2"
+    assert done.stderr == f"ddprun needs Linux, and this is {platform}: {where}\n"
+
+
+@pytest.mark.parametrize(
     ("args", "code"),
     [
         (["--help"], 0),

@@ -2,13 +2,18 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
+from docker import DockerClient
 
 from tests.docker_engine import NETWORK, ROOT, Engine, build, engine, needs_docker
 from tests.ranks import Finished, Running, ddprun
@@ -33,6 +38,7 @@ class Net(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, OUT))
 """
 USER = 1000
+SHORT = ("--set", "stages[0].train.epochs=1")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,7 @@ def of_job(docker: Engine, job: str) -> list[str]:
 def test_the_image_runs_a_pipeline(docker: Engine) -> None:
     """As `docker run IMAGE PIPELINE`, without naming ddprun; a shell is one all the same."""
     run = ("run", "--rm", "--network", "none", "ddprun")
-    done = docker.ask(*run, "pipelines/quickstart.yaml", "--set", "stages[0].train.epochs=1", timeout_s=120)
+    done = docker.ask(*run, "pipelines/quickstart.yaml", *SHORT, timeout_s=120)
     assert done.splitlines()[-1].startswith("runs/quickstart/")
     assert docker.ask(*run, "--version").startswith("ddprun ")
     assert docker.call(*run, "bash", "-c", "echo x >/workspace/x").returncode != 0
@@ -87,6 +93,47 @@ def test_the_image_runs_a_pipeline(docker: Engine) -> None:
         str(USER),
         "/opt/ddprun/bin/torchrun",
     ]
+
+
+def test_a_read_only_container_as_documented(docker: Engine) -> None:
+    """The page's own command: without a capability, and with nothing to write to but /tmp and the volume."""
+    page = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", "")
+    command, *others = [
+        line for line in page.splitlines() if line.startswith("$ docker run") and "read-only" in line
+    ]
+    assert not others
+    options = shlex.split(command)[2:]
+    done = docker.ask(*options[:1], "--network=none", *options[1:], *SHORT, timeout_s=120)
+    assert done.splitlines()[-1].startswith("runs/quickstart/")
+    at = options.index("ddprun") + 1
+    refused = docker.call(*options[:at], "sh", "-c", "echo x >/workspace/pipelines/x || echo x >/home/x")
+    assert refused.stderr.count("Read-only file system") == 2, refused.stderr
+
+
+def test_an_edit_of_the_source_pushes_little(docker: Engine, tmp_path: Path) -> None:
+    """Dependencies, most of a GB, are a layer that both images have; labels say what they are."""
+    files = "Dockerfile .dockerignore pyproject.toml constraints.txt README.md LICENSE NOTICE"
+    for name in files.split():
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("runner", "hooks", "pipelines", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "runner/ddprun/units.py").open("a") as file:
+        file.write("EDITED = True\n")
+    build(docker, tmp_path, "edited")
+    look = ("run", "--rm", "--network=none", "edited", "python", "-c")
+    assert docker.ask(*look, "import ddprun.units as u; print(u.EDITED)") == "True"
+    with closing(DockerClient(docker.host)) as client:
+        (sizes,) = (one for one in client.df()["Images"] if one["RepoTags"] == ["edited:latest"])
+    assert sizes["Size"] - sizes["SharedSize"] < 20e6 < 500e6 < sizes["SharedSize"]
+    config = docker.inspect("edited")["Config"]
+    assert config["Labels"]["org.opencontainers.image.licenses"] == "MIT"
+    assert config.get("StopSignal") in (None, ""), "Kubernetes would send it in place of SIGTERM"
+
+
+def test_compose_gives_a_run_time_to_stop() -> None:
+    """And a process 1 that passes signals on, whenever they come."""
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert [(one["init"], one["stop_grace_period"]) for one in services.values()] == [(True, "2m")] * 2
 
 
 def test_two_containers_train_to_the_end(docker: Engine, tmp_path: Path) -> None:
@@ -178,6 +225,25 @@ def test_a_killed_container(docker: Engine, tmp_path: Path, elastic: bool) -> No
         assert "starting the ranks again (restart 1 of 1)" in done.stderr
         assert "resuming after step" in done.stderr
         assert (found["world_size"], found["steps"]) == (2, 2000)
+
+
+@pytest.mark.engines
+def test_a_drained_node_leaves_an_elastic_job(docker: Engine, tmp_path: Path) -> None:
+    """Kubernetes sends a pod the image's own stop signal, as `docker stop` does: the other host goes on."""
+    prepare(tmp_path, steps=2000, launch=', nnodes: "1:2", max_restarts: 1')
+    run = ("run", "--detach", "--network", NETWORK, "--volume", f"{tmp_path}:/job", "--workdir", "/job")
+    flags = ("--run-dir=runs/one", "--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "--rdzv-id=job")
+    names = ["host0", "host1"]
+    for name in names:
+        docker.ask(*run, "--name", name, "--hostname", name, "ddprun", "digits.yaml", *flags)
+    wait_for(docker, names, "train: step")
+    docker.ask("stop", "--time=120", "host1", timeout_s=150)
+    assert docker.ask("wait", "host0", timeout_s=240) == "0"
+    left = docker.call("logs", "host1")
+    assert "SIGTERM: this host leaves after a checkpoint" in left.stdout + left.stderr
+    assert docker.inspect("host1")["State"]["ExitCode"] == 128 + 15
+    found = json.loads((tmp_path / "runs/one/summary.json").read_text())
+    assert (found["status"], found["world_size"], found["steps"]) == ("done", 2, 2000)
 
 
 @pytest.mark.engines

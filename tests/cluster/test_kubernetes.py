@@ -47,15 +47,20 @@ ASKED = st.fixed_dictionaries(
         "namespace": LABELS,
         "nodes": st.integers(1, 500),
         "gpus": st.integers(0, 16),
+        "resources": st.sampled_from([{"amd.com/gpu": 8, "rdma/hca": 1}, {"nvidia.com/mig-1g.10gb": 2}]),
         "cpus": st.sampled_from([0.5, 1, 2.25, 96.0]),
         "memory": QUANTITIES,
         "shm": QUANTITIES,
+        "tmp": QUANTITIES,
         "runs": LABELS,
         "storage": QUANTITIES,
         "storage_class": LABELS,
         "claims": st.dictionaries(LABELS, FOLDERS, max_size=3),
+        "env": st.just({"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1"}),
         "env_from": LABELS,
         "queue": LABELS,
+        "grace_s": st.integers(0, 3600),
+        "deadline_s": st.integers(1, 1 << 20),
         "pod": st.sampled_from(
             [
                 {},
@@ -65,6 +70,8 @@ ASKED = st.fixed_dictionaries(
             ]
         ),
     },
+).flatmap(  # a TrainJob has no such field
+    lambda asked: st.sampled_from([asked, {**asked, "kind": "job", "ttl_s": 0}])
 )
 LAUNCH = st.fixed_dictionaries(
     {},
@@ -174,7 +181,11 @@ def test_what_pods_run(tmp_path: Path) -> None:
         *("--set", "seed=7", "--set", "kubernetes.nodes=3"),
         more='launch: {nproc_per_node: 4, nnodes: "2:8", max_restarts: 1}\n',
     )
-    assert (done.code, done.stderr) == (0, "")
+    assert done.code == 0
+    assert done.stderr.startswith("ddprun: warning: 3 pods write to one volume"), (
+        "whose claim may stay Pending"
+    )
+    assert "allows ReadWriteMany" in done.stderr
     objects = {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
     assert list(objects) == ["ConfigMap", "PersistentVolumeClaim", "TrainingRuntime", "TrainJob"]
     trainer = objects["TrainJob"]["spec"]["trainer"]
@@ -191,6 +202,43 @@ def test_what_pods_run(tmp_path: Path) -> None:
     assert objects["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "job"])
+def test_what_pods_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Variables, devices, room in /tmp, time to end; and labels by which Kubernetes' own tools find all."""
+    monkeypatch.setenv("DDPRUN_TRUSTED", "mylab")
+    keys = """
+      env: {NCCL_DEBUG: INFO, DDPRUN_TRUSTED: everything}
+      resources: {amd.com/gpu: 8, rdma/hca: 1}
+      memory: 64Gi
+      tmp: 20Gi
+      grace_s: 300
+      deadline_s: 86400
+    """
+    ttl = "  ttl_s: 3600\n" if kind == "job" else ""
+    (tmp_path / "p.yaml").write_text(f"{PIPELINE}kubernetes:\n      kind: {kind}{keys}{ttl}")
+    manifests = job_of(load(tmp_path / "p.yaml")).manifests
+    (pod,) = (pod for manifest in manifests for pod in pods(manifest))
+    (container,) = pod["spec"]["containers"]
+    # The limit on what a job may import is this shell's to set.
+    assert {one["name"]: one["value"] for one in container["env"]} == {
+        "NCCL_DEBUG": "INFO",
+        "DDPRUN_TRUSTED": "mylab",
+    }
+    limited = {"amd.com/gpu": 8, "rdma/hca": 1, "memory": "64Gi"}
+    assert container["resources"] == {"requests": limited, "limits": limited}
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "20Gi"}} in pod["spec"]["volumes"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 300
+    job = manifests[-1]["spec"]
+    assert job["activeDeadlineSeconds"] == 86400
+    assert job.get("ttlSecondsAfterFinished") == (3600 if kind == "job" else None)
+    if kind == "trainjob":
+        assert job["trainer"]["resourcesPerNode"] == container["resources"]
+    for one in (*manifests, pod):
+        labels = one["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == labels["app.kubernetes.io/managed-by"] == "ddprun"
+        assert labels["app.kubernetes.io/instance"] == manifests[-1]["metadata"]["name"]
+
+
 def test_the_page_has_a_pipeline_that_can_be_submitted(tmp_path: Path) -> None:
     """docs/clusters.md, for both engines."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
@@ -204,6 +252,7 @@ def test_the_page_has_a_pipeline_that_can_be_submitted(tmp_path: Path) -> None:
 def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
     """An Indexed Job whose pods find the first one by the name that a headless Service gives it."""
     done = dry(tmp_path, more="kubernetes: {kind: job, nodes: 2, runs: kept, gpus: 8}\n")
+    assert done.stderr == "", "the claim is there"
     config, service, job = yaml.safe_load_all(done.stdout)
     name = job["metadata"]["name"]
     assert (service["kind"], service["spec"]["clusterIP"], job["kind"]) == ("Service", "None", "Job")
@@ -225,6 +274,12 @@ def test_a_cluster_without_kubeflow(tmp_path: Path) -> None:
         ("{pod: {Node: 1}}", 'kubernetes.pod.Node: "Node" is not a field of a pod; as in nodeSelector'),
         ("{memory: lots}", 'kubernetes.memory: cannot be "lots"; a number of bytes, as in 512Mi or 8Gi'),
         ("{kind: pod}", 'kubernetes.kind: unknown value "pod"; allowed: trainjob, job'),
+        ("{resources: {gpu: 1}}", "a device as its plugin calls it, as in amd.com/gpu"),
+        ("{resources: {nvidia.com/gpu: 1}}", '"nvidia.com/gpu" has its own key; write kubernetes.gpus'),
+        ("{ttl_s: 60}", "kubernetes.ttl_s: a TrainJob is not deleted after its end; write kind: job"),
+        ("{env: {NCCL_IB_DISABLE: 1}}", "kubernetes.env.NCCL_IB_DISABLE: expected a string"),
+        ("{env: {API_TOKEN: hunter2hunter2}}", "kubernetes.env.API_TOKEN: a secret in plain text"),
+        ("{pod: {terminationGracePeriodSeconds: 9}}", "write kubernetes.grace_s"),
         ("{claims: {data: relative}}", 'kubernetes.claims.data: cannot be "relative"; a path from "/" on'),
     ],
 )

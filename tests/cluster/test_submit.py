@@ -440,4 +440,6 @@ def test_without_slurm_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(PIPELINE)
     done = ddprun("submit", "p.yaml", "--to", "slurm", cwd=tmp_path, environment={"PATH": str(tmp_path)})
     assert done.code == 2
-    assert "sbatch is not installed here; --dry-run prints the script" in done.stderr
+    assert done.stderr == "ddprun: sbatch is not installed here; --dry-run prints the script\n", (
+        "and no --help"
+    )

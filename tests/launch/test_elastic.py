@@ -218,6 +218,22 @@ def test_a_lost_host_is_gone_on_without(tmp_path: Path, unbroken: dict[str, Any]
     assert summary(tmp_path / "two")["world_size"] == 2
 
 
+def test_a_lost_rendezvous_host_ends_with_what_to_type(tmp_path: Path) -> None:
+    """Without restarts, too. Before, the host on which rank 0 is not has said where to look."""
+    with two_hosts(tmp_path, "--nnodes=2", "--set=checkpoint.every=5") as (_, started):
+        wait_for_step(tmp_path, 10)
+        kill_host(started[0])
+        (gone, done) = ended(started)
+    assert done.code == 1, done.stderr
+    assert done.stderr.endswith("to resume: ddprun resume two\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    # Torchelastic numbers hosts as it likes, so either may have ranks 0 and 1.
+    said = re.findall(
+        r"ddprun: this host has ranks 2-3 of 4; rank 0, at (\S+), shows progress", gone.stderr + done.stderr
+    )
+    assert len(said) == 1, (gone.stderr, done.stderr)
+
+
 @pytest.mark.slow
 def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
     tmp_path: Path, unbroken: dict[str, Any]
@@ -229,6 +245,7 @@ def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
         (_, done) = ended(started, 40)
     assert done.code == 1, done.stderr
     assert "cannot reach the other hosts" in done.stderr
+    assert done.stderr.endswith("to resume: ddprun resume two\n"), done.stderr
     assert "Traceback" not in done.stderr
     resumed = ddprun("resume", "two", cwd=tmp_path)
     assert resumed.code == 0, resumed.stderr

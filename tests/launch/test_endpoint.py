@@ -10,7 +10,7 @@ import pytest
 
 from ddprun.host import network
 from ddprun.launch.launcher import inherited_overrides, overrides_variable
-from tests.ranks import Running
+from tests.ranks import Running, ddprun
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,45 @@ def test_a_silent_name_server_does_not_hold_a_run_up(monkeypatch: pytest.MonkeyP
         answer.set()
 
 
-def test_a_run_warns_once(tmp_path: Path) -> None:
-    """Before it tries to meet anybody, and once."""
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "p.yaml").write_text(
         "model:\n  mlp: {inputs: 64, outputs: 10}\ndata: digits\noptimizer: sgd\n"
     )
+    return tmp_path
+
+
+def test_a_run_warns_once(folder: Path) -> None:
+    """Before it tries to meet anybody, and once."""
     flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.88.98.1:9"]
     flags += ["--rdzv-conf", "read_timeout=2,connect_timeout=2"]
-    with Running("p.yaml", *flags, cwd=tmp_path) as running:
+    with Running("p.yaml", *flags, cwd=folder) as running:
         assert running.process.stderr is not None
         line = running.process.stderr.readline()
         assert line.startswith("ddprun: warning: the rendezvous is at the public address 192.88.98.1:9."), (
             line
         )
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_master_addr_that_is_no_host_is_named(folder: Path, rank: str) -> None:
+    """By each host, before torch tries it for as long as timeout_s says."""
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"}
+    with Running("p.yaml", cwd=folder, environment=variables) as running:
+        assert running.process.stderr is not None
+        lines = [running.process.stderr.readline() for _ in range(2 if rank == "0" else 1)]
+        assert running.process.poll() is None
+    assert lines[-1] == (
+        "ddprun: warning: this host cannot resolve MASTER_ADDR=nowhere.invalid; trying for 600 s "
+        "(launch.timeout_s): check the name, or write an address\n"
+    )
+
+
+def test_a_variable_of_torchelastics_is_named(folder: Path) -> None:
+    """Where torch would only say that it is no number."""
+    done = ddprun("p.yaml", cwd=folder, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "abc"})
+    told = "ddprun: TORCH_ELASTIC_SHUTDOWN_TIMEOUT is 'abc'; it must be a whole number of seconds\n"
+    assert (done.code, done.stderr) == (2, told)
 
 
 def test_overrides_are_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,13 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
+PYTORCHJOB = {
+    **KUBEFLOW,
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
 JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[003-004],big"}
 TASK_FOR_EACH_RANK = JOB | {
     "SLURM_PROCID": "4",
@@ -69,6 +76,7 @@ def test_a_rank_knows_who_has_started_it(environment: dict[str, str], told: str)
     ("environment", "told", "flags"),
     [
         (KUBEFLOW, "Kubeflow Trainer's variables (PET_…): host 1 of 2", set()),
+        (PYTORCHJOB, "Kubeflow Trainer's variables (PET_…): host 1 of 2", set()),
         (
             TASK_FOR_EACH_HOST,
             "srun: host 1 of 3, job 17",

@@ -144,6 +144,7 @@ def test_what_slurm_refuses_is_told_in_its_words(cluster: Slurm, tmp_path: Path)
     assert (code, job) == (2, "")
     assert "sbatch failed" in told
     assert "invalid partition" in told
+    assert "--help" not in told
 
 
 SLOW = """

@@ -932,7 +932,7 @@ stages:
         (["run", "--steps", "9:3"], '"9:3" is not a range of steps such as 100:200'),
         (
             ["run", "--output", "no/such/page.html"],
-            "cannot write no/such/page.html: No such file or directory",
+            "cannot write no/such/page.html: there is no folder no/such\n",
         ),
         ([], "missing argument 'RUN...'"),
     ],

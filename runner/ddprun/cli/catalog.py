@@ -2,13 +2,15 @@
 
 import json
 import textwrap
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from ddprun import EXIT_SUCCESS
+from ddprun.cli import printing
 from ddprun.cli.run import format_option
 
 _WIDTH = 100
@@ -109,10 +111,19 @@ def _default(option: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--output", type=click.File("w", "utf-8"), metavar="FILE", help="Write it to a file.")
-def schema(output: IO[str] | None) -> int:
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it to a file."
+)
+def schema(output: Path | None) -> int:
     """Print the JSON Schema of pipeline files, for editors to complete and check as you type."""
     from ddprun.config.json_schema import json_schema
 
-    click.echo(json.dumps(json_schema(), indent=1), output)
+    text = json.dumps(json_schema(), indent=1)
+    if output is None:
+        click.echo(text)
+        return EXIT_SUCCESS
+    try:
+        output.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise printing.cannot_write(output, error) from None
     return EXIT_SUCCESS

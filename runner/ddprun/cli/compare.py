@@ -149,7 +149,7 @@ def _compare(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.ClickException(f"cannot write {folder}: {error.strerror or error}") from None
+        raise printing.cannot_write(folder, error) from None
     if any(folder.iterdir()):
         raise click.ClickException(f"the folder {folder} is not empty: name another with --output")
     if hosts is not None:

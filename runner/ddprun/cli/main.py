@@ -35,6 +35,13 @@ class _Commands(click.Group):
             say(f"cannot write to standard output: {failure.strerror}")
         return EXIT_FAILURE
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with a whole sentence: click's own list cuts them at one line."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, one.get_short_help_str(limit=1000)) for name, one in sorted(self.commands.items())]
+            )
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands, and pipeline files."""
         files = [] if incomplete.startswith("-") else complete_pipeline_file(incomplete)
@@ -154,10 +161,13 @@ def main(args: Sequence[str] | None = None) -> int:
         from ddprun.config.secrets import Secrets
 
         message = " ".join(Secrets().redact(error.format_message()).split()).rstrip(".")
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "ddprun"
+        command, hint = "ddprun", ""
+        if isinstance(error, click.UsageError):
+            command = error.ctx.command_path if error.ctx else command
+            hint = f"; see `{command} --help`"
         if message[1:2].islower():
             message = message[0].lower() + message[1:]
-        click.echo(f"{command}: {message}; see `{command} --help`", err=True)
+        click.echo(f"{command}: {message}{hint}", err=True)
         return EXIT_BAD_INPUT
     except click.Abort:
         return EXIT_INTERRUPTED

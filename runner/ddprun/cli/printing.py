@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import IO, Any, Self
 
 import click
@@ -33,6 +34,14 @@ def _styled(fault: PipelineFault) -> str:
         line, _, caret = quoted.rpartition("\n")
         lines += [line, click.style(caret, fg=tone, bold=True)]
     return "\n".join(lines)
+
+
+def cannot_write(target: Path, error: OSError) -> click.ClickException:
+    """The error of a command that could not write a file or folder."""
+    why = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        why = f"there is no folder {target.parent}"
+    return click.ClickException(f"cannot write {target}: {why}")
 
 
 def with_traceback(error: Exception) -> str:

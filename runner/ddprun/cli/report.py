@@ -6,6 +6,7 @@ from typing import IO
 import click
 
 from ddprun import EXIT_SUCCESS
+from ddprun.cli import printing
 from ddprun.run_files import replace_atomically
 
 
@@ -70,7 +71,7 @@ def report(
         text = f"{predicted.name} is not what `ddprun explain --link … --format json` prints: {error}"
         raise click.ClickException(text) from None
     except OSError as error:
-        raise click.ClickException(f"cannot write {target}: {error.strerror or error}") from None
+        raise printing.cannot_write(target, error) from None
     return EXIT_SUCCESS
 
 

@@ -91,6 +91,8 @@ def submit(
         way_out = f"; {cluster.variables_source} passes {them} on" if cluster.variables_source else ""
         names = ", ".join(missing)
         say(f"warning: {names} will not be set in the job unless the image sets {them}{way_out}")
+    for text in job.warnings:
+        say(f"warning: {text}")
     if dry_run:
         click.echo(job.text, nl=False)
         return EXIT_SUCCESS

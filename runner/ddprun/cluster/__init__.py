@@ -34,6 +34,11 @@ ImageName = Annotated[
 AbsoluteFolder = Annotated[
     str, Field(max_length=1000), pattern_constraint(r"^/[^:\x00-\x1f]+$", 'a path from "/" on, without ":"')
 ]
+VariableName = Annotated[
+    str,
+    Field(max_length=200),
+    pattern_constraint(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
+]
 
 ShowOutput = Callable[[str], None]  # takes a piece of a job's output
 
@@ -132,6 +137,11 @@ class Cluster(Plugin):
     def text(self) -> str:
         """All that is sent, for `--dry-run`."""
         raise NotImplementedError
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What to tell the user before the job is sent."""
+        return ()
 
     def send(self) -> str:
         """Hand it over; gives the job's id. Raises ClusterError: the cluster is not there, or refuses."""

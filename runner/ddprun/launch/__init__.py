@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline
 from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
-from ddprun.host.network import public_warning
+from ddprun.host.network import public_warning, resolve_addresses
 from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import temporary_launcher_folder
 from ddprun.launch.launcher import Flags, Launcher, detect_launcher, restart_warning
@@ -66,8 +66,15 @@ def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, r
 
     for name, value in launcher.variables.items():
         os.environ.setdefault(name, value)
+    address = os.environ["MASTER_ADDR"]
     if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
         say(f"started by {launcher.summary}")
-        for warning in filter(None, (public_warning(os.environ["MASTER_ADDR"]), restart_warning())):
+        for warning in filter(None, (public_warning(address), restart_warning())):
             say(warning)
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not resolve_addresses(address):
+        # In Kubernetes a name may be known only later: torch asks again and again.
+        say(
+            f"warning: this host cannot resolve MASTER_ADDR={address}; trying for "
+            f"{loaded.pipeline.launch.timeout_s:g} s (launch.timeout_s): check the name, or write an address"
+        )
     return run_worker(loaded, run_dir, resuming=resuming)

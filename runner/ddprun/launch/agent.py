@@ -19,7 +19,7 @@ from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
 from ddprun.host import rank_files
 from ddprun.host.processes import end_leftovers, run_in_daemon_thread
-from ddprun.launch.flags import rendezvous_parameters
+from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
 from ddprun.launch.rendezvous import make_handler
 from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import connecting_ranks
@@ -44,7 +44,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
         assert config.logs_specs is not None
         super().__init__(spec, config.logs_specs, exit_barrier_timeout=_EXIT_BARRIER_S)
-        self._close_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
+        self._close_s = int(os.environ.get(SHUTDOWN_VARIABLE, _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
         self._failures = 0
         self._next_question_at = 0.0  # whether the run has ended on another host
@@ -65,6 +65,10 @@ class Agent(LocalElasticAgent):
                 f"{present} of at least {self._min_nodes} hosts; the others were considered lost, as when "
                 "clocks are seconds apart: `ddprun doctor` compares them"
             )
+        here = [worker.global_rank for worker in worker_group.workers]
+        if 0 not in here:  # else its progress is on this screen
+            size, address = worker_group.workers[0].world_size, worker_group.master_addr
+            say(f"this host has {format_ranks(here)} of {size}; rank 0, at {address}, shows progress")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look after the ranks. What starting them again would not change is the end of the run."""

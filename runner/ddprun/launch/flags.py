@@ -17,6 +17,7 @@ from ddprun.host.device import default_rank_count
 from ddprun.launch.launcher import Flags, flag_or_variable
 from ddprun.standard_streams import say
 
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds from SIGTERM to SIGKILL
 # For runs whose ranks may be started again: seconds for which hosts wait for more of them once there are
 # enough; between two signs of life; how many of these may be missing; seconds until the store has to answer.
 # With torchelastic's own 30, 5, 3 and 60 the others resume 45 s after a host is lost.
@@ -38,7 +39,12 @@ def flags_from_file(loaded: LoadedPipeline, flags: Flags) -> dict[str, str | boo
 
 
 def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
-    """Torchrun's own reading of its flags, with what its `main` adds for a single host."""
+    """Torchrun's own reading of its flags, with what its `main` adds for a single host.
+
+    Raises ValueError for flags, or a variable, that cannot be used.
+    """
+    if not (shutdown_s := os.environ.get(SHUTDOWN_VARIABLE, "0")).isdecimal():
+        raise ValueError(f"{SHUTDOWN_VARIABLE} is {shutdown_s!r}; it must be a whole number of seconds")
     given: list[str] = []
     for name, value in flags.items():
         option = f"--{name.replace('_', '-')}"

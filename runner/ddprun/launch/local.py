@@ -64,24 +64,26 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
             os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
             os.environ |= overrides_variable(loaded.overrides)
             try:
-                read = torchrun_args(flags, ["-m", "ddprun", *command])
-                config, program, arguments = torchrun.config_from_args(read)
-                assert isinstance(program, str)
-                if warning := network.public_warning(config.rdzv_endpoint):
-                    say(warning)
-                agent = make_agent(config, program, arguments, folder, loaded)
-            except (DistError, RendezvousError):
-                raise
-            except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
-                say(loaded.secrets.redact(str(error)))
-                return EXIT_BAD_INPUT
-            return _run_with_watchdog(loaded, agent, config, folder)
-    except RendezvousClosedError:
-        say("the run has ended on another host")
-    except (DistError, RendezvousError) as error:
-        where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
-        why = str(error).removesuffix(_NO_DETAILS)
-        say(loaded.secrets.redact(f"cannot reach the other hosts at {where}: {why}"))
+                try:
+                    read = torchrun_args(flags, ["-m", "ddprun", *command])
+                    config, program, arguments = torchrun.config_from_args(read)
+                    assert isinstance(program, str)
+                    if warning := network.public_warning(config.rdzv_endpoint):
+                        say(warning)
+                    agent = make_agent(config, program, arguments, folder, loaded)
+                except (DistError, RendezvousError):
+                    raise
+                except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
+                    say(loaded.secrets.redact(str(error)))
+                    return EXIT_BAD_INPUT
+                return _run_with_watchdog(loaded, agent, config, folder)
+            except RendezvousClosedError:
+                say("the run has ended on another host")
+            except (DistError, RendezvousError) as error:
+                where = flag_or_variable(flags, "rdzv_endpoint") or flag_or_variable(flags, "master_addr")
+                why = str(error).removesuffix(_NO_DETAILS).rstrip(".")
+                text = loaded.secrets.redact(f"cannot reach the other hosts at {where}: {why}")
+                say(f"{text}{_resume_hint(folder)}")
     except OSError as error:
         hint = processes.file_limit_hint(error)
         say(loaded.secrets.redact(f"cannot start the ranks: {error}{hint}"))
@@ -111,17 +113,21 @@ def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfi
         return _report_failure(*error.get_first_failure(), watchdog.killed_ranks)
     except SignalException as caught:
         if rank_files.read_outcome(folder) is None:  # else only what ranks do after the run was cut short
-            found = rank_files.read_run_dir(folder)
-            hint = ""
-            if found is not None and steps_in(found / "checkpoints"):
-                hint = f"; to resume: {resume_command(found)}"
-            say(f"stopped by {signal.Signals(caught.sigval).name}{hint}")
+            say(f"stopped by {signal.Signals(caught.sigval).name}{_resume_hint(folder)}")
             return processes.SIGNAL_EXIT_BASE + int(caught.sigval)
     code = rank_files.read_outcome(folder)
     if code is None:
         say("the ranks of this host ended before the run was over; the run has failed")
         return EXIT_FAILURE
     return EXIT_REQUEUE if code == EXIT_INTERRUPTED and agent.stop_signal is signal.SIGUSR1 else code
+
+
+def _resume_hint(folder: Path) -> str:
+    """The end of a message: how to resume the run of the ranks with this folder, if it has a checkpoint."""
+    found = rank_files.read_run_dir(folder)
+    if found is None or not steps_in(found / "checkpoints"):
+        return ""
+    return f"; to resume: {resume_command(found)}"
 
 
 def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
@@ -171,7 +177,7 @@ def _exit_without_other_hosts(folder: Path) -> None:
     """End this process, while torchelastic waits for hosts that it cannot reach."""
     code = rank_files.read_outcome(folder)
     if code is None:
-        say("cannot reach the other hosts; the run ends on this host")
+        say(f"cannot reach the other hosts; the run ends on this host{_resume_hint(folder)}")
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_FAILURE if code is None else code)
 

@@ -27,6 +27,7 @@ from ddprun.cluster import (
     Outcome,
     ShowOutput,
     Submission,
+    VariableName,
     trust_variables,
 )
 from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint, problem
@@ -35,11 +36,6 @@ JOB_LABEL = "ddprun.job"  # label of all that belongs to a job; its value is the
 _SIGKILL_EXIT_CODE = 137
 _STOP_TIMEOUT_S = 120  # after SIGINT: for a step and a checkpoint
 
-_VariableName = Annotated[
-    str,
-    Field(max_length=200),
-    pattern_constraint(r"^[A-Za-z_][A-Za-z0-9_]*$", 'letters, digits and "_" only, not a digit first'),
-]
 _ByteSize = Annotated[str, pattern_constraint(r"^[1-9][0-9]*[bkmg]?$", "a number of bytes, as in 512m or 8g")]
 """As Docker has them: 512m, 4g."""
 
@@ -111,7 +107,7 @@ class Docker(Cluster):
         """Folders on the engine's machine to read from, none of them the system's, and where each is mounted
         in the containers."""
 
-        env: Annotated[tuple[_VariableName, ...], Field(strict=False)] = ()
+        env: Annotated[tuple[VariableName, ...], Field(strict=False)] = ()
         """Environment variables that are passed on from where submit is called; `docker inspect` shows
         them."""
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ddprun.cluster import (
     CONTAINER_RUNS_FOLDER,
@@ -33,6 +33,7 @@ from ddprun.cluster import (
     Outcome,
     ShowOutput,
     Submission,
+    VariableName,
     trust_variables,
 )
 from ddprun.config.secrets import PipelineString
@@ -52,6 +53,7 @@ from ddprun_hooks.config.messages import allowed_values
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
 _POLL_S = 2.0
+_STANDARD_LABELS = "app.kubernetes.io"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"  # of a job that waits in a queue
 _TRAINER_API_GROUP = "trainer.kubeflow.org"
@@ -82,11 +84,22 @@ _Quantity = Annotated[
     str,
     pattern_constraint(r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", "a number of bytes, as in 512Mi or 8Gi"),
 ]  # bytes as Kubernetes has them: 512Mi, 4Gi
+_DeviceName = Annotated[
+    str,
+    Field(max_length=300),
+    pattern_constraint(
+        r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        "a device as its plugin calls it, as in amd.com/gpu",
+    ),
+]  # what Kubernetes calls an extended resource
+_NVIDIA_GPU = "nvidia.com/gpu"
 _RESERVED_FIELDS = {
+    "activeDeadlineSeconds": "write kubernetes.deadline_s",
     "automountServiceAccountToken": "a run asks the cluster for nothing",
     "containers": "there is one, which kubernetes.image and the other keys describe",
     "restartPolicy": "write launch.max_restarts",
     "securityContext": "pods are restricted",
+    "terminationGracePeriodSeconds": "write kubernetes.grace_s",
     "volumes": "write kubernetes.claims",
 }  # fields of a pod that are ddprun's to set, and what to do instead
 _POD_SECURITY_REASON = "pods meet the restricted pod security standard"
@@ -177,6 +190,10 @@ class Kubernetes(Cluster):
         gpus: NonNegativeInt | None = None
         """GPUs of each pod (nvidia.com/gpu); null asks for none."""
 
+        resources: dict[_DeviceName, PositiveInt] = Field(default={})
+        """Other devices of each pod, as in {amd.com/gpu: 8, rdma/hca_shared_devices_a: 1} or
+        {nvidia.com/mig-1g.10gb: 1}. `launch.nproc_per_node` then says how many ranks use them."""
+
         cpus: PositiveFloat | None = None
         """CPUs of each pod; null asks for none."""
 
@@ -185,6 +202,9 @@ class Kubernetes(Cluster):
 
         shm: _Quantity = "1Gi"
         """Size of each pod's /dev/shm, which counts as its memory."""
+
+        tmp: _Quantity | None = None
+        """Size of each pod's /tmp, on its node's disk; null is no limit."""
 
         runs: _DnsLabel | None = None
         """The PersistentVolumeClaim that holds the folders of runs; null creates one for the job."""
@@ -198,14 +218,37 @@ class Kubernetes(Cluster):
         claims: dict[_DnsLabel, AbsoluteFolder] = Field(default={})
         """Other PersistentVolumeClaims to read from, and where each is mounted in the pods."""
 
+        env: dict[VariableName, str] = Field(default={})
+        """Environment variables of the pods, as in {NCCL_DEBUG: INFO}."""
+
         env_from: _DnsLabel | None = None
         """A Secret whose entries are environment variables of the pods."""
 
         queue: _DnsLabel | None = None
         """The Kueue LocalQueue in which the job waits."""
 
+        grace_s: NonNegativeInt = 120
+        """Seconds that a pod has for its last step and a checkpoint when it is to end, as when its node is
+        drained; then it is killed."""
+
+        deadline_s: PositiveInt | None = None
+        """Seconds after which a job that is not over is ended as failed; null is no limit."""
+
+        ttl_s: NonNegativeInt | None = None
+        """Seconds after its end at which the job and its pods are deleted; null keeps them. For `kind: job`
+        alone."""
+
         pod: Annotated[dict[str, Any], CustomValidator(_check_pod_fields, _POD_SCHEMA)] = Field(default={})
         """Any other restricted fields of the pods, as in {nodeSelector: {gpu: h100}, tolerations: […]}."""
+
+        @model_validator(mode="after")
+        def _check_kind(self) -> "Kubernetes.Options":
+            if _NVIDIA_GPU in self.resources:
+                hint = "write kubernetes.gpus"
+                raise problem(f'"{_NVIDIA_GPU}" has its own key', hint, at=("resources", _NVIDIA_GPU))
+            if self.kind == "trainjob" and self.ttl_s is not None:
+                raise problem("a TrainJob is not deleted after its end", "write kind: job", at="ttl_s")
+            return self
 
     max_modules_bytes = 900 << 10  # a ConfigMap holds 1 MiB, the pipeline's text included
     variables_source = "the Secret that kubernetes.env_from names"
@@ -244,18 +287,41 @@ class Kubernetes(Cluster):
         """The manifests, as `kubectl create -f -` reads them."""
         return yaml.dump_all(self.manifests, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
+    @property
+    def warnings(self) -> list[str]:
+        """That a claim may stay Pending: most block disks can only be mounted by one node."""
+        options = self._options
+        if self._node_count == 1 or options.runs is not None or options.storage_class is not None:
+            return []
+        return [
+            f"{self._node_count} pods write to one volume, and stay Pending unless the cluster's default "
+            "storage class allows ReadWriteMany, as NFS does and block disks do not: name a class in "
+            "kubernetes.storage_class, or a claim in kubernetes.runs"
+        ]
+
     def unset_in_job(self, variables: Iterable[str]) -> list[str]:
-        """All, unless a Secret is named, whose entries are not known here."""
-        return [] if self._options.env_from is not None else list(variables)
+        """None if a Secret is named, whose entries are not known here."""
+        options = self._options
+        return [] if options.env_from is not None else [one for one in variables if one not in options.env]
 
     def _manifest(
         self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Manifest
     ) -> Manifest:
         """The manifest of one of the job's objects; of `labels` and `rest` what is None is left out."""
-        all_labels = {JOB_LABEL: self.name, **labels}
-        metadata = {"name": self.name, "namespace": self._options.namespace, "labels": all_labels}
+        metadata = {
+            "name": self.name,
+            "namespace": self._options.namespace,
+            "labels": {**self._labels(), **labels},
+        }
         made: Manifest = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
         return made
+
+    def _labels(self) -> dict[str, str]:
+        """Of all that belongs to the job, its pods too."""
+        standard = {"name": "ddprun", "instance": self.name, "managed-by": "ddprun"}
+        return {JOB_LABEL: self.name} | {
+            f"{_STANDARD_LABELS}/{key}": value for key, value in standard.items()
+        }
 
     def _train_job(self) -> list[Manifest]:
         options, launch = self._options, self._launch
@@ -277,7 +343,11 @@ class Kubernetes(Cluster):
             "resourcesPerNode": self._resources(),
         }
         reference = {"apiGroup": _TRAINER_API_GROUP, "kind": "TrainingRuntime", "name": self.name}
-        train_job = {"runtimeRef": reference, "trainer": trainer}
+        train_job = {
+            "runtimeRef": reference,
+            "trainer": trainer,
+            "activeDeadlineSeconds": options.deadline_s,
+        }
         api = f"{_TRAINER_API_GROUP}/v1alpha1"
         framework = {f"{_TRAINER_API_GROUP}/framework": "torch"}  # for Kubeflow's own tools
         return [
@@ -286,24 +356,26 @@ class Kubernetes(Cluster):
         ]
 
     def _indexed_job(self) -> list[Manifest]:
-        restarts = self._launch.max_restarts
+        options, restarts = self._options, self._launch.max_restarts
         service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: self.name}}
         job = {
             "completionMode": "Indexed",
             "completions": self._node_count,
             "parallelism": self._node_count,
             "backoffLimit": restarts * self._node_count,
+            "activeDeadlineSeconds": options.deadline_s,
+            "ttlSecondsAfterFinished": options.ttl_s,
             "template": self._pod("OnFailure" if restarts else "Never", subdomain=self.name),
         }
         return [
             self._manifest("v1", "Service", spec=service),
-            self._manifest("batch/v1", "Job", {_QUEUE_LABEL: self._options.queue}, spec=job),
+            self._manifest("batch/v1", "Job", {_QUEUE_LABEL: options.queue}, spec=job),
         ]
 
     def _resources(self) -> Manifest | None:
         """Both asked for and not to be exceeded; processors that are idle may be used."""
         options = self._options
-        limited = {"nvidia.com/gpu": options.gpus or None, "memory": options.memory}
+        limited = {_NVIDIA_GPU: options.gpus or None, **options.resources, "memory": options.memory}
         cpu = None if options.cpus is None else f"{options.cpus:g}"
         if not any((*limited.values(), cpu)):
             return None
@@ -312,6 +384,7 @@ class Kubernetes(Cluster):
     def _pod(self, restart: str, subdomain: str | None = None) -> Manifest:
         """A pod, as every host of the job is one."""
         options = self._options
+        variables = {**options.env, **trust_variables()}
         claims = [(f"claim-{index}", *item) for index, item in enumerate(options.claims.items())]
         container = {
             "name": _NODE_JOB_NAME,
@@ -326,7 +399,7 @@ class Kubernetes(Cluster):
                 *({"name": name, "mountPath": path, "readOnly": True} for name, _, path in claims),
             ],
             # These come before those of envFrom.
-            "env": [{"name": name, "value": value} for name, value in trust_variables().items()] or None,
+            "env": [{"name": name, "value": value} for name, value in variables.items()] or None,
             "envFrom": options.env_from and [{"secretRef": {"name": options.env_from}}],
             "resources": self._resources(),
         }
@@ -340,6 +413,7 @@ class Kubernetes(Cluster):
             "restartPolicy": restart,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": options.grace_s,
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": CONTAINER_USER_ID,
@@ -353,7 +427,7 @@ class Kubernetes(Cluster):
             "volumes": [
                 {"name": "pipeline", "configMap": {"name": self.name, "items": items}},
                 {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
-                {"name": "tmp", "emptyDir": {}},
+                {"name": "tmp", "emptyDir": {"sizeLimit": options.tmp}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
                 *(
                     {"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
@@ -362,7 +436,7 @@ class Kubernetes(Cluster):
             ],
             "subdomain": subdomain,
         }
-        return {"metadata": {"labels": {JOB_LABEL: self.name}}, "spec": spec}
+        return {"metadata": {"labels": self._labels()}, "spec": spec}
 
     def send(self) -> str:
         """Create the objects, the job last, or delete those that were made. Raises ClusterError."""
