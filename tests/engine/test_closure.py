@@ -74,8 +74,8 @@ class Required(SAM):
 """
 PIPELINE = """
 seed: 5
-model: {mine.Net: {dropout: DROPOUT}}
-data: mine.Samples
+model: {closure_nets.Net: {dropout: DROPOUT}}
+data: closure_nets.Samples
 loader: {batch_size: 4, drop_last: true}
 loss: cross_entropy
 optimizer: OPTIMIZER
@@ -83,14 +83,14 @@ accumulate: ACCUMULATE
 hooks: HOOKS
 stages: [{train: {steps: 10}}, save]
 """
-SAM = "{mine.SAM: {lr: 0.1, rho: 0.05}, closure: true}"
+SAM = "{closure_nets.SAM: {lr: 0.1, rho: 0.05}, closure: true}"
 LBFGS = "{lbfgs: {lr: 0.5, max_iter: 4, history_size: 3, line_search_fn: strong_wolfe}}"
 USUAL = {"DROPOUT": "0", "OPTIMIZER": SAM, "ACCUMULATE": "1", "HOOKS": "[]"}
 
 
 def written(folder: Path, **changes: str) -> str:
     folder.mkdir(exist_ok=True)
-    (folder / "mine.py").write_text(MODULE)
+    (folder / "closure_nets.py").write_text(MODULE)
     text = PIPELINE
     for name, value in {**USUAL, **changes}.items():
         text = text.replace(name, value)
@@ -101,7 +101,7 @@ def by_hand(kind: str, accumulate: int) -> dict[str, Any]:
     """What a user would write with torch alone: rank 0's weights."""
     dist.init_process_group("gloo")
     scope: dict[str, Any] = {}
-    exec(compile(MODULE, "mine", "exec"), scope)
+    exec(compile(MODULE, "closure_nets", "exec"), scope)
     torch.manual_seed(5)
     model, data = scope["Net"](), scope["Samples"]()
     sampler: Any = DistributedSampler(data, seed=5, drop_last=True)
@@ -154,7 +154,7 @@ def test_it_is_bitwise_a_plain_ddp_loop(tmp_path: Path, kind: str, optimizer: st
 
 def test_a_required_closure_is_found_without_being_asked_for(tmp_path: Path) -> None:
     asked = run_pipeline(tmp_path / "asked", written(tmp_path / "asked"), 2)
-    required = written(tmp_path / "required", OPTIMIZER="{mine.Required: {lr: 0.1, rho: 0.05}}")
+    required = written(tmp_path / "required", OPTIMIZER="{closure_nets.Required: {lr: 0.1, rho: 0.05}}")
     found = run_pipeline(tmp_path / "required", required, 2)
     for name, value in weights(asked).items():
         assert torch.equal(weights(found)[name], value), name
@@ -175,7 +175,7 @@ def test_what_is_sent_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hooks", ["[int8]", "[{topk: {density: 0.1}}]", "[{powersgd: {rank: 1}}]"])
 def test_each_call_starts_from_the_hooks_state_before_the_step(tmp_path: Path, hooks: str) -> None:
     """So two calls for the same weights give the same gradients, with dropout, too."""
-    text = written(tmp_path, OPTIMIZER="{mine.Twice: {lr: 0.1}}", HOOKS=hooks, DROPOUT="0.5")
+    text = written(tmp_path, OPTIMIZER="{closure_nets.Twice: {lr: 0.1}}", HOOKS=hooks, DROPOUT="0.5")
     run_pipeline(tmp_path, text, 2)
 
 
@@ -216,7 +216,8 @@ def be_rank(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("seed: 5", "precision: fp16", "precision: it clashes with"),
+        ("seed: 5", "precision: pure_fp16", "precision: it clashes with"),
+        ("hooks: []", "sync: {local_sgd: {every: 2}}", "sync: it clashes with"),
         ("hooks: []", "sync: {hierarchical_sgd: {within: 1, across: 2, hosts: 2}}", "sync: it clashes with"),
         (
             "train: {steps: 10}",
@@ -232,4 +233,4 @@ def test_what_it_does_not_go_with_is_told_before_step_1(
     assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
     said = (tmp_path / "told").read_text()
     assert told in said
-    assert '"optimizer: mine.SAM", which takes a closure' in said
+    assert '"optimizer: closure_nets.SAM", which takes a closure' in said

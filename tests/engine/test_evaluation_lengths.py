@@ -52,7 +52,7 @@ class Endless(torch.utils.data.IterableDataset):
 """
 PIPELINE = """
 model: {mlp: {inputs: 6, outputs: 3}}
-data: {train: mine.Samples, evaluate: HELD_OUT}
+data: {train: lengths_data.Samples, evaluate: HELD_OUT}
 loader: {batch_size: 4}
 optimizer: {sgd: {lr: 0.1, momentum: 0.9}}
 stages: STAGES
@@ -61,7 +61,7 @@ stages: STAGES
 
 def written(folder: Path, held_out: str, stages: str) -> str:
     folder.mkdir(exist_ok=True)
-    (folder / "mine.py").write_text(MODULE)
+    (folder / "lengths_data.py").write_text(MODULE)
     return PIPELINE.replace("HELD_OUT", held_out).replace("STAGES", stages)
 
 
@@ -72,7 +72,7 @@ def evaluated(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("length", "steps"), [("epochs: 3", [3, 6, 9]), ("steps: 8", [3, 6, 8])])
 def test_every_epoch(tmp_path: Path, length: str, steps: list[int]) -> None:
     """An epoch of 22 samples is 3 steps of 2 ranks with batches of 4; `explain` says as many."""
-    text = written(tmp_path, "mine.Samples", f"[{{train: {{{length}, evaluate: {{every: epoch}}}}}}]")
+    text = written(tmp_path, "lengths_data.Samples", f"[{{train: {{{length}, evaluate: {{every: epoch}}}}}}]")
     assert [one["step"] for one in evaluated(run_pipeline(tmp_path, text, 2))] == steps
     (stage,) = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
     assert sum(one.times for one in stage.evaluations) == len(steps)
@@ -81,7 +81,7 @@ def test_every_epoch(tmp_path: Path, length: str, steps: list[int]) -> None:
 def test_so_many_steps_of_a_stream_without_an_end(tmp_path: Path) -> None:
     """In an evaluate stage and in a train stage; of map-style data, too."""
     inside = "{train: {steps: 4, evaluate: {every: 2, steps: 3}}}"
-    for name, held_out in (("stream", "mine.Endless"), ("map", "mine.Samples")):
+    for name, held_out in (("stream", "lengths_data.Endless"), ("map", "lengths_data.Samples")):
         text = written(tmp_path / name, held_out, f"[{inside}, {{evaluate: {{steps: 2}}}}]")
         run = run_pipeline(tmp_path / name, text, 2)
         assert len(evaluated(run)) == 3
@@ -93,8 +93,10 @@ def be_rank(folder: Path) -> int:
 
 
 def test_the_epochs_of_a_stream_are_not_known(tmp_path: Path) -> None:
-    text = written(tmp_path, "mine.Samples", "[{train: {steps: 4, evaluate: {every: epoch}}}]")
-    text = text.replace("train: mine.Samples", "train: mine.Endless").replace("4}", "4, shuffle: false}")
+    text = written(tmp_path, "lengths_data.Samples", "[{train: {steps: 4, evaluate: {every: epoch}}}]")
+    text = text.replace("train: lengths_data.Samples", "train: lengths_data.Endless").replace(
+        "4}", "4, shuffle: false}"
+    )
     (tmp_path / "p.yaml").write_text(text)
     codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
     said = (tmp_path / "told").read_text()
@@ -111,7 +113,7 @@ def test_the_epochs_of_a_stream_are_not_known(tmp_path: Path) -> None:
 )
 def test_a_stop_in_an_evaluation(tmp_path: Path, stages: str) -> None:
     """All ranks leave it, with a checkpoint; the resumed run makes up for it and ends with the same bits."""
-    text = written(tmp_path, "mine.Slow", stages)
+    text = written(tmp_path, "lengths_data.Slow", stages)
     (tmp_path / "p.yaml").write_text(text)
     arguments = ("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2")
     with Running(*arguments, cwd=tmp_path) as running:

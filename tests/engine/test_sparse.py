@@ -46,8 +46,8 @@ class Rows(nn.EmbeddingBag):
 """
 PIPELINE = """
 seed: 5
-model: mine.Net
-data: mine.Words
+model: sparse_words.Net
+data: sparse_words.Words
 loader: {batch_size: 4, drop_last: true}
 loss: cross_entropy
 optimizer: {adagrad: {lr: 0.1}}
@@ -60,7 +60,7 @@ def plain_ddp() -> dict[str, Any]:
     """Twenty steps of torch alone: rank 0's weights."""
     dist.init_process_group("gloo")
     scope: dict[str, Any] = {}
-    exec(compile(MODULE, "mine", "exec"), scope)
+    exec(compile(MODULE, "sparse_words", "exec"), scope)
     torch.manual_seed(5)
     model, data = scope["Net"](), scope["Words"]()
     sampler: Any = DistributedSampler(data, seed=5, drop_last=True)
@@ -80,7 +80,7 @@ def plain_ddp() -> dict[str, Any]:
 
 
 def written(folder: Path, text: str) -> str:
-    (folder / "mine.py").write_text(MODULE)
+    (folder / "sparse_words.py").write_text(MODULE)
     return text
 
 
@@ -128,5 +128,9 @@ def test_what_torch_cannot_do_is_told_before_step_1(tmp_path: Path, old: str, ne
 
 
 def test_sparse_adam_trains_a_model_of_sparse_gradients_alone(tmp_path: Path) -> None:
-    text = PIPELINE.replace("HOOKS", "[]").replace("adagrad", "sparse_adam").replace("mine.Net", "mine.Rows")
+    text = (
+        PIPELINE.replace("HOOKS", "[]")
+        .replace("adagrad", "sparse_adam")
+        .replace("sparse_words.Net", "sparse_words.Rows")
+    )
     assert weights(run_pipeline(tmp_path, written(tmp_path, text), 2))["weight"].shape == (100, 3)

@@ -2,7 +2,7 @@
 
 import functools
 import keyword
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -174,16 +174,17 @@ def _untrusted_object_errors(value: Any, at: KeyPath) -> Iterator[ValidationErro
             yield from _untrusted_object_errors(item, (*at, key))
 
 
-def parse_choice(kind_name: str, value: Any) -> Choice:
-    """Read `name` or `{name: options}`; raises a ValidationError, which `errors` words."""
+def parse_choice(kind_name: str, value: Any, beside: Sequence[str] = ()) -> Choice:
+    """Read `name` or `{name: options}`; raises a ValidationError, which `errors` words. `beside`: keys that
+    there may be beside the name.
+    """
     kind = CHOICE_KINDS[kind_name]
     if isinstance(value, Choice):
         return value
     if isinstance(value, dict) and len(value) > 1:
         shown, (first, *others) = ", ".join(f'"{key}"' for key in value), value
         hint = f'keep one, or indent {", ".join(others)} further, under "{first}"'
-        if kind_name in KEYS_BESIDE:
-            hint += f"; beside it there may be {', '.join(KEYS_BESIDE[kind_name])}"
+        hint += f"; beside it there may be {', '.join(beside)}" if beside else ""
         text = f"expected one {kind.name}, got {len(value)}: {shown}"
         raise problem(text, hint, at=others[0], on_key=True)
     name, options = parse_spec(value, kind.names_for_message)
@@ -221,6 +222,8 @@ def parse_optimizer(value: Any) -> Choice:
 def parse_metric(value: Any) -> Choice:
     """Read a metric, with `name`, and `output` and `target` beside it, or without."""
     choice = _parse_with_keys_beside("metric", value)
+    if choice.name == "perplexity" and choice.beside:
+        raise problem("perplexity is of the loss", "remove it", at=min(choice.beside), on_key=True)
     name, parts = choice.beside.get("name", "_"), {"output", "target"} & choice.beside.keys()
     if not (isinstance(name, str) and name and name.isprintable()) or name in RESERVED_METRIC_NAMES:
         raise expected("a name for the metric", "write another, such as f1_macro", at="name")
@@ -243,7 +246,7 @@ def _parse_with_keys_beside(kind: str, value: Any) -> Choice:
     named = {key: item for key, item in value.items() if key not in beside}
     if beside and not named:
         raise expected(f"a {kind} beside {min(beside)}", "name one, too")
-    return replace(parse_choice(kind, named), beside=beside)
+    return replace(parse_choice(kind, named, KEYS_BESIDE[kind]), beside=beside)
 
 
 def choice_validator(kind: str) -> CustomValidator:

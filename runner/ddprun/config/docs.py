@@ -59,6 +59,7 @@ _DEFINITIONS = {
     "any_schedule": "a schedule",
     "any_metric": "a metric",
     "stage_schedule": "a schedule",
+    "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",
     "weight": "samples or targets or an import path",

@@ -80,7 +80,7 @@ class StepStageSettings:
     @property
     def schedule_metric(self) -> str | None:
         """The metric by which the schedule steps after evaluations; None: it steps after updates."""
-        return None if self.schedule is None else self.schedule.beside.get("metric")
+        return self.schedule.beside.get("metric") if self.schedule and self.updates_weights else None
 
     @property
     def hook_specs(self) -> list[Any]:
@@ -171,7 +171,7 @@ def metric_names(metrics: Sequence[Choice]) -> list[str]:
     that last part.
     """
     last = [choice.name.rpartition(".")[2] for choice in metrics]
-    often = Counter(last)
+    often = Counter(short for short, one in zip(last, metrics, strict=True) if "name" not in one.beside)
     return [
         choice.beside.get("name")
         or (choice.name if short in RESERVED_METRIC_NAMES or often[short] > 1 else short)

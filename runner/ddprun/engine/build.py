@@ -418,8 +418,9 @@ def build_optimizer(
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options))
     optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] *= group.get("lr_scale", 1.0)  # of timm's layer decay, which only its schedules would use
+    if len({group.get("lr") for group in optimizer.param_groups}) == 1:
+        for group in optimizer.param_groups:  # of timm's layer decay, which only its own schedules apply
+            group["lr"] *= group.get("lr_scale", 1.0)
     _check_optimizer(chosen, optimizer)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
@@ -435,8 +436,8 @@ def build_optimizer(
 
 
 def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
-    """What an optimizer is made over, by the name of its first argument: `model…`, `named_parameters`, or
-    anything else for parameters or their groups.
+    """What an optimizer is made over, by the name of its first argument: `model` or `model_or_params`,
+    `named_parameters`, or anything else for parameters or their groups.
     """
     if chosen.source != "dotted":
         return params
@@ -444,12 +445,12 @@ def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[An
         first = next(iter(inspect.signature(chosen.import_target()).parameters), "")
     except (TypeError, ValueError):  # written in C, or no function
         return params
-    if not (first.startswith("model") or first == "named_parameters"):
+    if first not in ("model", "model_or_params", "named_parameters"):
         return params
     if chosen.loaded.pipeline.groups:
         text = f'"{chosen.name}" takes {first}, and makes groups of its own'
         raise chosen.loaded.error("groups", text, "remove groups, or name an optimizer that takes parameters")
-    return model_alone(model) if first.startswith("model") else list(trainable_parameters(model).items())
+    return list(trainable_parameters(model).items()) if first == "named_parameters" else model_alone(model)
 
 
 def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
@@ -463,29 +464,30 @@ def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
         has = f"its state_dict() holds {', '.join(map(str, held)) or 'nothing'}"
         raise chosen.error(has, "a checkpoint needs torch's form: state and param_groups")
     for name, inner in vars(optimizer).items():
-        if isinstance(inner, Optimizer) and kind.load_state_dict is Optimizer.load_state_dict:
+        same = isinstance(inner, Optimizer) and inner.state is optimizer.state
+        if isinstance(inner, Optimizer) and kind.state_dict is Optimizer.state_dict and not same:
             text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
             raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
 
 
-def takes_closure(optimizer: Optimizer, choice: Choice) -> bool:
+def takes_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
     """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
-    return "closure" in choice.beside or requires_closure(optimizer)
+    return "closure" in loaded.pipeline.optimizer.beside or requires_closure(optimizer)
 
 
 def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
     """Raise a PipelineError for what an optimizer that takes a closure does not go with."""
+    if not takes_closure(loaded, optimizer):
+        return
+    name = f'"optimizer: {loaded.pipeline.optimizer.name}", which takes a closure'
     for stage in loaded.pipeline.stages_with_steps():
-        settings = stage.effective_settings(loaded.pipeline)
-        if not (settings.updates_weights and takes_closure(optimizer, settings.optimizer)):
-            continue
-        path, name = "", f'"optimizer: {settings.optimizer.name}", which takes a closure'
+        settings, path, why = stage.effective_settings(loaded.pipeline), "", ""
         if settings.update is not None:
             path, why = f"{stage.path}.update", "the update makes the gradients"
-        elif loaded.pipeline.precision == "fp16":
+        elif settings.has_backward and loaded.pipeline.precision.endswith("fp16"):
             path, why = "precision", "a loss scaler knows nothing of its passes; write bf16"
-        elif settings.plan.gradients == "host":
-            path, why = stage.key_path("sync"), "hosts might take it at different times"
+        elif settings.has_backward and (settings.plan.gradients != "all" or settings.uses_noop):
+            path, why = stage.key_path("sync"), "ranks that do not average all gradients decide differently"
         if path:
             raise loaded.error(path, f"it clashes with {name}: {why}")
 
@@ -495,7 +497,10 @@ def _check_sparse(
 ) -> None:
     """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
     sparse = {id(param) for param in sparse_parameters(model).values() if param.requires_grad}
-    for group in optimizer.param_groups:
+    if sparse and takes_closure(loaded, optimizer):
+        text = "it takes a closure, and an embedding of the model has sparse=True"
+        raise chosen.error(text, "remove one of the two")
+    for group in optimizer.param_groups if chosen.source == "torch" else ():
         kinds = {id(param) in sparse for param in group["params"]}
         if True in kinds:  # a step of a group like it, whose parameters are one number each
             params = [nn.Parameter(torch.zeros(1, 1)) for _ in kinds]

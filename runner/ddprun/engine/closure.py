@@ -17,20 +17,24 @@ class StepClosure:
     """Repeats a step's forward and backward passes, exchange included, for the weights as they are now.
 
     The step's own passes come first, as in any other step; a call before anything has changed is answered by
-    them. Each later call starts from the hooks' state and the random numbers of the step's start, and clips
-    as the step does. Its loss is the mean over the ranks that average gradients, so that all decide alike.
+    them. Each later call starts from the hooks' state before the step and the random numbers of each pass,
+    and clips as the step does. Its loss is the mean over ranks, so that all decide alike.
     """
 
-    def __init__(self, run: StageRun, replica: DdpReplica | None, clip: Callable[[], object]) -> None:
+    def __init__(self, run: StageRun, replica: DdpReplica, clip: Callable[[], object]) -> None:
         self._run, self._replica, self._clip = run, replica, clip
-        self._fixed_rng = seeding.RepeatableRng(run.session.runtime.device)
-        self._passes = list[tuple[Any, float]]()
+        self._passes = list[tuple[Any, float, seeding.RepeatableRng]]()
+        self._fixed_rng: seeding.RepeatableRng
         self._loss = 0.0
         self._state: list[int] = []
 
+    def begin_pass(self) -> None:
+        """A micro-batch's forward pass comes next."""
+        self._fixed_rng = seeding.RepeatableRng(self._run.session.runtime.device)
+
     def add_pass(self, content: Any, weight: float, weighted_loss: Tensor) -> None:
         """Note a micro-batch of the step, on the device, whose passes are done."""
-        self._passes.append((content, weight))
+        self._passes.append((content, weight, self._fixed_rng))
         self._loss += float(weighted_loss.detach())
 
     def begin(self) -> None:
@@ -41,7 +45,7 @@ class StepClosure:
         runtime = self._run.session.runtime
         if self._state != self._checksums():
             runtime.optimizer.zero_grad(set_to_none=True)
-            with torch.enable_grad(), self._fixed_rng():
+            with torch.enable_grad():
                 self._loss = self._mean_over_ranks(self._repeat_passes())
             self._clip()
             self._state = self._checksums()
@@ -55,28 +59,20 @@ class StepClosure:
     def _repeat_passes(self) -> float:
         runtime, replica, total = self._run.session.runtime, self._replica, 0.0
         traces = list[BucketTrace[Any]]()
-        if replica is not None:
-            replica.dispatcher.repeat_step()
-        for index, (content, weight) in enumerate(self._passes, start=1):
+        replica.dispatcher.repeat_step()
+        for index, (content, weight, fixed_rng) in enumerate(self._passes, start=1):
             last = index == len(self._passes)
             runtime.buffers.before_forward()
-            if replica is None:
-                weighted = runtime.objective(runtime.model, content).loss * weight
-                weighted.backward()  # type: ignore[no-untyped-call]
-            else:
-                with replica.accumulating(not last):
-                    weighted = runtime.objective(replica.ddp, content).loss * weight
-                    if missing := replica.backward(weighted, traces, exchange=last):
-                        where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"
-                        raise runtime.objective.unused_parameters_error(missing, where)
+            with replica.accumulating(not last), fixed_rng():
+                weighted = runtime.objective(replica.ddp, content).loss * weight
+                if missing := replica.backward(weighted, traces, exchange=last):
+                    where = f"the loss of rank {runtime.ranks.rank} in a call of the closure"
+                    raise runtime.objective.unused_parameters_error(missing, where)
             total += float(weighted.detach())
-        if traces:
-            runtime.recorder.sync.sent += traces
-            runtime.recorder.sync.completed += traces
+        runtime.recorder.sync.sent += traces
+        runtime.recorder.sync.completed += traces
         return total
 
     def _mean_over_ranks(self, loss: float) -> float:
-        if self._replica is None:
-            return loss
         control = self._run.session.runtime.exchange.control
         return float(control.all_gather([loss], "the loss of a closure").mean())

@@ -72,7 +72,7 @@ def evaluate(session: Session, stage: EvaluateStage) -> dict[str, Any]:
 
 def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
     """Measure the held-out data between two steps, or at the end; leaves no trace. Called by all ranks.
-    False: a rank was asked to stop meanwhile, and nothing was measured.
+    False: a rank was asked to stop meanwhile, and nothing was measured; at the end all is.
     """
     session, stage, state = run.session, run.stage, run.session.state
     evaluations, wanted = state.evaluations, stage.evaluate
@@ -80,7 +80,8 @@ def evaluate_in_stage(run: StageRun, *, at_end: bool = False) -> bool:
     with eval_model(session):
         held_out = session.runtime.held_out
         try:
-            found, _ = evaluate_metrics(session, held_out, wanted, f"{stage.path}.evaluate")
+            path = f"{stage.path}.evaluate"
+            found, _ = evaluate_metrics(session, held_out, wanted, path, to_its_end=at_end)
         except _StopRequestedError:
             return False
         evaluations.step = state.step
@@ -179,11 +180,6 @@ def try_evaluations(session: Session) -> None:
     """
     runtime, size = session.runtime, session.runtime.loaded.pipeline.loader.batch_size
     evaluations = list(find_evaluations(runtime.loaded.pipeline))
-    for stage in runtime.loaded.pipeline.stages_with_steps():
-        by_epoch = stage.evaluate is not None and stage.evaluate.every == "epoch"
-        if by_epoch and runtime.feeds.for_stage(stage.index).iterable:
-            text = "the end of an epoch of iterable data is not known before it is there"
-            raise runtime.loaded.error(f"{stage.path}.evaluate.every", text, "write a number of steps")
     if not evaluations:
         return
     with preserve_state(runtime.device, runtime.model, runtime.objective.loss):
@@ -211,18 +207,25 @@ def try_evaluations(session: Session) -> None:
 
 
 def evaluate_metrics(
-    session: Session, held_out: HeldOutData, wanted: EvaluateStage | StageEvaluation, path: str
+    session: Session,
+    held_out: HeldOutData,
+    wanted: EvaluateStage | StageEvaluation,
+    path: str,
+    *,
+    to_its_end: bool = False,
 ) -> tuple[dict[str, float], int]:
     """The loss and the metrics of an evaluation, at `path` in the file, and how many samples they are of;
-    equal on all ranks.
+    equal on all ranks. `to_its_end`: whatever a rank is asked for meanwhile.
 
     The bare module is called, as often on every rank and each time on batches of one size, so that a model
     may call collectives itself. Sums are kept in fp64 and added over ranks in rank order; accuracy is a
     quotient of whole numbers. Metrics that accumulate merge the ranks' states (`stateful_metric.py`).
     """
     control, metrics = session.runtime.exchange.control, _metrics(session, wanted.metrics, path)
-    batches = islice(_batches(session, held_out), wanted.steps)
-    mine = _measure(session, _until_stop(session, batches), metrics, wanted.gradients)
+    batches: Iterable[tuple[Any, int]] = islice(_batches(session, held_out), wanted.steps)
+    if not to_its_end:
+        batches = _until_stop(session, batches)
+    mine = _measure(session, batches, metrics, wanted.gradients)
     *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     sums = zip(totals[::2], totals[1::2], strict=True)
     values: dict[str, float] = {}
@@ -283,8 +286,9 @@ def _metrics(
             else:
                 found[name] = MeanMetric(partial(_custom_metric, objective, metric), select=select)
         elif choice.name == "accuracy":
-            ignored = -100 if objective.loss is None else objective.ignore_index
-            accuracy = partial(_accuracy, ignored, partial(loaded.error, place))
+            own = objective.loss is None  # the model's, which may have classes on its last dimension
+            ignored, make_error = -100 if own else objective.ignore_index, partial(loaded.error, place)
+            accuracy = partial(_accuracy, ignored, (1, -1) if own else (1,), make_error)
             found[name] = MeanMetric(accuracy, select=select)
         else:
             found[name] = MeanMetric(mean_loss, lambda mean: math.exp(min(mean, 700.0)))
@@ -305,17 +309,26 @@ def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sum
     return loss * count if count else 0.0, count
 
 
-def _accuracy(ignored: int | None, make_error: ErrorFactory, result: ForwardResult, samples: int) -> Sums:
-    """Classes lie on dimension 1 of the output, as for torch's cross_entropy."""
-    target = result.target
+def _accuracy(
+    ignored: int | None,
+    dims: Sequence[int],
+    make_error: ErrorFactory,
+    result: ForwardResult,
+    samples: int,
+) -> Sums:
+    """Classes lie on dimension 1 of the output, as for torch's cross_entropy, or on another of `dims`."""
+    output, target = result.output, result.target
     if target.is_floating_point():
         text = f"accuracy compares class numbers, and the targets are {describe_tensor(target)}"
         raise make_error(text, "evaluate on class numbers, or name a function of (output, target)")
-    found = result.output.argmax(1)
-    if found.shape != target.shape:
-        text = f"the output is {describe_tensor(result.output)}, the targets {describe_tensor(target)}"
-        raise make_error(f"accuracy looks for classes on dimension 1: {text}", "move them there")
-    right = found == target
+    fitting = {
+        dim % output.dim() for dim in dims if output.select(dim, 0).shape == target.shape
+    }  # where the classes may be
+    if len(fitting) != 1:
+        text = f"the output is {describe_tensor(output)}, the targets {describe_tensor(target)}"
+        several = "may be on either dimension" if fitting else "are on no dimension that fits the targets"
+        raise make_error(f"the classes {several}: {text}", "name a function of (output, target)")
+    right = output.argmax(*fitting) == target
     if ignored is None:
         return right.sum(), right.numel()
     counts = target != ignored

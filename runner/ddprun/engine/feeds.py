@@ -74,3 +74,12 @@ def open_feeds(
     }
     path = "data.train" if isinstance(pipeline.data, DataPair) else "data"
     return Feeds(open_feed(dataset, path, pipeline.train_data()), by_stage)
+
+
+def check_epoch_ends(loaded: LoadedPipeline, feeds: Feeds) -> None:
+    """Raise a PipelineError for evaluations at the end of epochs of a length that nobody knows."""
+    for stage in loaded.pipeline.stages_with_steps():
+        by_epoch = stage.evaluate is not None and stage.evaluate.every == "epoch"
+        if by_epoch and feeds.for_stage(stage.index).iterable:
+            text = "the end of an epoch of iterable data is not known before it is there"
+            raise loaded.error(f"{stage.path}.evaluate.every", text, "write a number of steps")

@@ -88,8 +88,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
         end_stage(run)
         if stage.evaluate is not None and state.evaluations.step != state.step:
             with excluded_from_timing(run, b"evaluate"):
-                if not evaluate_in_stage(run, at_end=True):
-                    reporter.note(f"{stage.name}: a stop was requested; its last evaluation is left out")
+                evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
@@ -155,18 +154,20 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     fidelity_is_due = is_due(timings.fidelity_every, run.session.state.current_step)
     measure_fidelity = fidelity_is_due and gradients == "all"
     closure = None
-    if run.takes_closure:
+    if run.takes_closure and replica is not None:
         closure = StepClosure(run, replica, partial(clip_gradients, run))
     if replica is not None:
         repeatable = closure is not None
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, repeatable=repeatable)
     for index, micro in enumerate(batches.micro_batches, start=1):
         last = index == batches.micro_batch_count
-        content = precision.to_device(micro.content)
+        content = runtime.objective.training_batch(micro.content)
         recorder.lap("data_us")
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
+        if closure is not None:
+            closure.begin_pass()
         with nullcontext() if replica is None else replica.accumulating(not last):
             loss = runtime.objective(model, content).loss
             weight = loss_weight(run.session, micro, batches.total_weight)
@@ -214,9 +215,9 @@ def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: b
 def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatches, stage_step: int) -> None:
     """A forward stage's step: forward passes on one batch, and the stage's `update`, which calls for them."""
     session, runtime = run.session, run.session.runtime
-    recorder, precision, model = runtime.recorder, runtime.precision, runtime.model
+    recorder, model = runtime.recorder, runtime.model
     (micro,) = batches.micro_batches
-    content = precision.to_device(micro.content)
+    content = runtime.objective.training_batch(micro.content)
     recorder.lap("data_us")
     if runtime.buffers.before_forward():
         recorder.lap("sync_us")

@@ -183,7 +183,7 @@ class Objective:
     a mapping becomes the model's keyword arguments. `batch` in the file names other parts.
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
-    `transform` changes batches of a model in training mode.
+    `transform` changes the batches of training.
     """
 
     def __init__(
@@ -204,10 +204,13 @@ class Objective:
         # Targets of this value do not count; None: all do.
         self.ignore_index = ignored if isinstance(ignored, int) else None
 
+    def training_batch(self, content: Any) -> Any:
+        """A batch on the device, changed by the file's `transform`: what training passes to calls."""
+        content = self.precision.to_device(content)
+        return content if self._transform is None else self._transform(content)
+
     def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
-        if self._transform is not None and model.training:
-            content = self._transform(content)
         positional, named, target = self._split_batch(content)
         call = partial(self._output_and_loss, positional, named, target)
         with self.precision.autocast():
@@ -387,7 +390,7 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         model.eval()
         with torch.no_grad():
-            objective(model, objective.precision.to_device(feed.first_batch()))
+            objective(model, objective.training_batch(feed.first_batch()))
         model.train()
 
 
@@ -404,7 +407,7 @@ def check_last_batch(
     with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
         model.train()
         try:
-            objective(model, objective.precision.to_device(feed.first_batch(1)))
+            objective(model, objective.training_batch(feed.first_batch(1)))
         except ValueError as error:
             if _BATCH_NORM_ERROR not in str(error):
                 raise
@@ -419,7 +422,7 @@ def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, autom
         return BufferUse.assume_changing(model)
     precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
-        content = precision.to_device(feed.first_batch())
+        content = objective.training_batch(feed.first_batch())
         fixed_rng = seeding.RepeatableRng(precision.device)
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -436,7 +439,7 @@ def warmup_pass(model: nn.Module, objective: Objective, feed: Feed, *, backward:
     """Two passes without a trace on the first batch: a model may go another way once it has been called."""
     with preserve_state(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
-        content = objective.precision.to_device(feed.first_batch())
+        content = objective.training_batch(feed.first_batch())
         for _ in range(2):
             loss = objective(model, content).loss
             if backward:
@@ -468,7 +471,7 @@ def _type_and_shape(value: Any) -> str:
 def settle_layout(replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
     with preserve_state(objective.precision.device, replica.model, objective.loss):
-        content = objective.precision.to_device(feed.first_batch())
+        content = objective.training_batch(feed.first_batch())
 
         def make_unused_error(names: Sequence[str]) -> PipelineError:
             return objective.unused_parameters_error(names, "the loss of a rank's first batch")

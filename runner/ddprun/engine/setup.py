@@ -12,7 +12,7 @@ from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
-from ddprun.engine.feeds import Feeds, open_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
 from ddprun.engine.fingerprints import DatasetFingerprints
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import FiniteCheck
@@ -97,6 +97,7 @@ def build_session(
     objective = Objective(loaded, loss, precision, weight, transform)
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
+    check_epoch_ends(loaded, feeds)
     feed = feeds.main
     initialize_lazy_parameters(model, objective, feed)
     optimizer = build.build_optimizer(loaded, model)

@@ -40,6 +40,7 @@ class StageRun:
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
+    takes_closure: bool  # the optimizer may call for the loss and its gradients again, within a step
 
     @property
     def steps_done(self) -> int:
@@ -93,11 +94,6 @@ class StageRun:
         """Whether evaluations have not become better for so long that the stage ends."""
         stop = self.stage.stop
         return stop is not None and self.session.state.evaluations.since >= stop.patience
-
-    @property
-    def takes_closure(self) -> bool:
-        """The optimizer may call for the loss and its gradients again, within a step."""
-        return build.takes_closure(self.session.runtime.optimizer, self.settings.optimizer)
 
     def must_stop_alone(self) -> bool:
         """Whether this rank is to stop: by itself, or because the store says that another one does."""
@@ -178,12 +174,15 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         buffers=settings.buffers.to_plain_data(),
     )
     log_event(session.reporter.events, event)
-    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps)
+    takes_closure = build.takes_closure(loaded, runtime.optimizer)
+    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, takes_closure)
     synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
             other_length = not (same_length or settings.schedule_metric)
-            restore_mid_stage(session, saved, new_rates=saved["new_rates"] or other_length)
+            new_rates = saved["new_rates"] or other_length
+            by_metric = settings.schedule_metric is not None
+            restore_mid_stage(session, saved, new_rates=new_rates, by_metric=by_metric)
         return run
     for action in sequence.begin():
         execute_action(run, action, state.step)

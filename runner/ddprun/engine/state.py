@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
@@ -170,10 +170,12 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
             load(state[part])
 
 
-def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: bool) -> None:
+def restore_mid_stage(
+    session: Session, state: Mapping[str, Any], *, new_rates: bool, by_metric: bool
+) -> None:
     """Continue in the middle of a stage, whose policy has begun and whose schedule has been built; raises
     DamagedError. With `new_rates` learning rates are not what they were, or fall over another number of
-    steps.
+    steps; a schedule `by_metric` then begins anew.
     """
     synchronizer, schedule = session.state.synchronizer, session.state.schedule
     assert synchronizer is not None
@@ -189,7 +191,7 @@ def restore_mid_stage(session: Session, state: Mapping[str, Any], *, new_rates: 
         # The schedule, when it was built, has set the learning rates of a first step.
         with raise_damaged_on_error("optimizer"):
             session.runtime.optimizer.load_state_dict(state["optimizer"])
-    elif schedule is not None and not isinstance(schedule, ReduceLROnPlateau):  # from its start to here
+    elif schedule is not None and not by_metric:  # follow the new schedule from its start to here
         replay_schedule(schedule, (state["schedule"] or {}).get("last_epoch", 0))
     with raise_damaged_on_error("generators"):
         seeding.restore_generators(state["generators"], session.runtime.device)

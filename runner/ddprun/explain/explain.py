@@ -390,7 +390,7 @@ class _Planner:
     def _takes_closure(self, settings: StepStageSettings) -> bool:
         optimizer = self._probe.optimizer
         required = optimizer is not None and requires_closure(optimizer)
-        return settings.has_backward and (required or "closure" in settings.optimizer.beside)
+        return settings.has_backward and (required or "closure" in self._pipeline.optimizer.beside)
 
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import Choice, LoadedPipeline
+from ddprun.config import Choice, DataPair, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
-from ddprun.engine.feeds import Feeds, open_feeds
+from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.engine.objective import (
     Objective,
@@ -141,6 +141,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     if not unknown.data:
         data, _ = build.build_data(loaded)
         feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
+        check_epoch_ends(loaded, feeds)
     if model is not None:
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
@@ -149,6 +150,7 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
             initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main)
         if not unknown.optimizer:
             optimizer = build.build_optimizer(loaded, model)
+            build.check_closure(loaded, optimizer)
             build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
         build.check_sync(loaded, model, world.ranks)
 
@@ -197,6 +199,9 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
 
     loader = pipeline.loader
     data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
+    data["evaluate_collate"] = loader.evaluate_collate
+    if isinstance(pipeline.data, DataPair):
+        data["data.evaluate"] = pipeline.data.evaluate
     data |= {f"{stage.path}.data": stage.data for stage in pipeline.stages_with_steps()}
     by_name = pipeline.loss if pipeline.freeze or pipeline.groups else None  # they may name what a loss has
     return UnknownReasons(
@@ -223,7 +228,7 @@ def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, fee
         return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
     precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
-        content, ready = precision.to_device(feed.first_batch()), None
+        content, ready = objective.training_batch(feed.first_batch()), None
         model.train()
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             # A model that looks at values cannot run without them: then it runs with them.

@@ -190,7 +190,8 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
         if "weight_decay" in group:
             group["weight_decay"] = 0.0  # or the weights would enter the state
     with restore_values_on_exit(lacking):
-        optimizer.step(*([lambda: 0.0] if requires_closure(optimizer) else []))
+        takes_closure = "closure" in inspect.signature(optimizer.step).parameters
+        optimizer.step(*([lambda: 0.0] if takes_closure else []))
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)  # some optimizers count their steps there
     for param in lacking:

@@ -197,11 +197,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
         own = loss.name == "model" and loss.source == "built-in"
-        if metric.beside.keys() & {"output", "target"}:
-            if metric.name == "perplexity":
-                text = '"output" and "target" have no effect: perplexity is of the loss'
-                yield KeyConflict(f"{path}.output", text, "remove them")
-        elif own and metric.name == "accuracy":
+        if own and metric.name == "accuracy" and "output" not in metric.beside:
             text = f"{clash}: what the model returns besides its loss is not known"
             hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
             yield KeyConflict(path, text, hint)
@@ -274,7 +270,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
         settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
         monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
         metrics = {key: one.metric for key, one in monitors.items()}
-        if settings.updates_weights and settings.schedule_metric is not None:
+        if settings.schedule_metric is not None:
             metrics["schedule"] = settings.schedule_metric
         if evaluation is None:
             for key in metrics:
