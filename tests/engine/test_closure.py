@@ -19,16 +19,26 @@ from tests.engine.running import lines, run_pipeline, summary, to_its_end, weigh
 from tests.ranks import as_processes, ddprun
 
 MODULE = """
+import numpy as np
 import torch
 from torch import nn
 
 
 class Samples(torch.utils.data.Dataset):
+    def __init__(self, noise=0.0):
+        self.noise = noise
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
+        features = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return features + self.noise * torch.randn(6) if self.noise else features, index % 3
+
+
+def noisy(batch):
+    inputs, labels = batch
+    return inputs.mul_(1 + np.random.rand()), labels
 
 
 class Net(nn.Sequential):
@@ -174,9 +184,13 @@ def test_what_is_sent_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hooks", ["[int8]", "[{topk: {density: 0.1}}]", "[{powersgd: {rank: 1}}]"])
 def test_each_call_starts_from_the_hooks_state_before_the_step(tmp_path: Path, hooks: str) -> None:
-    """So two calls for the same weights give the same gradients, with dropout, too."""
-    text = written(tmp_path, OPTIMIZER="{closure_nets.Twice: {lr: 0.1}}", HOOKS=hooks, DROPOUT="0.5")
-    run_pipeline(tmp_path, text, 2)
+    """So two calls for the same weights give the same gradients; with dropout, data that draws random
+    numbers, and a transform that draws NumPy's and works in place, too.
+    """
+    changes = {"OPTIMIZER": "{closure_nets.Twice: {lr: 0.1}}", "HOOKS": hooks, "DROPOUT": "0.5"}
+    text = written(tmp_path, ACCUMULATE="2", **changes)
+    text = text.replace("data: closure_nets.Samples", "data: {closure_nets.Samples: {noise: 0.1}}")
+    run_pipeline(tmp_path, text + "batch: {transform: closure_nets.noisy}\n", 2)
 
 
 KEPT = """
