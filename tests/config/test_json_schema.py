@@ -24,6 +24,7 @@ SCHEMA = json_schema()
 SAMPLES: dict[str, Any] = {
     "files": "{stdlib}/*.py",
     "memory": "1",
+    "tmp": "1",
     "schedule": "cosineannealinglr",
     "optimizer": "sgd",
     "mutate": {"noise": {"std": 0.1}},
@@ -120,6 +121,8 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
     given = minimal(entry) | {option: sample(found)}
     if option == "epochs":
         given.pop("steps", None)
+    if option == "ttl_s":  # of a Job alone
+        given["kind"] = "job"
     assert check_accepts(kind, {name: given}), given
     assert accepts(kind, {name: given}), given
     assert not check_accepts(kind, {name: minimal(entry) | {"no_such_option": 1}})
