@@ -1,6 +1,8 @@
 """What is for training alone, a transform of batches or a collate; and what optimizers are made over."""
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch import nn
 
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
+from ddprun.engine import build
+from ddprun.engine.build import ChoiceBuilder
 from tests.engine.running import lines, run_pipeline, summary, to_its_end, weights
 from tests.ranks import as_processes
 
@@ -67,9 +71,30 @@ def by_name(named_parameters, lr):
     return torch.optim.SGD(named_parameters, lr=lr)
 
 
+class Relative(torch.optim.Optimizer):
+    def __init__(self, params, lr=None):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        return None
+
+
+class WithoutRate(Relative):
+    def __init__(self, params):
+        torch.optim.Optimizer.__init__(self, params, {"scale": 1.0})
+
+
 def head_alone(model, lr):
     return torch.optim.SGD(model.head.parameters(), lr=lr)
 """
+
+
+def module() -> dict[str, Any]:
+    scope: dict[str, Any] = {}
+    exec(compile(MODULE, "mine", "exec"), scope)
+    return scope
+
+
 PIPELINE = """
 model: mine.Net
 data: {train: mine.Samples, evaluate: mine.Samples}
@@ -153,6 +178,16 @@ def test_a_function_gets_what_its_first_argument_is_called(
     recorded = [line["lr"] for line in lines(run, "steps") if line["rank"] == 0]
     assert recorded[0] == pytest.approx(rates)
     assert recorded[-1] == pytest.approx([rate / 10 for rate in rates])
+
+
+@pytest.mark.parametrize("name", ["Relative", "WithoutRate"])
+def test_only_groups_with_lr_scale_are_scaled(tmp_path: Path, name: str) -> None:
+    """A rate that is null, as of Adafactor, or is not there, is left alone."""
+    (tmp_path / "p.yaml").write_text(written(tmp_path, ("{sgd: {lr: 0.1}}", f"mine.{name}")))
+    loaded = load(tmp_path / "p.yaml")
+    model = nn.Linear(2, 2)
+    with patch.object(ChoiceBuilder, "import_target", lambda _: module()[name]):
+        assert build.build_optimizer(loaded, model).param_groups[0].get("lr") is None
 
 
 @pytest.mark.parametrize(

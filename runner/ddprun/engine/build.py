@@ -418,9 +418,11 @@ def build_optimizer(
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options))
     optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
-    if len({group.get("lr") for group in optimizer.param_groups}) == 1:
-        for group in optimizer.param_groups:  # of timm's layer decay, which only its own schedules apply
-            group["lr"] *= group.get("lr_scale", 1.0)
+    # Of timm's layer decay, which only its own schedules apply; groups of other packages are scaled already.
+    scaled = [group for group in optimizer.param_groups if "lr_scale" in group and "lr" in group]
+    if len({group["lr"] for group in scaled}) == 1:
+        for group in scaled:
+            group["lr"] *= group["lr_scale"]
     _check_optimizer(chosen, optimizer)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:

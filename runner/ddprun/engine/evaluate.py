@@ -322,7 +322,7 @@ def _accuracy(
         text = f"accuracy compares class numbers, and the targets are {describe_tensor(target)}"
         raise make_error(text, "evaluate on class numbers, or name a function of (output, target)")
     fitting = {
-        dim % output.dim() for dim in dims if output.select(dim, 0).shape == target.shape
+        dim % output.dim() for dim in dims if output.dim() > 1 and output.select(dim, 0).shape == target.shape
     }  # where the classes may be
     if len(fitting) != 1:
         text = f"the output is {describe_tensor(output)}, the targets {describe_tensor(target)}"
