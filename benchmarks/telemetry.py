@@ -89,9 +89,9 @@ class SwitchedRecorder(StepRecorder):
             self._last_end = None
             self._step = StepMarks(number, stage)
 
-    def note_loss(self, mean: Any, samples: int, counts: float | None = None) -> None:
+    def note_loss(self, mean: Any, samples: int, *about: Any) -> None:
         if self._full:
-            super().note_loss(mean, samples, counts)
+            super().note_loss(mean, samples, *about)
 
     def lap(self, part: str) -> None:
         if self._full:

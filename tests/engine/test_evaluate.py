@@ -263,3 +263,44 @@ def test_held_out_data_that_is_at_its_end_is_named(tmp_path: Path) -> None:
         'data.evaluate: "mine.OneShot": it has no sample to evaluate on; data that can be read only' in said
     )
     assert "Traceback" not in said
+
+
+DRAWING = """
+model: mine.Noisy
+data: {train: mine.Padded, evaluate: mine.Drawn}
+loss: model
+loader: {batch_size: 4}
+optimizer: {sgd: {lr: 0.1}}
+launch: {device: cpu}
+stages:
+  - train: {steps: 4, evaluate: {every: 2}}
+"""
+DRAWING_MODULE = """
+
+class Drawn(IterableDataset):
+    def __iter__(self):
+        for _ in range(11):
+            yield torch.randn(6, 3), torch.zeros(6)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, numbers, targets):
+        torch.randn(1 + int(os.environ["RANK"]))
+        return {"loss": self.layer(numbers).square().mean(), "seen": numbers.mean()}
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_draws_alike_on_all_ranks_though_the_model_draws_too(ranks: int, tmp_path: Path) -> None:
+    """Each evaluation has the samples that the seed gives, each of them once."""
+    (tmp_path / "mine.py").write_text(MODULE.replace("IGNORED", "-100") + DRAWING_MODULE)
+    run_dir = run_pipeline(tmp_path, DRAWING, ranks)
+    torch.manual_seed(1 << 31)  # training data draws from seeds that begin at 0
+    wanted = torch.stack([torch.randn(6, 3) for _ in range(11)]).mean().item()
+    measured = [event["seen"] for event in events(run_dir) if event["event"] == "evaluated"]
+    assert measured == [pytest.approx(wanted, abs=1e-7)] * 2
+    assert not [event for event in events(run_dir) if event["event"] == "data_differs"]

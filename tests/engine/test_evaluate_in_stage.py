@@ -237,3 +237,15 @@ def test_a_pipeline_with_all_of_it_reads_back(tmp_path: Path) -> None:
     loaded = load(tmp_path / "p.yaml")
     (tmp_path / "again.yaml").write_text(loaded.resolved_yaml())
     assert load(tmp_path / "again.yaml").as_dict() == loaded.as_dict()
+
+
+def test_the_screen_says_what_did_not_improve_by_how_much(tmp_path: Path) -> None:
+    """Beside a table with an evaluation that was better, by less than `min_delta`."""
+    text = STOPPED.replace("metric: flat", "metric: loss, min_delta: 100")
+    (tmp_path / "samples.py").write_text(MODULE + MORE)
+    (tmp_path / "p.yaml").write_text(text)
+    done = ddprun("p.yaml", "--run-dir=run", cwd=tmp_path)
+    (event,) = [event for event in events(tmp_path / "run") if event["event"] == "stopped_early"]
+    assert summary(tmp_path / "run")["best"]["step"] > event["best_step"]
+    shown = f"loss has not improved by more than 100 since step {event['best_step']} ({event['best']:.4f})"
+    assert shown in done.stderr

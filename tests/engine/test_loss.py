@@ -18,9 +18,11 @@ from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.explain.text import render_text
 from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.telemetry.reader import Run
+from ddprun.track import StepInfo, curves
 from tests.checkpoint import runs
-from tests.engine.running import SAMPLES, events, run_pipeline, summary, to_its_end, weights
-from tests.ranks import as_processes
+from tests.engine.running import SAMPLES, events, lines, run_pipeline, summary, to_its_end, weights
+from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
 import os
@@ -230,12 +232,12 @@ def test_sync_policies_send_it(folder: Path, sync: str) -> None:
 def test_an_audit_sees_that_it_drifts(folder: Path) -> None:
     """By the parameter's name, and the rank."""
     (folder / "p.yaml").write_text(text("own.Drifting", more="audit: {every: 2}\n"))
-    codes = as_processes(2, drift, folder, cwd=folder)
+    codes = as_processes(2, to_its_told_end, folder, cwd=folder)
     assert codes == [1, 1]
     assert '"loss.temperature" differs on rank 1' in (folder / "told").read_text()
 
 
-def drift(folder: Path) -> int:
+def to_its_told_end(folder: Path) -> int:
     return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
 
 
@@ -419,3 +421,109 @@ def test_accuracy_is_refused_where_only_the_loss_makes_classes(folder: Path) -> 
     (folder / "p.yaml").write_text(text(LINEAR).replace("- save", "- evaluate: {metrics: [accuracy]}"))
     with pytest.raises(PipelineError, match="only the loss turns"):
         load(folder / "p.yaml")
+
+
+PARTS = (
+    SAMPLES
+    + """
+
+def parts(output, target):
+    fit, size = nn.functional.cross_entropy(output, target), output.square().mean()
+    return {"loss": fit + 0.1 * size, "fit": fit, "size": size, "weight": 0.1, "output": output}
+
+
+class Linear(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3, dtype=torch.float64)
+
+
+class Own(Linear):
+    '''Leaves a number out of batches whose sum is negative.'''
+
+    def forward(self, inputs, labels):
+        found = parts(super().forward(inputs), labels)
+        return found if inputs.sum() > 0 else {key: found[key] for key in ("loss", "fit")}
+
+
+class Pairs(Linear):
+    '''A contrastive loss: each sample's first view against the second views of all ranks' samples.'''
+
+    def forward(self, inputs, label):
+        views = [super(Pairs, self).forward(inputs), super(Pairs, self).forward(inputs.flip(1))]
+        if torch.distributed.get_world_size() > 1:
+            views = [torch.cat(torch.distributed.nn.functional.all_gather(view)) for view in views]
+        return nn.functional.cross_entropy(views[0] @ views[1].T, torch.arange(len(views[0])))
+"""
+)
+PARTS_TEXT = """
+model: made.MODEL
+data: {train: made.Samples, evaluate: made.Samples}
+loss: made.parts
+optimizer: {sgd: {lr: 0.1}}
+loader: {batch_size: 7, drop_last: true}
+sync: every_step
+track: [prometheus]
+stages:
+  - train: {steps: 6}
+  - evaluate
+launch: {device: cpu}
+"""
+
+
+@pytest.mark.parametrize("sync", ["every_step", "{local_sgd: {every: 3}}"])
+def test_numbers_beside_the_loss_are_curves(sync: str, tmp_path: Path) -> None:
+    """Records, summary, trackers, evaluations and the report; as the loss they count since the last exchange,
+    and they add up to it.
+    """
+    (tmp_path / "made.py").write_text(PARTS)
+    run = run_pipeline(
+        tmp_path, PARTS_TEXT.replace("MODEL", "Linear").replace("sync: every_step", f"sync: {sync}"), 2
+    )
+    records = lines(run, "steps")
+    since = 1 if sync == "every_step" else 3
+    for line in records:
+        own, means = line["values"], line.get("mean_values")
+        assert sorted(own) == ["fit", "size", "weight"]
+        assert own["fit"] + 0.1 * own["size"] == pytest.approx(line["loss"])
+        assert (means is None) == (line["mean_loss"] is None) == (line["step"] % since > 0)
+        if means is not None:
+            assert means["fit"] + 0.1 * means["size"] == pytest.approx(line["mean_loss"])
+            of_all = [one for one in records if 0 <= line["step"] - one["step"] < since]
+            assert means["fit"] == pytest.approx(sum(one["values"]["fit"] for one in of_all) / len(of_all))
+    found, last = summary(run), next(one["mean_values"] for one in records if one["step"] == 6)
+    assert found["values"] == last
+    metrics = found["metrics"]
+    assert metrics["fit"] + 0.1 * metrics["size"] == pytest.approx(metrics["loss"])
+    assert f'ddprun_value{{name="fit"}} {last["fit"]}' in (run / "metrics.prom").read_text()
+    *_, record = Run(run).step_records(0)
+    assert curves(StepInfo(record, {}))["values/fit"] == last["fit"]
+    assert ddprun_here("report", str(run), cwd=tmp_path).code == 0
+    assert "fit over steps" in (run / "report.html").read_text()
+
+
+def test_a_model_returns_numbers_and_one_that_a_batch_lacks_is_null(tmp_path: Path) -> None:
+    """The screen has those of the newest step."""
+    (tmp_path / "made.py").write_text(PARTS)
+    text = PARTS_TEXT.replace("MODEL", "Own").replace("made.parts", "model").replace("  - evaluate\n", "")
+    (tmp_path / "p.yaml").write_text(text)
+    assert as_processes(2, to_its_told_end, tmp_path, cwd=tmp_path) == [0, 0]
+    found = [line["values"] for line in lines(tmp_path / "run", "steps")]
+    assert {line["size"] is None for line in found} == {True, False}
+    assert None not in {line["fit"] for line in found}
+    shown = r"mean loss [\d.]+ \(rank 0: [\d.]+\), fit [\d.]+, size (nan|[\d.]+), "
+    assert re.search(shown, (tmp_path / "told").read_text())
+
+
+def test_a_contrastive_loss_over_all_ranks_is_that_of_all_their_samples(tmp_path: Path) -> None:
+    """Two ranks with 4 samples train as one with 8; explain says that it does not count what they gather."""
+    (tmp_path / "made.py").write_text(PARTS)
+    text = PARTS_TEXT.replace("MODEL", "Pairs").replace("made.parts", "model")
+    losses = {}
+    for ranks, size in ((2, 4), (1, 8), (1, 4)):
+        of_size = text.replace("batch_size: 7", f"batch_size: {size}")
+        run = run_pipeline(tmp_path, of_size, ranks, f"run{ranks}{size}")
+        losses[ranks, size] = [line["mean_loss"] for line in lines(run, "steps") if line["rank"] == 0]
+    assert losses[2, 4] == pytest.approx(losses[1, 8])
+    assert losses[1, 4] != pytest.approx(losses[1, 8])
+    explained = explain(load(tmp_path / "run24.yaml"), hosts=1, ranks_per_host=2)
+    assert "What model: made.Pairs sends itself, if it calls torch.distributed." in render_text(explained)

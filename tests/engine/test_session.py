@@ -97,6 +97,7 @@ def second_part(folder: Path) -> list[bytes]:
 CHANGES: dict[str, Callable[[RunState], object]] = {
     "step": lambda state: setattr(state, "step", state.step + 1),
     "loss": lambda state: setattr(state, "loss", 0.5),
+    "values": lambda state: setattr(state, "values", {"recon": 0.5}),
     "metrics": lambda state: setattr(state, "metrics", {"accuracy": 0.5}),
     "cursor": lambda state: setattr(state.cursor, "first_epoch", 3),
     "replicas": lambda state: setattr(state.replicas, "mutated_at", 3),

@@ -14,7 +14,7 @@ from tests.ranks import ddprun_here
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
 PYTHON = "\n\n".join(re.findall(r"```python\n# mine\.py\n(.*?)```", PAGE, re.DOTALL))
 FIRST, *PIECES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-NAMES = ["first", "named", "smooth", "model", "lengths", "measured", "objects", "tuned", "stream"]
+NAMES = ["first", "named", "smooth", "sum", "model", "lengths", "measured", "objects", "tuned", "stream"]
 
 
 @pytest.fixture(scope="module")

@@ -225,16 +225,16 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
         ),
         pytest.param(
             "forward",
-            11,
+            12,  # one of them before step 1
             ("--set=sync={local_sgd: {every: 4}}",),
             r"step 12\): rank 1 (.*\n)*.* of deltas: first\.\w+.*\n.*in forward of step 11",
             id="local_sgd",
         ),
         pytest.param(
             "evaluate",
-            1,
+            2,  # one of them before step 1
             ("--set=stages[0].train.steps=3",),
-            r"\(stages\[1\]\.evaluate\): rank 1 .*\n.*\n.* sums of the evaluation\n.* in evaluate",
+            r"\(stages\[1\]\.evaluate\): rank 1 .*\n.*\n.* whether to stop\n.* in evaluate",
             id="evaluate",
             marks=pytest.mark.slow,
         ),

@@ -1,12 +1,17 @@
 """`ddprun explain --link`: with a short run of its own, from a saved run, and what it refuses."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddprun.cli import main
+from ddprun.predict.measure import CpuTimes, contention_warning
 from tests.ranks import Running
 
 Out = pytest.CaptureFixture[str]
@@ -31,12 +36,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A pipeline's file, beside which a short run is, and what the command printed."""
     folder = tmp_path_factory.mktemp("explained")
     (folder / "good.yaml").write_text(GOOD)
-    with Running(
-        "explain", "good.yaml", "--nnodes=2", "--link=1Mbit", "--latency=1ms", cwd=folder
-    ) as command:
-        finished = command.wait(90)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        with Running(
+            "explain", "good.yaml", "--nnodes=2", "--link=1Mbit", "--latency=1ms", cwd=folder
+        ) as command:
+            finished = command.wait(150)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
     assert finished.code == 0, finished.stderr
     assert "a short run measures what steps cost here" in finished.stderr
+    assert "warning: this machine was busy while its costs were measured: other processes took" in (
+        finished.stderr
+    )
     return folder / "good.yaml", finished.stdout
 
 
@@ -50,7 +64,8 @@ def test_a_short_run_is_taken_and_read(measured: tuple[Path, str]) -> None:
     """Each stage with steps has a prediction, hooks are judged, and an evaluation has none."""
     _, said = measured
     text = " ".join(said.split())
-    assert text.count("Predicted Over 1 Mbit/s, 1 ms between hosts, a step takes") == 2
+    halves = r"[\d.]+ m?s \([\d.]+ m?s and [\d.]+ m?s by each half of the measurement alone\), of which ranks"
+    assert len(re.findall(f"Predicted Over 1 Mbit/s, 1 ms between hosts, a step takes {halves}", text)) == 2
     assert "The limit is the link between hosts." in text
     assert text.count("fp16 It helps: ") == 2
     assert text.count("Memory A rank holds ") == 2
@@ -84,6 +99,7 @@ def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> 
     for stage in stages[:2]:
         one = stage["predicted"]
         assert one["step_us"] >= one["exposed_us"] >= 0
+        assert len(one["repeated_us"]) == 2
         assert one["limit"]
         assert [row["nnodes"] for row in one["sweep"]] == [1, 2, 4, 5]
         assert [row["ranks"] for row in one["sweep"]] == [2, 4, 8, 10]
@@ -92,6 +108,18 @@ def test_json_has_it_stage_by_stage(measured: tuple[Path, str], capsys: Out) -> 
         assert [bucket["bucket"].split()[0] for bucket in one["buckets"]]
     assert main([*command]) == 0
     assert "Sweep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("idle", "own", "warned"),
+    [(0.0, 16.0, "20%"), (0.0, 19.0, ""), (10.0, 2.0, "")],
+    ids=["full of others' work", "full of its own", "half empty"],
+)
+def test_a_busy_machine_is_one_whose_cores_others_took(idle: float, own: float, warned: str) -> None:
+    """In 20 s of core time: others' work matters where no core was left."""
+    before = CpuTimes(100.0, 50.0, 5.0)
+    found = contention_warning(before, CpuTimes(120.0, 50.0 + idle, 5.0 + own))
+    assert (f"other processes took {warned} of its cores' time" in found) if warned else not found
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_thousands_of_ranks_take_no_longer_to_predict(
 def test_hooks_pay_below_their_break_even(fixed_model: CostModel, cases: Explanation) -> None:
     """At half the rate a stage is faster with the hook, and at twice the rate it is not, beyond 2 %."""
     index = list(STAGES).index("int8")
-    found = forecast(cases, fixed_model, parse_links("10Mbit"), hosts=[1, 4])
+    found = forecast(cases, [fixed_model], parse_links("10Mbit"), hosts=[1, 4])
     (verdict,) = found[index].hook_verdicts
     assert verdict.hook == "int8"
     assert verdict.pays is True
@@ -310,7 +310,7 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     assert cases.parameters is not None
     weights = sum(one.nbytes for one in cases.parameters.values())
     assert optimizer_bytes(cases.probe.optimizer) == weights
-    memory = {index: one.memory for index, one in forecast(cases, model, Links()).items()}
+    memory = {index: one.memory for index, one in forecast(cases, [model], Links()).items()}
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert list(plain.values()) == [weights, weights, weights, 0, 0]
     assert int8["hooks"] == weights

@@ -212,6 +212,7 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
         "last_step": 9,
         "first_finding": 0,
+        "values": [],
     }
     before = Accumulator.from_state_dict(plain)
     assert before.state_dict() == plain

@@ -149,14 +149,15 @@ def _measure_and_forecast(
 ) -> "tuple[dict[int, StageForecast], Path]":
     """Measure, or read what was measured, and predict; gives the folder of the measured run, too."""
     from ddprun.predict import forecast as forecasting
-    from ddprun.predict.measure import cost_model_of_run, run_measurement
+    from ddprun.predict.measure import cost_models_of_run, run_measurement
 
     run_dir = measured
     if run_dir is None:
         stacks = forecasting.stacks_to_measure(explained)
         run_dir = Path("runs") / "explain" / time.strftime("%Y%m%d-%H%M%S")
         say(f"a short run measures what steps cost here, in {run_dir}")
-        run_measurement(explained.loaded, stacks, run_dir)
+        if warning := run_measurement(explained.loaded, stacks, run_dir):
+            say(f"warning: {warning}; measure again when it is quiet")
         say(f"--from {run_dir} reuses its results")
-    model = cost_model_of_run(run_dir, measured_links, cores=cores)
-    return forecasting.forecast(explained, model, links, sweep), run_dir
+    models = cost_models_of_run(run_dir, measured_links, cores=cores)
+    return forecasting.forecast(explained, models, links, sweep), run_dir

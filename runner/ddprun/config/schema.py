@@ -133,6 +133,13 @@ class Pipeline(Options):
     precision: Literal["fp32", "bf16", "fp16", "pure_bf16", "pure_fp16"] = "fp32"
     """bf16 and fp16 are autocast; with pure_ the model's own parameters are 16-bit."""
 
+    channels_last: bool = False
+    """Keep weights and batches of images (4 dimensions) in torch's `channels_last` memory format, in which
+    convolutions may be faster."""
+
+    sync_batchnorm: bool = False
+    """Have BatchNorm normalise over the batches of all ranks (`torch.nn.SyncBatchNorm`), on GPUs only."""
+
     deterministic: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
 

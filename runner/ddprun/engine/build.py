@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, DistributedSampler, Sampler
@@ -231,6 +232,22 @@ def build_model(loaded: LoadedPipeline) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise chosen.error(chosen.describe_result(made), _REQUIREMENTS_BY_KIND["model"].description)
     return made
+
+
+def place_model(
+    loaded: LoadedPipeline, model: nn.Module, device: torch.device, dtype: torch.dtype | None
+) -> nn.Module:
+    """A model on its device, in the file's memory format, with its BatchNorm over all ranks if the file says
+    so; torch has that on no CPU.
+    """
+    pipeline = loaded.pipeline
+    if pipeline.sync_batchnorm and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        text = "torch converts no module of lazy parameters"
+        raise loaded.error("sync_batchnorm", text, "give the modules their numbers of features")
+    if pipeline.sync_batchnorm and device.type != "cpu":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    memory_format: dict[str, Any] = {"memory_format": torch.channels_last} if pipeline.channels_last else {}
+    return model.to(device=device, dtype=dtype, **memory_format)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
 from ddprun.config.checks.model_and_data import find_evaluations
+from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
 from ddprun.engine import build, seeding
 from ddprun.engine.build import HeldOutData
@@ -37,6 +38,7 @@ from ddprun.engine.stateful_metric import StatefulMetric
 _T = TypeVar("_T")
 
 _LOOK_EVERY_S = 1.0
+_HELD_OUT_SEED = 1 << 31  # added to the pipeline's seed for what held-out streams draw
 
 Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
 MetricFunction = Callable[[ForwardResult, int], Sums]  # from a forward pass and its number of samples
@@ -159,10 +161,13 @@ def _update_early_stop(run: StageRun, wanted: EarlyStop, value: float) -> None:
         return
     evaluations.since += 1
     if run.stopped_early:
+        by = f" by more than {wanted.min_delta:g}" if wanted.min_delta else ""
         about = {"metric": wanted.metric, "best": best and best.value, "best_step": best and best.step}
         session.reporter.events.info("stopped_early", stage=run.stage.index, step=state.step, **about)
-        than = "was never a number" if best is None else f"was best after step {best.step} ({best.value:.4f})"
-        session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {than}")
+        why = "was never a number"
+        if best is not None:
+            why = f"has not improved{by} since step {best.step} ({best.value:.4f})"
+        session.reporter.note(f"{run.stage.name}: stops after step {state.step}: {wanted.metric} {why}")
 
 
 def _record_and_format_metrics(session: Session, stage: Stage, found: dict[str, float]) -> str:
@@ -276,6 +281,9 @@ def _metrics(
     mean_loss = partial(_mean_loss, objective)
     found: dict[str, MeanMetric | StatefulMetric]
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
+    for index, name in enumerate(objective.value_names or ()):
+        if name not in RESERVED_METRIC_NAMES:
+            found[name] = MeanMetric(partial(_mean_value, objective, index))
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         place = f"{path}.metrics[{index}]"
         select = partial(objective.select, choice.beside, place)
@@ -307,6 +315,11 @@ def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sum
     if isinstance(count, Tensor):  # the mean over no target at all is not a number
         return torch.where(count > 0, loss * count, 0.0), count
     return loss * count if count else 0.0, count
+
+
+def _mean_value(objective: Objective, index: int, result: ForwardResult, samples: int) -> Sums:
+    """Of a number beside the loss, weighted as the loss is."""
+    return _mean_loss(objective, result._replace(loss=result.values[index]), samples)
 
 
 def _accuracy(
@@ -401,15 +414,19 @@ def _iterable_batches(session: Session, held_out: HeldOutData) -> Iterator[tuple
     runtime = session.runtime
     control, ranks = runtime.exchange.control, runtime.ranks.size
     size = runtime.loaded.pipeline.loader.batch_size
-    samples = iter(held_out.dataset)
-    first = list(islice(samples, size * ranks))
+    # Alike on all ranks, whatever model and metrics draw, and other numbers than training data draws.
+    rng = seeding.SeparateRng(runtime.loaded.pipeline.seed + _HELD_OUT_SEED)
+    with rng():
+        samples = iter(held_out.dataset)
+        first = list(islice(samples, size * ranks))
     # Before ranks compare what they read, since all have to take part in that.
     _require_samples(held_out, all_gather_number(control, len(first), "samples to evaluate on"))
     share = SampleShard(runtime.ranks.rank, ranks, _agree_on_sharding(session, held_out, lambda: first))
     numbered = enumerate(chain(first, samples))
     padding: Sequence[tuple[int, Any]] = []
     while True:
-        read = list(islice(numbered, size * share.samples_read_per_own))
+        with rng():
+            read = list(islice(numbered, size * share.samples_read_per_own))
         own, samples_per_rank = share.of(read), share.counts(len(read))
         if share.sharded:
             samples_per_rank = all_gather_number(control, len(read), "samples to evaluate on")

@@ -169,7 +169,9 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         if closure is not None:
             closure.begin_pass()
         with nullcontext() if replica is None else replica.accumulating(not last):
-            loss = runtime.objective(model, content).loss
+            result = runtime.objective(model, content)
+            loss, values = result.loss, result.values
+            del result  # its output need not outlive the pass
             weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
             if scale is not None:
@@ -179,7 +181,8 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         if closure is not None:
             closure.add_pass(content, weight, weighted)
         mean = mean_loss(run.session, loss.detach(), micro.samples)
-        recorder.note_loss(mean, micro.samples, micro.effective_weight)
+        values = mean_values(run.session, values, micro.samples)
+        recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
     if replica is None:
         precision.unscale(runtime.model.parameters())  # under DDP the dispatcher has unscaled each bucket
     elif measure_fidelity:
@@ -227,11 +230,14 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         fixed_rng = seeding.RepeatableRng(runtime.device)
     weight = loss_weight(session, micro, batches.total_weight)
     losses: list[Tensor] = []
+    values: list[Sequence[Tensor]] = []
 
     def closure() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all calls draw the same numbers."""
         with torch.no_grad(), fixed_rng():
-            losses.append(runtime.objective(model, content).loss)
+            result = runtime.objective(model, content)
+        losses.append(result.loss)
+        values.append(result.values)
         # The mean over no targets is NaN; it counts as 0.
         return losses[-1] * weight if micro.effective_weight else torch.zeros_like(losses[-1])
 
@@ -241,7 +247,9 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
-    recorder.note_loss(mean_loss(session, mean, micro.samples), samples, effective_weight)
+    of_calls = [torch.stack(numbers).mean() for numbers in zip(*values, strict=True)]
+    means = mean_values(session, of_calls, micro.samples)
+    recorder.note_loss(mean_loss(session, mean, micro.samples), samples, effective_weight, means)
     recorder.lap("forward_us")
     if update is None:
         return
@@ -309,6 +317,11 @@ def loss_weight(session: Session, micro: MicroBatch, total: float) -> float:
 def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
     """The mean over samples of a loss, shape ()."""
     return loss / samples if session.runtime.objective.loss_is_sum and samples else loss
+
+
+def mean_values(session: Session, values: Sequence[Tensor], samples: int) -> Sequence[Tensor]:
+    """The means over samples of numbers beside a loss."""
+    return [mean_loss(session, one, samples) for one in values] if values else values
 
 
 def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:

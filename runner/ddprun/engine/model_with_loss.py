@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeGuard
 
-from torch import Tensor, nn
+from torch import nn
 
 _LOSS_PREFIX = "loss"
 
@@ -18,8 +18,8 @@ class ModelWithLoss(nn.Module):
         # DDP asks the module that it wraps.
         self._ddp_params_and_buffers_to_ignore = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
 
-    def forward(self, call: Callable[[nn.Module, nn.Module], tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
-        """The output and the loss from `call`, in one pass, so that DDP sees which parameters it used."""
+    def forward(self, call: Callable[[nn.Module, nn.Module], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What `call` gives of both, in one pass, so that DDP sees which parameters it used."""
         return call(self.model, self.loss)
 
     def named_modules(
@@ -40,15 +40,15 @@ class ModelWithLoss(nn.Module):
 class FunctionalLoss(nn.Module):
     """A loss that is a function, with options some of which are modules."""
 
-    def __init__(self, function: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__()
         self._function, self._options = function, options
         for name, value in options.items():
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
 
-    def forward(self, output: Any, target: Any) -> Tensor:
-        """The mean over the batch, shape ()."""
+    def forward(self, output: Any, target: Any) -> Any:
+        """The mean over the batch, shape (), or a mapping with `loss`."""
         return self._function(output, target, **self._options)
 
 

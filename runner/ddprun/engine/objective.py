@@ -68,14 +68,14 @@ class Scaler(torch.amp.GradScaler):
 
 
 class Precision:
-    """One of the five kinds of `precision`.
+    """One of the five kinds of `precision`, and the memory format of images.
 
     `fp32`; `bf16` and `fp16`: autocast, weights stay fp32; `pure_bf16` and `pure_fp16`: weights, gradients
     and optimizer state are half themselves. Both kinds of fp16 scale the loss.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
+    def __init__(self, name: str, device: torch.device, *, channels_last: bool = False) -> None:
+        self.name, self.device, self._channels_last = name, device, channels_last
         self.pure = name.startswith("pure_")
         # A half-precision loss passes its own scale on as a gradient, and fp16 ends below torch's 2^16.
         first_scale = 2.0**15 if self.pure else 2.0**16
@@ -95,8 +95,8 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self._half_dtype)
 
     def to_device(self, content: Any) -> Any:
-        """Move a batch to the device, floats in the model's type; a GPU copies while it still computes.
-        Objects with a `to` of their own move themselves, and keep their types.
+        """Move a batch to the device, floats in the model's type and memory format; a GPU copies while it
+        still computes. Objects with a `to` of their own move themselves, and keep their types.
         """
         if self._copy_stream is not None:
             content = map_tensors(content, self._copy_stream.copy_to_gpu, change_object=lambda one: one)
@@ -105,7 +105,11 @@ class Precision:
 
     def _to_device_dtype(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        return tensor.to(self._half_dtype) if self.pure and tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        images = self._channels_last and tensor.dim() == 4
+        memory_format = torch.channels_last if images else torch.preserve_format
+        return tensor.to(self._half_dtype if self.pure else tensor.dtype, memory_format=memory_format)
 
     def loss_scale(self) -> Tensor | None:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
@@ -173,6 +177,7 @@ class ForwardResult(NamedTuple):
     output: Any  # what the model returned
     target: Any  # what the loss compared it with; the batch where the model returns its loss
     content: Any  # the batch
+    values: Sequence[Tensor] = ()  # numbers beside the loss, in the order of `Objective.value_names`
 
 
 class Objective:
@@ -184,12 +189,13 @@ class Objective:
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     `transform` changes the batches of training.
+    Either may return a mapping with `loss` and other numbers; the first pass finds which there are.
     """
 
     def __init__(
         self,
         loaded: LoadedPipeline,
-        loss: Callable[[Any, Any], Tensor] | None,
+        loss: Callable[[Any, Any], Any] | None,
         precision: Precision,
         weight: Callable[[Any], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -197,6 +203,7 @@ class Objective:
         self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
         self._transform = transform
         self._joined = loss_joins_model(loss)
+        self.value_names: tuple[str, ...] | None = None  # of numbers beside the loss; None: no pass yet
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
@@ -214,8 +221,12 @@ class Objective:
         positional, named, target = self._split_batch(content)
         call = partial(self._output_and_loss, positional, named, target)
         with self.precision.autocast():
-            output, loss = model(call) if self._joined else call(model, self.loss)
-        return ForwardResult(loss, output, content if self.loss is None else target, content)
+            output, loss, found = model(call) if self._joined else call(model, self.loss)
+        if self.value_names is None:
+            self.value_names = tuple(found)
+        unknown = torch.full((), math.nan, device=loss.device) if self.value_names else loss
+        values = [found.get(name, unknown) for name in self.value_names]
+        return ForwardResult(loss, output, content if self.loss is None else target, content, values)
 
     def _output_and_loss(
         self,
@@ -223,8 +234,8 @@ class Objective:
         named: Mapping[str, Any],
         target: Any,
         model: nn.Module,
-        criterion: Callable[[Any, Any], Tensor] | None,
-    ) -> tuple[Any, Tensor]:
+        criterion: Callable[[Any, Any], Any] | None,
+    ) -> tuple[Any, Tensor, dict[str, Tensor]]:
         try:
             output = model(*positional, **named)
         except Exception as error:
@@ -235,17 +246,20 @@ class Objective:
                 error.add_note("write batch: {inputs: …} if its arguments are different")
             raise
         if criterion is None:
-            return output, self._loss_from_output(output)
+            own = self._loss_from_output(output)
+            return output, own, _numbers_beside_loss(output, own)
         try:
-            loss = criterion(output, target)
+            returned = criterion(output, target)
         except Exception as error:
             error.add_note(f"the loss was called as {_describe_call('loss', (output, target))}")
             raise
+        loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             allowed = "expected one number: the mean over the batch"
             raise self._loaded.error("loss", f"gives {shape}", allowed)
-        return output, loss.reshape(())
+        loss = loss.reshape(())
+        return output, loss, _numbers_beside_loss(returned, loss)
 
     def _split_batch(self, content: Any) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
         """The model's positional and named arguments, and the target."""
@@ -370,6 +384,19 @@ class Objective:
         return loss.reshape(())
 
 
+def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
+    """The numbers beside `loss` in a mapping, detached, shape () each, on the loss's device."""
+    found = dict[str, Tensor]()
+    for name, value in returned.items() if isinstance(returned, Mapping) else ():
+        if name == "loss" or isinstance(value, bool):
+            continue
+        if isinstance(value, float | int) or (isinstance(value, Tensor) and value.dim() == 0):
+            if not isinstance(value, Tensor):  # filled there: a copy would make a GPU's host wait
+                value = torch.full((), value, dtype=torch.float32, device=loss.device)
+            found[str(name)] = value.detach().to(device=loss.device, dtype=torch.float32)
+    return found
+
+
 def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
     """How many targets count; of a cross-entropy each by its class's weight."""
     by_class = isinstance(loss, _CROSS_ENTROPIES)
@@ -391,6 +418,7 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
         model.eval()
         with torch.no_grad():
             objective(model, objective.training_batch(feed.first_batch()))
+        objective.value_names = None  # a pass in training may give others
         model.train()
 
 

@@ -127,6 +127,7 @@ def summarize(session: Session, status: Status) -> Summary:
         steps=state.step,
         samples=sum(total.samples for total in totals),
         loss=state.loss,
+        values={**state.values} if state.values else None,
         metrics={**(state.metrics or {})},
         best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
         nonfinite=None if nonfinite is None else asdict(nonfinite),

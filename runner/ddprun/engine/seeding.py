@@ -89,6 +89,24 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
             restore_generators(state, device)
 
 
+class SeparateRng:
+    """Each `with rng():` has the CPU's generators to itself: seeded in the first, they go on in the next."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._device = seed, torch.device("cpu")
+        self._state: dict[str, Any] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with preserve_rng_state(self._device):
+            if self._state is None:
+                seed_cpu_generators(self._seed)
+            else:
+                restore_generators(self._state, self._device)
+            yield
+            self._state = generator_state(self._device)
+
+
 class RepeatableRng:
     """Each `with fixed_rng():` starts torch's generators from one state, and restores them afterwards."""
 

@@ -176,6 +176,7 @@ class RunState:
 
     step: int = 0  # steps of the run that are done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
+    values: dict[str, float] | None = None  # the same of the numbers beside it; None: there are none
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
     cursor: Cursor = field(default_factory=Cursor)
@@ -207,6 +208,7 @@ class Session:
         """Record and show what all ranks have just learned, oldest first."""
         if agreed_steps:
             self.state.loss = agreed_steps[-1].mean_losses[-1]
+            self.state.values = dict(agreed_steps[-1].mean_values) or None
         self.reporter.progress(agreed_steps, self.state.step)
 
     @property

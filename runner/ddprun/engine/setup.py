@@ -3,6 +3,7 @@
 import threading
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from ddprun.engine.objective import (
     settle_layout,
     warmup_pass,
 )
+from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import sharding_mechanism_name
@@ -82,8 +84,11 @@ def build_session(
     prepare_imports(loaded.folder)
     seeding.make_deterministic(device, strict=pipeline.deterministic)
     seeding.seed_everything(pipeline.seed)
-    precision = Precision(pipeline.precision, device)
-    model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+    if pipeline.sync_batchnorm and device.type == "cpu":
+        text = "torch's SyncBatchNorm works on GPUs only, and the ranks run on CPUs"
+        raise loaded.error("sync_batchnorm", text, "remove it, or run on GPUs")
+    precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
+    model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     if ranks.rank == 0:
         load_weights(loaded, model)  # from which all others get them
     train_data, held_out = build.build_data(loaded)
@@ -151,6 +156,13 @@ def build_session(
         settle_layout(replica, objective, feed, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
+    if objective.value_names is None:  # no pass so far
+        with preserve_state(device, model, objective.loss), torch.enable_grad():
+            model.train()
+            objective(model, objective.training_batch(feed.first_batch()))
+    of_ranks = ranks.gather("numbers beside the loss", list(objective.value_names or ()))
+    objective.value_names = tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
+    recorder.value_names = objective.value_names
     _check_shared_memory(loaded, feeds, ranks, backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     runtime = RunComponents(

@@ -64,6 +64,7 @@ def collect_state(session: Session) -> dict[str, Any]:
         "evaluations": state.evaluations.model_dump(),
         "reported": {
             "loss": state.loss,
+            "values": state.values,
             "metrics": state.metrics,
             "audit": asdict(state.last_audit) if state.last_audit is not None else None,
             "farthest_apart": state.farthest_apart,
@@ -127,7 +128,8 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     runtime, run_state, model = session.runtime, session.state, session.runtime.model
 
     def load_reported(reported: Mapping[str, Any]) -> None:
-        run_state.loss, run_state.metrics = reported["loss"], reported["metrics"]
+        for name in ("loss", "values", "metrics"):
+            setattr(run_state, name, reported[name])
         audit, nonfinite = reported["audit"], reported["nonfinite"]
         run_state.last_audit = AuditResult(**audit) if audit else None
         runtime.finite_check.first_nonfinite = Nonfinite(**nonfinite) if nonfinite else None

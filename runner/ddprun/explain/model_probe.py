@@ -126,18 +126,23 @@ def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: boo
     """Build what a rank of `world` builds, and look at it as a rank does. `allow_imports`: what the pipeline
     names by an import path may be imported. Raises PipelineError for what only a run can see.
     """
+    with _one_rank_process_group():  # a model or a loss may call collectives
+        return _probe_model(loaded, world, allow_imports=allow_imports)
+
+
+def _probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
     pipeline = loaded.pipeline
     unknown = UnknownReasons() if allow_imports else _unknown_without_imports(loaded)
     on_gpu = pipeline.launch.device != "cpu" and gpu_count()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    precision = Precision(pipeline.precision, device)
+    precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
     if allow_imports:
         prepare_imports(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
     model = loss = feeds = optimizer = None
     if not unknown.model:
-        model = build.build_model(loaded).to(device=device, dtype=precision.parameter_dtype)
+        model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
     if not unknown.data:
         data, _ = build.build_data(loaded)
         feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
@@ -283,19 +288,18 @@ def _bucket_layouts_from_ddp(
     loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
-    with _one_rank_process_group():
-        queue = HostCommQueue(RankGroup("world", 0, ("here",)))
-        replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
-        settle_layout(replica, objective, feed, barrier=lambda: None)
-        layout = replica.dispatcher.layout
-        del replica
-        gc.collect()  # before the group ends, on which DDP still has a hand
+    queue = HostCommQueue(RankGroup("world", 0, ("here",)))
+    replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
+    settle_layout(replica, objective, feed, barrier=lambda: None)
+    layout = replica.dispatcher.layout
+    del replica
+    gc.collect()  # before the process group ends, on which DDP still has a hand
     return layout
 
 
 @contextmanager
 def _one_rank_process_group() -> Iterator[None]:
-    """A process group of this process alone, which DDP wants to see."""
+    """A process group of this process alone."""
     # The host's own name need not resolve, and nothing is sent anyway.
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = "lo"

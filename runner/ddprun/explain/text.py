@@ -63,6 +63,16 @@ def _head(explained: Explanation) -> Iterator[str]:
         )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {format_bytes(held + more)}.")
+    external = [
+        f"{key}: {one.name}"
+        for key, one in (("model", pipeline.model), ("loss", pipeline.loss))
+        if is_external_code(one)
+    ]
+    if external:
+        what = f"What {' and '.join(external)} sends itself, if it calls torch.distributed."
+        yield from paragraph("Not counted", what)
+    if pipeline.sync_batchnorm:
+        yield from paragraph("Not counted", "What sync_batchnorm exchanges in forward and backward passes.")
     timings, audit = pipeline.timings, pipeline.audit
     measured = {"timings.fidelity_every": timings.fidelity_every, "audit.every": audit.every}
     keys = [f"{key}: {every}" for key, every in measured.items() if every]

@@ -78,6 +78,7 @@ class StageForecast:
     """Predictions for a stage that takes steps."""
 
     predicted: StepPrediction
+    repeated_us: Sequence[float]  # a step as each half of the measurement alone predicts it; may be empty
     links: Links
     hook_verdicts: Sequence[HookVerdict]
     memory: Mapping[str, int | None]  # bytes of each of `_MEMORY_PHRASES`; None: not known
@@ -85,14 +86,15 @@ class StageForecast:
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
-        data = self.predicted.to_json_data() | {"memory_bytes": dict(self.memory)}
+        data = self.predicted.to_json_data() | {"repeated_us": [round(us) for us in self.repeated_us]}
+        data["memory_bytes"] = dict(self.memory)
         data["hooks"] = [one.to_json_data() for one in self.hook_verdicts]
         sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in self.sweep]
         return data | ({"sweep": sweep} if sweep else {})
 
     def lines(self) -> Iterator[str]:
         """For a reader."""
-        yield from paragraph("Predicted", _summary(self.predicted, self.links))
+        yield from paragraph("Predicted", _summary(self.predicted, self.links, self.repeated_us))
         if not self.predicted.hooks_measured:
             nothing = "The measured run has no steps with these hooks, so their own work is not counted"
             yield from paragraph("", f"{nothing}, and it is not known whether they help.")
@@ -119,17 +121,20 @@ def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:
 
 
 def forecast(
-    explained: Explanation, model: CostModel, links: Links, hosts: Sequence[int] = ()
+    explained: Explanation, models: Sequence[CostModel], links: Links, hosts: Sequence[int] = ()
 ) -> dict[int, StageForecast]:
     """Predict each stage that takes steps, for the ranks it was explained for, and for other `hosts`; gives
-    the predictions by the stage's index.
+    the predictions by the stage's index. `models` are as `cost_models_of_run` gives them.
     """
+    model, *halves = models
     world, stages = explained.world, dict[int, StageForecast]()
     state_bytes = optimizer_bytes(explained.probe.optimizer)
     for stage in filter(is_predictable, explained.stages):
         verdicts = list(_verdicts(explained, stage, model, links))
         memory = _memory(explained, stage, state_bytes)
-        stages[stage.index] = StageForecast(model.predict(stage, world, links), links, verdicts, memory)
+        predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
+        repeated_us = [one.step_us for one in repeated]
+        stages[stage.index] = StageForecast(predicted, repeated_us, links, verdicts, memory)
     again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
     for number in hosts:
         other = again(explained.loaded, hosts=number)
@@ -241,13 +246,15 @@ def _memory_text(memory: Mapping[str, int | None]) -> str:
     return f"{text} Not known: {', '.join(unknown)}." if unknown else f"{text} Activations are not counted."
 
 
-def _summary(one: StepPrediction, links: Links) -> str:
+def _summary(one: StepPrediction, links: Links, repeated_us: Sequence[float]) -> str:
     waits = sorted(one.waits_us.items(), key=lambda item: -item[1])
     notable = [(why, us) for why, us in waits if us >= 0.01 * one.step_us]
     said = [f"{format_duration(1e-6 * us)} {_WAIT_PHRASES[why]}" for why, us in notable]
     waiting = f", of which ranks wait {', '.join(said)}" if said else ""
     over = f"Over {links}" if one.host_sends_bytes else "On one host"
-    text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{waiting}. "
+    halves = " and ".join(format_duration(1e-6 * us) for us in repeated_us)
+    spread = f" ({halves} by each half of the measurement alone)" if halves else ""
+    text = f"{over}, a step takes {format_duration(1e-6 * one.step_us)}{spread}{waiting}. "
     text += f"Without exchange it would take {format_duration(1e-6 * one.without_exchange_us)}: "
     text += f"the efficiency is {percent(one.efficiency)}. "
     text += f"The limit is {LIMITS[one.limit]}."

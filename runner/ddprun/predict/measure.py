@@ -1,18 +1,21 @@
 """A short run on this machine that a prediction is fitted to, or a saved run in its place."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.predict import MeasurementRunError
-from ddprun.predict.costs import CostsUnknownError, costs_of_run
+from ddprun.predict.costs import CostsUnknownError, StageCosts, costs_of_run
 from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -26,6 +29,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 """Overrides of a short run: it does nothing beside training."""
 
 _LOG_LINES = 12
+_FULL_SHARE, _FOREIGN_SHARE = 0.9, 0.1  # of the cores' time: from where on they are all busy, and by others
 
 
 def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
@@ -60,8 +64,9 @@ def run_measurement(
     *,
     overrides: Sequence[str] = (),
     limit_s: float | None = None,
-) -> None:
-    """Run a pipeline's model and data on this machine, with each stack of hooks for some steps.
+) -> str:
+    """Run a pipeline's model and data on this machine, with each stack of hooks for some steps; gives a
+    warning if other processes took the cores' time meanwhile, else "".
 
     `overrides` are added to those with which the pipeline was loaded. A run that takes longer than `limit_s`
     is ended: what it has recorded until then tells the costs. Raises ShortRunError if it fails, and as
@@ -71,6 +76,7 @@ def run_measurement(
     settings.append("timings={every: 1, gradients: true}")
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
+    before = _cpu_times()
     try:
         done = subprocess.run(
             command,
@@ -83,12 +89,38 @@ def run_measurement(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return
+        return ""  # of ranks that were killed nobody knows their CPU time
     if done.returncode:
         output = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
         raise MeasurementRunError(
             f"the short run in {run_dir} failed with exit code {done.returncode}:\n{output}"
         )
+    return contention_warning(before, _cpu_times())
+
+
+class CpuTimes(NamedTuple):
+    """CPU time so far, in seconds."""
+
+    cores: float  # of all cores, idle or not
+    idle: float  # of them
+    own: float  # of child processes of this one that have ended, and of theirs
+
+
+def _cpu_times() -> CpuTimes:
+    cores, own = psutil.cpu_times(), os.times()
+    idle = cores.idle + getattr(cores, "iowait", 0.0)
+    busy = cores.user + cores.nice + cores.system + cores.irq + cores.softirq + cores.steal
+    return CpuTimes(busy + idle, idle, own.children_user + own.children_system)
+
+
+def contention_warning(before: CpuTimes, after: CpuTimes) -> str:
+    """A warning if, between two moments, the cores were all busy, and not only with child processes."""
+    cores, idle, own = (late - early for late, early in zip(after, before, strict=True))
+    foreign = max(0.0, cores - idle - own)
+    if cores <= 0 or cores - idle < _FULL_SHARE * cores or foreign < _FOREIGN_SHARE * cores:
+        return ""
+    text = "this machine was busy while its costs were measured: other processes took "
+    return f"{text}{foreign / cores:.0%} of its cores' time, so steps are predicted too long"
 
 
 def identify_run(run_dir: Path) -> dict[str, str]:
@@ -97,7 +129,15 @@ def identify_run(run_dir: Path) -> dict[str, str]:
 
 
 def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
+    """As `cost_models_of_run`, the first."""
+    return cost_models_of_run(run_dir, links, cores=cores, halves=False)[0]
+
+
+def cost_models_of_run(
+    run_dir: Path, links: Links, *, cores: float | None = None, halves: bool = True
+) -> list[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
+    After it, with `halves`, those of each half of a run that takes the same stages twice, as the short one.
     Raises NoRunError, CostsUnknownError if its records do not tell, PipelineError if its file cannot be read.
     """
     run = Run(run_dir)
@@ -111,4 +151,11 @@ def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None
     ran = load(run_dir / "pipeline.yaml", (), folder)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
-    return fit_cost_model(explained, costs if cores is None else replace(costs, cores=cores), links)
+    costs = costs if cores is None else replace(costs, cores=cores)
+    parts, stages = [costs], ran.as_dict()["stages"]
+    half = len(stages) // STAGE_REPETITIONS
+    if halves and stages == stages[:half] * STAGE_REPETITIONS and all(one.steps for one in costs.stages):
+        nothing = [StageCosts()] * half
+        parts += [replace(costs, stages=[*costs.stages[:half], *nothing])]
+        parts += [replace(costs, stages=[*nothing, *costs.stages[half:]])]
+    return [fit_cost_model(explained, one, links) for one in parts]

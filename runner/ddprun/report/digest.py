@@ -232,6 +232,7 @@ class RunDigest:
     stages: list[StageDigest]  # that have steps, in their order
     loss: Curve
     rank_losses: list[Curve]  # of the first ranks
+    values: dict[str, Curve]  # of numbers beside the loss, means over ranks
     parts_ms: dict[str, Curve]  # each part of a step, mean over ranks
     param_group_curves: dict[str, list[Curve]]  # `lr` and `group_grad_norms` of the first groups
     grad_norm: Curve  # of all gradients together
@@ -328,6 +329,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     groups: dict[str, dict[int, _StepMeans]] = {
         name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
     }
+    values: dict[str, _StepMeans] = defaultdict(lambda: _StepMeans(steps))
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
@@ -337,6 +339,8 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             own_loss.add(index, line.loss)
             for name, column in columns.items():
                 column.add(index, getattr(line, name))
+            for name, value in (line.mean_values or {}).items():
+                values[name].add(index, value)
             if position < _MAX_MACHINE_CURVES:
                 for name in MachineRecord.__struct_fields__:
                     if (value := getattr(line.machine, name, None)) is not None:
@@ -368,6 +372,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         stages=stages,
         loss=columns["mean_loss"].curve(stages),
         rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
+        values={name: column.curve(stages) for name, column in values.items()},
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
         param_group_curves={
             name: [column.curve(stages) for column in known.values() if any(column.counts)]

@@ -142,6 +142,8 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     device = "GPU" if started.device == "cuda" else started.device
     yield "ranks", f"{ranks} on {format_count(hosts, 'host')}, {device} over {started.backend}"
     yield "mean loss, last step", summary and summary.loss
+    for name, value in ((summary and summary.values) or {}).items():
+        yield f"mean {name}, last step", value
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]
 
@@ -220,6 +222,14 @@ def _loss_section(runs: NamedDigests) -> Iterator[Block]:
         lines[of_run] = StyledCurve(digest.loss, index, "mean")  # on top of those of the ranks
         lines |= _held_out_line(runs, index, "loss")
     yield from _curves_over_steps("Loss over steps", "loss", lines, runs)
+    for value in dict.fromkeys(name for _, digest in runs for name in digest.values):
+        lines = {}
+        for index, (name, digest) in enumerate(runs):
+            if value in digest.values:
+                of_run = "mean over ranks" if len(runs) == 1 else name
+                lines[of_run] = StyledCurve(digest.values[value], index, "mean")
+            lines |= _held_out_line(runs, index, value)
+        yield from _curves_over_steps(f"{value} over steps", value, lines, runs)
 
 
 def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, StyledCurve]:
@@ -234,13 +244,14 @@ def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, Sty
 
 
 def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
-    """A chart of each metric but the loss, which is beside the training loss; and all numbers."""
+    """A chart of each metric but those that are beside the curves of training; and all numbers."""
+    beside_loss = {"loss", *(name for _, digest in runs for name in digest.values)}
     metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
     for metric in metrics:
         lines: dict[str, StyledCurve] = {}
         for index in range(len(runs)):
             lines |= _held_out_line(runs, index, metric)
-        if metric != "loss" and any(len(line.curve.steps) > 1 for line in lines.values()):
+        if metric not in beside_loss and any(len(line.curve.steps) > 1 for line in lines.values()):
             yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
     rows: list[list[Any]] = []
     for name, digest in runs:

@@ -7,6 +7,7 @@ can split its waiting; `recorder.combine_messages` and `stragglers.py` read the 
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
+Numbers beside the loss, if the objective has any, are added up as the loss is and travel behind a message.
 """
 
 import math
@@ -56,6 +57,8 @@ class OwnMessages:
     steps: list[int]  # that each is about; behind them the stage's last step, if `add_remainder` was called
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
+    values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
+    """Sums of the numbers beside the loss, shape (messages, numbers)."""
 
     def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last. Every
@@ -66,11 +69,12 @@ class OwnMessages:
         self.findings[len(self.steps)] = remainder.traces_with_findings
         self.steps.append(last_step)
         self.numbers = np.vstack((self.numbers, row))
+        self.values = np.vstack((self.values, remainder.sums_of_values(self.values.shape[1])))
 
 
-def empty_messages(buckets: int) -> OwnMessages:
-    """None so far, in a stage with so many gradient buckets."""
-    return OwnMessages(np.zeros((0, message_length(buckets))), [], [], {})
+def empty_messages(buckets: int, values: int = 0) -> OwnMessages:
+    """None so far, in a stage with so many gradient buckets, and so many numbers beside the loss."""
+    return OwnMessages(np.zeros((0, message_length(buckets))), [], [], {}, np.zeros((0, values)))
 
 
 @dataclass(slots=True)
@@ -81,17 +85,25 @@ class Accumulator:
     last_step: int = 0
     first_finding: int = 0
     traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
+    values: FloatArray = field(default_factory=lambda: np.zeros(0))  # sums; empty: none so far
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint can hold it."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        return {**sums, "last_step": self.last_step, "first_finding": self.first_finding}
+        about = {"last_step": self.last_step, "first_finding": self.first_finding}
+        return {**sums, **about, "values": self.values.tolist()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Accumulator":
         """From what `state_dict` returned."""
         sums = np.array([state[name] for name in SUMS], dtype=np.float64)
-        return cls(sums, state["last_step"], state["first_finding"])
+        return cls(sums, state["last_step"], state["first_finding"], values=np.array(state["values"]))
+
+    def sums_of_values(self, count: int) -> FloatArray:
+        """What has been added up of so many numbers beside the loss; NaN where a resumed run has others."""
+        if len(self.values) == count:
+            return self.values
+        return np.full(count, math.nan if self.sums[SAMPLES_AT] else 0.0)
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
@@ -105,13 +117,29 @@ class Accumulator:
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
+        values = self._take_values(resolved)  # before the sums, by which it knows whether it is the first
         numbers = np.zeros((len(rows), message_length(buckets)))
         self._put_sums(resolved, rows, numbers)
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
             _put_ready_times(resolved, rows, numbers, buckets, offset_us)
         findings = self._put_findings(resolved, rows, numbers)
-        return OwnMessages(numbers, [steps[row].number for row in rows], rows, findings)
+        numbers_of = [steps[row].number for row in rows]
+        return OwnMessages(numbers, numbers_of, rows, findings, values)
+
+    def _take_values(self, resolved: ResolvedSteps) -> FloatArray:
+        """The sums of the numbers beside the loss for each message; keeps those since the last one."""
+        count, sums = resolved.value_sums.shape[1], list[FloatArray]()
+        if not count:
+            return np.zeros((sum(step.exchanged for step in resolved.steps), 0))
+        running = self.sums_of_values(count)
+        for step, values in zip(resolved.steps, resolved.value_sums, strict=True):
+            running = running + values
+            if step.exchanged:
+                sums.append(running)
+                running = np.zeros(count)
+        self.values = running
+        return np.array(sums).reshape(len(sums), count)
 
     def _put_sums(self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray) -> None:
         """Put the sums into the messages; keeps those since the last one."""
@@ -160,6 +188,16 @@ def mean_losses_over_ranks(messages: FloatArray) -> list[float]:
     """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
     return mean_loss_of_each_row(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
+
+
+def mean_values_over_ranks(messages: FloatArray, values: FloatArray) -> FloatArray:
+    """As `mean_losses_over_ranks`, of sums of numbers, shape (messages, ranks, numbers); gives (messages,
+    numbers).
+    """
+    counted = np.add.accumulate(messages[..., SAMPLES_AT], axis=1)[:, -1:]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: FloatArray = np.add.accumulate(values, axis=1)[:, -1] / counted
+    return means
 
 
 def mean_loss_of_each_row(messages: FloatArray) -> list[float]:

@@ -134,6 +134,7 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
     late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
     losses = f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
+    losses += "".join(f", {name} {value:.4f}" for name, value in agreed.mean_values)
     newest = agreed.steps[-1]  # in which ranks last exchanged anything
     at = "" if newest >= step else f" at step {newest}"
     return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
@@ -149,6 +150,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("ranks", f"{format_world_sizes(sizes)} on {summary.device} over {summary.backend}"),
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
         ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
+        *(
+            (f"mean {name}, last step", "-" if value is None else f"{value:.4f}")
+            for name, value in (summary.values or {}).items()
+        ),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),
         *_best_and_early_stop_rows(summary),
         ("sent by all ranks", format_bytes(summary.wire_bytes or 0)),

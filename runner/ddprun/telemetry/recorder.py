@@ -43,6 +43,7 @@ from ddprun.telemetry.control_message import (
     find_overflow,
     mean_loss_of_each_row,
     mean_losses_over_ranks,
+    mean_values_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
@@ -92,13 +93,17 @@ class AgreedSteps(NamedTuple):
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
+    mean_values: Sequence[tuple[str, float]] = ()  # of the newest step: numbers beside the loss, as its mean
 
 
 def combine_messages(
-    own: OwnMessages, messages: FloatArray, stragglers: StragglerDetector | None
+    own: OwnMessages,
+    messages: FloatArray,
+    stragglers: StragglerDetector | None,
+    mean_values: Sequence[Mapping[str, float]] = (),
 ) -> AgreedSteps | None:
     """What the messages of all ranks come to; None if they are about no step of any rank. `messages` are
-    about the same steps as `own`, shape (messages, ranks, numbers of a message).
+    about the same steps as `own`, shape (messages, ranks, numbers of a message); so are `mean_values`.
     """
     count = len(own.steps)
     if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
@@ -125,6 +130,7 @@ def combine_messages(
         overflows=overflows,
         straggler=None if stragglers is None else stragglers.current,
         straggler_changes=changes,
+        mean_values=list(mean_values[count - 1].items()) if mean_values else (),
     )
 
 
@@ -194,6 +200,7 @@ class StepRecorder:
 
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
+        self.value_names: Sequence[str] = ()  # of the numbers beside the loss; the same on all ranks
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
         self._buckets = 0  # gradient buckets of the stage
@@ -252,14 +259,20 @@ class StepRecorder:
         self._step = None
         self._buffer.drop_running()
 
-    def note_loss(self, mean: Tensor, samples: int, weight: float | None = None) -> None:
-        """Note a micro-batch's mean loss, shape (), how many samples it is of, and its weight in means; None:
-        that is the number of samples. On a device it is read some steps later: its memory must be its own.
+    def note_loss(
+        self, mean: Tensor, samples: int, weight: float | None = None, values: Sequence[Tensor] = ()
+    ) -> None:
+        """Note a micro-batch's mean loss, shape (), how many samples it is of, its weight in means (None:
+        that is the number of samples), and the numbers of `value_names`; none: they are not known. On a
+        device these are read some steps later: their memory must be their own.
         """
         assert self._step is not None, "no step is running"
         self._buffer.losses.append(self._clock.copy_to_host(mean))
         self._buffer.samples.append(samples)
         self._buffer.loss_weights.append(samples if weight is None else weight)
+        if self.value_names:
+            values = values or [torch.tensor(math.nan)] * len(self.value_names)
+            self._buffer.values.append([self._clock.copy_to_host(one) for one in values])
 
     @property
     def records_step(self) -> bool:
@@ -426,7 +439,8 @@ class StepRecorder:
         self._resolved_at = now_us()
         buffer = self._buffer
         self._buffer = buffer.split_off(len(buffer.steps) - keep)
-        resolved, own, last_step = None, empty_messages(self._buckets), self._accumulator.last_step
+        own, last_step = empty_messages(self._buckets, len(self.value_names)), self._accumulator.last_step
+        resolved = None
         if buffer.steps:
             last_step = buffer.steps[-1].number
             recorded = [step for step in buffer.steps if step.number % self._every == 0]
@@ -450,32 +464,46 @@ class StepRecorder:
         self._pending_steps.append(pending)  # first, so that it is salvaged if nothing can be posted any more
         if own.steps:
             self._steps_since_post = keep
-            pending.posted = self._control.all_gather_async(torch.from_numpy(own.numbers.ravel()))
+            numbers = np.hstack((own.numbers, own.values))
+            pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
 
     def _await_messages(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""
         agreed_steps = []
         for _ in range(posts):
             pending, messages = self._pending_steps[0], None
+            mean_values: Sequence[Mapping[str, float]] = ()
             if pending.posted is not None:
                 gathered: FloatArray = pending.posted.wait().numpy()  # (ranks, numbers of all messages)
-                messages = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
+                gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
+                messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
+                if self.value_names:
+                    means = mean_values_over_ranks(messages, values).tolist()
+                    mean_values = [dict(zip(self.value_names, one, strict=True)) for one in means]
                 steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
                 per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
                 self.steps_per_post = max(1, min(self._max_per_post, per_post))
             self._pending_steps.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if pending.resolved is not None:
-                self.deferred.add(self._split_and_record(pending.resolved, pending.own, messages))
-            newest = None if messages is None else combine_messages(pending.own, messages, self.stragglers)
+                record = self._split_and_record(pending.resolved, pending.own, messages, mean_values)
+                self.deferred.add(record)
+            newest = None
+            if messages is not None:
+                newest = combine_messages(pending.own, messages, self.stragglers, mean_values)
             if newest is not None:
                 agreed_steps.append(newest)
         return agreed_steps
 
     def _split_and_record(
-        self, resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None
+        self,
+        resolved: ResolvedSteps,
+        own: OwnMessages,
+        messages: FloatArray | None,
+        mean_values: Sequence[Mapping[str, float]] = (),
     ) -> Iterator[None]:
         """Deferred work: split the steps' waiting, count their time, and record them. `messages`: those of
-        all ranks, shape (messages, ranks, numbers of a message); None: there are none.
+        all ranks, shape (messages, ranks, numbers of a message); None: there are none. `mean_values`: the
+        means over ranks of the numbers beside the loss, for each message.
         """
         all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
@@ -492,10 +520,14 @@ class StepRecorder:
         if messages is not None:
             for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=False):
                 losses[row] = loss
+        means: list[Mapping[str, float] | None] = [None] * len(resolved.steps)
+        for row, mean in zip(own.rows, mean_values, strict=False):
+            means[row] = mean
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
-            for one in step_records(resolved, losses, all_ready, rank=self._control.rank, every=every):
+            rank, names = self._control.rank, self.value_names
+            for one in step_records(resolved, losses, all_ready, names, means, rank=rank, every=every):
                 if self.on_step_record is not None:
                     self.on_step_record(one.record, one.traces)
                 made += 1

@@ -5,7 +5,7 @@ type, raises a ValueError. Other fields may be there. A field with a default is 
 to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -59,6 +59,8 @@ class StepRecord(Struct, kw_only=True, omit_defaults=True):
     cpu_us: Integer
     laps: list[tuple[str, Integer]]
     waits: list[tuple[Integer, Integer]]
+    values: Mapping[str, float | None] | None = None
+    mean_values: Mapping[str, float | None] | None = None
     machine: MachineRecord | None = None
 
 
@@ -239,6 +241,7 @@ class Summary(Struct, kw_only=True):
     error: dict[str, Any] | None = None
     samples: Count | None = None
     loss: float | None = None
+    values: dict[str, float | None] | None = None
     metrics: dict[str, float | None] | None = None
     best: dict[str, Any] | None = None
     nonfinite: dict[str, Any] | None = None

@@ -118,6 +118,9 @@ class MarkBuffer:
     losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.copy_to_host`
     samples: list[int] = field(default_factory=list)  # of each micro-batch
     loss_weights: list[float] = field(default_factory=list)  # what its loss counts in means
+    values: list[Sequence[Any]] = field(
+        default_factory=list
+    )  # numbers beside it, in the order of their names
 
     def end_step(self, step: StepMarks) -> None:
         """End the running step: its marks, traces and losses end here."""
@@ -130,7 +133,7 @@ class MarkBuffer:
         last = self.steps[-1] if self.steps else StepMarks(0, 0)
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.traces[last.traces_end :]
-        for column in (self.losses, self.samples, self.loss_weights):
+        for column in (self.losses, self.samples, self.loss_weights, self.values):
             del column[last.losses_end :]
 
     def split_off(self, count: int) -> "MarkBuffer":
@@ -142,7 +145,7 @@ class MarkBuffer:
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
         rest.traces = self.traces[traces:]
         rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
-        rest.loss_weights = self.loss_weights[losses:]
+        rest.loss_weights, rest.values = self.loss_weights[losses:], self.values[losses:]
         for step in rest.steps:
             step.marks_end -= marks
             step.traces_end -= traces
@@ -174,12 +177,17 @@ class ResolvedSteps:
     in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
     loss_sums: list[float]  # of this rank, over what counts in the step
     loss_weights: list[float]  # how much that is
+    value_sums: FloatArray  # of each number beside the loss, as `loss_sums`; shape (steps, numbers)
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
     def loss(self, row: int) -> float:
         """This rank's mean loss of a step; NaN where nothing counts."""
         return self.loss_sums[row] / self.loss_weights[row] if self.loss_weights[row] else math.nan
+
+    def values(self, row: int) -> list[float]:
+        """This rank's means of the numbers beside the loss in a step; NaN where nothing counts."""
+        return [total / (self.loss_weights[row] or math.nan) for total in self.value_sums[row].tolist()]
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -257,6 +265,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         for step in steps
     ]
     loss_sums, loss_weights, samples = _loss_sums_weights_samples(buffer, clock)
+    value_sums = _value_sums(buffer, clock)
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
@@ -275,6 +284,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
         loss_sums=loss_sums,
         loss_weights=loss_weights,
+        value_sums=value_sums,
         samples=samples,
         gradient_times=gradient_times,
     )
@@ -375,6 +385,21 @@ def _loss_sums_weights_samples(
     return loss_sums, step_weights, samples
 
 
+def _value_sums(buffer: MarkBuffer, clock: Clock) -> FloatArray:
+    """This rank's numbers beside the loss, as its losses: shape (steps, numbers)."""
+    count = len(buffer.values[0]) if buffer.values else 0
+    sums, first = np.zeros((len(buffer.steps), count)), 0
+    if count:
+        numbers = clock.read_numbers([one for of_micro in buffer.values for one in of_micro])
+        means, weights = np.reshape(numbers, (-1, count)), buffer.loss_weights
+        for row, step in enumerate(buffer.steps):
+            for index in range(first, step.losses_end):
+                if weights[index]:
+                    sums[row] += means[index] * weights[index]
+            first = step.losses_end
+    return sums
+
+
 def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
     """Make numbers of the norms that were measured."""
     measured = [step for step in steps if step.grad_norm is not None]
@@ -419,12 +444,15 @@ def step_records(
     resolved: ResolvedSteps,
     mean_losses: Sequence[float | None],
     all_ready_us: FloatArray,
+    value_names: Sequence[str] = (),
+    mean_values: Sequence[Mapping[str, float] | None] = (),
     *,
     rank: int,
     every: int,
 ) -> Iterator[RecordedStep]:
     """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
-    taken out. `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing.
+    taken out. `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing. `mean_values`:
+    the same of the numbers of `value_names`, which are beside the loss.
     """
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
@@ -451,6 +479,8 @@ def step_records(
             samples=resolved.samples[row],
             loss=resolved.loss(row),
             mean_loss=mean_losses[row],
+            values=dict(zip(value_names, resolved.values(row), strict=True)) if value_names else None,
+            mean_values=mean_values[row] if value_names else None,
             lr=step.lr,
             grad_norm=step.grad_norm,
             group_grad_norms=step.group_grad_norms,

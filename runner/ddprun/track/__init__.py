@@ -89,6 +89,7 @@ def curves(step: StepInfo) -> dict[str, float]:
         f"time/{part[:-3]}_seconds": getattr(record, part) / 1e6 for part in (*PARTS, "step_us", "cpu_us")
     }
     found |= {"loss/rank_0": record.loss, "loss/mean": record.mean_loss, "grad_norm": record.grad_norm}
+    found |= {f"values/{name}": value for name, value in (record.mean_values or {}).items()}
     found |= {f"lr/group_{index}": lr for index, lr in enumerate(record.lr or ())}
     norms = record.group_grad_norms or ()
     if len(norms) > 1:

@@ -234,7 +234,9 @@ class Search:
             run_dir = next_numbered_folder(self.folder, "costs")
             self._progress(f"a short run measures what steps cost here, in {run_dir}")
             began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
-            run_measurement(loaded, stacks, run_dir, overrides=self._local_overrides, limit_s=limit_s)
+            overrides = self._local_overrides
+            if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
+                self._progress(f"warning: {warning}")
             try:
                 model = cost_model_of_run(run_dir, Links())
             except (CostsUnknownError, NoRunError) as error:

@@ -280,7 +280,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
         known = ["loss", *metric_names(evaluation.metrics)]
         for key, metric in metrics.items():
             if metric not in known:
-                text = f'"{metric}" is not measured by "evaluate" of {stage.path}'
+                text = f'"{metric}" is no metric of "evaluate" of {stage.path}'
                 yield KeyConflict(f"{stage.key_path(key)}.metric", text, f"allowed: {', '.join(known)}")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
@@ -326,6 +326,21 @@ def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
     if data.settings is None:
         return f'"data: {data.name}" holds nothing out'
     return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
+
+
+@register_check("sync_batchnorm", "launch", "sync", "stages")
+def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if not pipeline.sync_batchnorm:
+        return
+    if pipeline.launch.device == "cpu":
+        text = '"sync_batchnorm: true" clashes with "device: cpu" of "launch": torch has it on GPUs only'
+        yield KeyConflict("sync_batchnorm", text, "remove one of the two")
+    for stage in pipeline.stages_with_steps():
+        settings = stage.effective_settings(pipeline)
+        if settings.plan.never_exchanges:
+            text = f'"sync_batchnorm: true" clashes with {setting_text(stage, "sync", settings.sync)}: ranks '
+            text += "would wait in forward passes for one that has stopped by itself"
+            yield KeyConflict("sync_batchnorm", text, "remove one of the two")
 
 
 @register_check("compile", "model")

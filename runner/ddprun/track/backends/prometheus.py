@@ -48,6 +48,8 @@ class Prometheus(Tracker):
         self._parts = counter("ddprun_step_part_seconds", parts, ["part"])
         self._bytes = counter("ddprun_comm_bytes", "Bytes that rank 0 sent.", ["kind", "hook"])
         self._loss = gauge("ddprun_loss", "Mean loss over all ranks.")
+        values = "Mean over all ranks of a number beside the loss."
+        self._values = gauge("ddprun_value", values, ["name"])
         self._lr = gauge("ddprun_learning_rate", "Learning rate by parameter group.", ["group"])
         self._grad_norm = gauge("ddprun_gradient_norm", "Norm of rank 0's gradients before clipping.")
         norms = "Norm of rank 0's gradients before clipping, by parameter group."
@@ -70,6 +72,8 @@ class Prometheus(Tracker):
             self._bytes.labels(kind, hook).inc(count)
         if record.mean_loss is not None:
             self._loss.set(record.mean_loss)
+        for name, value in (record.mean_values or {}).items():
+            self._values.labels(name).set(math.nan if value is None else value)
         for group, lr in enumerate(record.lr or ()):
             self._lr.labels(str(group)).set(math.nan if lr is None else lr)
         if record.grad_norm is not None:
