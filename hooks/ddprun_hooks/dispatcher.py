@@ -22,11 +22,14 @@ class BucketDispatcher:
     """Carries DDP's gradient buckets on `queue` through a stack that can be changed between steps.
 
     DDP takes a communication hook once in a model's life
-    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets.
+    (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets. Its buckets are
+    counted from `first_index`: several DDPs of one model have no number in common.
     """
 
-    def __init__(self, model: DistributedDataParallel, queue: CommQueue, stack: Stack) -> None:
-        self.stack = stack
+    def __init__(
+        self, model: DistributedDataParallel, queue: CommQueue, stack: Stack, first_index: int = 0
+    ) -> None:
+        self.stack, self._first_index = stack, first_index
         self.traces: list[BucketTrace[Any]] | None = None  # takes each bucket's; None: keeps none
         # Called when a backward pass has sent its last bucket and is about to wait.
         self.on_last_bucket_sent: Callable[[], None] | None = None
@@ -85,7 +88,9 @@ class BucketDispatcher:
     @property
     def unsent_params(self) -> tuple[str, ...]:
         """Parameters of the buckets that the last backward pass has not sent."""
-        left = (bucket for bucket in self.layout if bucket.index not in self._sent_buckets)
+        left = (
+            bucket for bucket in self.layout if bucket.index - self._first_index not in self._sent_buckets
+        )
         return tuple(param.name for bucket in left for param in bucket.params)
 
     def measure_fidelity(self, exact_sum: Callable[[Tensor], tuple[Tensor, int]]) -> None:
@@ -193,7 +198,7 @@ class BucketDispatcher:
             self._layout = {}
         named_tensors = ((self._names[id(param)], as_real(param)) for param in bucket.parameters())
         self._layout[bucket.index()] = BucketLayout.from_tensors(
-            bucket.index(), bucket.buffer().dtype, named_tensors
+            self._first_index + bucket.index(), bucket.buffer().dtype, named_tensors
         )
 
 

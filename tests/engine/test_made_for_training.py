@@ -12,6 +12,7 @@ from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.engine import build
 from ddprun.engine.build import ChoiceBuilder
+from ddprun.engine.turns import build_turns
 from tests.engine.running import lines, run_pipeline, summary, to_its_end, weights
 from tests.ranks import as_processes
 
@@ -187,7 +188,9 @@ def test_only_groups_with_lr_scale_are_scaled(tmp_path: Path, name: str) -> None
     loaded = load(tmp_path / "p.yaml")
     model = nn.Linear(2, 2)
     with patch.object(ChoiceBuilder, "import_target", lambda _: module()[name]):
-        assert build.build_optimizer(loaded, model).param_groups[0].get("lr") is None
+        assert (
+            build.build_optimizer(loaded, model, build_turns(loaded, model)).param_groups[0].get("lr") is None
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from ddprun.config import load
 from ddprun.explain import model_probe
 from ddprun.explain.explain import explain
+from ddprun.explain.model_probe import GradientBuckets, ModelProbe
 from ddprun.explain.traffic import SentBytes
 from tests.engine.running import events, lines, run_pipeline, summary
 
@@ -47,6 +48,12 @@ STAGES = {
     "independent": "{steps: 3, sync: independent}",
     "mutate": "{steps: 3, mutate: {noise: {std: 0.001}}}",
 }
+
+
+def buckets_of(probe: ModelProbe) -> GradientBuckets:
+    """Those of a pipeline whose steps have one backward pass."""
+    (found,) = probe.gradient_buckets.values()
+    return found
 
 
 def check(folder: Path, text: str, ranks: int) -> None:
@@ -142,11 +149,10 @@ def test_a_run_finds_the_same(caps: str, tmp_path: Path) -> None:
     )
     found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
     probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
-    assert probe.gradient_buckets is not None
     assert probe.buffer_use is not None
     said = [
         {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-        for b in probe.gradient_buckets.layouts
+        for b in buckets_of(probe).layouts
     ]
     assert found["started"]["buckets"] == said
     assert len(said) > 1
@@ -245,8 +251,7 @@ launch: {nproc_per_node: 2}
     )
     found = explain(load(tmp_path / "shown.yaml"))
     assert [stage.steps for stage in found.stages] == [4, 5]
-    assert found.probe.gradient_buckets is not None
-    (bucket,) = found.probe.gradient_buckets.layouts
+    (bucket,) = buckets_of(found.probe).layouts
     assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
     assert explain(load(tmp_path / "shown.yaml"), allow_imports=False).probe.feeds is None
 
@@ -296,15 +301,13 @@ def test_buckets_without_values_are_those_of_ddp(
         text = text.replace("data: digits", "data: {text: {files: words.txt, context: 16}}")
     file = tmp_path / "large.yaml"
     file.write_text(f"{text}stages: [train: {{steps: 1}}]\n")
-    by_order = explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets
-    assert by_order is not None
+    by_order = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert len(by_order.layouts) > 1
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
-    assert explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets == by_order
+    assert buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe) == by_order
     for caps in ("25", "2", "0.5", "[0.7, 2]", "[3, 1, 0.1]"):
         loaded = load(file, [f"ddp={{bucket_cap_mb: {caps}, static_graph: true}}"])
-        by_ddp = explain(loaded, hosts=1, ranks_per_host=2).probe.gradient_buckets
-        assert by_ddp is not None
+        by_ddp = buckets_of(explain(loaded, hosts=1, ranks_per_host=2).probe)
         assert by_ddp.layouts == by_order.layouts_for(loaded.pipeline.ddp.bucket_caps_bytes)
         assert by_ddp.layouts_for([7 << 20]) is None
 
@@ -360,6 +363,5 @@ class Net(nn.Linear):
     model = "looks.Net: {in_features: 64, out_features: 10}"
     file.write_text(f"{HEAD.format(model=model)}stages: [train: {{steps: 1}}]\n")
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
-    gradients = explain(load(file), hosts=1, ranks_per_host=2).probe.gradient_buckets
-    assert gradients is not None
+    gradients = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]

@@ -293,6 +293,9 @@ def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     file.write_text(only_forward)
     with pytest.raises(CostsUnknownError, match="no stage trains"):
         measurement_stages_yaml(load(file), [[]])
+    file.write_text(PIPELINE.format(stages='[{train: {steps: 4}}, {train: {steps: 4, freeze: ["0.*"]}}]'))
+    with pytest.raises(CostsUnknownError, match="stages freeze different parameters"):
+        measurement_stages_yaml(load(file), [[]])
 
 
 def test_only_hierarchical_has_legs() -> None:

@@ -41,7 +41,9 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
         buffer.parts += made.parts
         buffer.marks += made.marks
         if made.backward_end is not None:
-            step.backward_end = buffer.marks.index(made.backward_end, first)
+            step.backward_ends = [
+                (buffer.marks.index(made.backward_end, first), len(buffer.traces) + len(made.traces))
+            ]
         buffer.traces += made.traces
         buffer.losses += [float(loss) for loss in made.losses]
         buffer.samples += made.samples

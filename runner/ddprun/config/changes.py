@@ -21,6 +21,7 @@ _UNCHANGEABLE_KEYS = {
     "precision": "weights and loss scale belong to it",
     "freeze": "the optimizer's state belongs to it",
     "groups": "the optimizer's state belongs to them",
+    "stages": "the optimizer's state belongs to their turns",
     "optimizer": "the checkpoint holds no state for it",
     "loader.shuffle": "samples would be seen twice, others not at all",
     "batch": "the optimizer's state belongs to the loss",
@@ -28,7 +29,7 @@ _UNCHANGEABLE_KEYS = {
     "loader.sampler": "samples would be seen twice, others not at all",
     "loader.sharded": "samples would be seen twice, others not at all",
 }  # what a resumed run cannot change, and why
-_STAGE_STATE_KEYS = ("sync", "mutate", "update", "data")  # fixed once a stage has begun
+_STAGE_STATE_KEYS = ("sync", "mutate", "update", "data", "freeze", "turns")  # fixed once a stage has begun
 
 
 def check_and_list_changes(
@@ -84,8 +85,14 @@ def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[
 
 
 def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
-    """Of the optimizer its name, and which parameters are in which group: options may change."""
-    return {"optimizer": pipeline.optimizer.name, "groups": [list(group.match) for group in pipeline.groups]}
+    """Of the optimizer its name, and which parameters it has in which group: options may change."""
+    freezes = list(map(list, dict.fromkeys(pipeline.frozen_patterns().values())))
+    return {
+        "optimizer": pipeline.optimizer.name,
+        "groups": [list(group.match) for group in pipeline.groups],
+        "freeze": freezes if len(freezes) > 1 else freezes[0],
+        "stages": [to_plain_data(stage.turns) for stage in pipeline.train_stages() if stage.turns],
+    }
 
 
 def _stage_faults(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -69,13 +69,17 @@ def with_key_hints(
 
 
 def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The model of a field that is a section of the file; None for any other field."""
+    """The model of a field that is a section of the file, or a list of such; None for any other field."""
     for mark in field.metadata if field else ():
         if isinstance(mark, CustomValidator) and mark.section is not None:
             return mark.section()
     kind = field.annotation if field else None
     if get_origin(kind) is UnionType and len(given := set(get_args(kind)) - {NoneType}) == 1:
         (kind,) = given  # a section that may be null
+    while get_origin(kind) in (Annotated, tuple):
+        kind, *marks = get_args(kind)
+        if any(isinstance(mark, CustomValidator) for mark in marks):
+            return None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

@@ -186,6 +186,12 @@ class Pipeline(Options):
     def stages_with_steps(self) -> list[TrainStage | ForwardStage]:
         return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
+    def frozen_patterns(self) -> dict[str, tuple[str, ...]]:
+        """What each stage freezes that updates weights, by the place where it stands."""
+        settings = [(stage, stage.effective_settings(self)) for stage in self.stages_with_steps()]
+        found = {stage.key_path("freeze"): one.freeze for stage, one in settings if one.updates_weights}
+        return found or {"freeze": self.freeze}
+
     @property
     def has_automatic_buffers(self) -> bool:
         """Whether, in some stage, `buffers` goes by what training does with them."""

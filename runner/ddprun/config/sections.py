@@ -4,7 +4,16 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from ddprun.config.built_ins import parse_batch_key
 from ddprun.config.choices import (
@@ -106,6 +115,14 @@ def parse_data(value: Any) -> Choice | DataPair:
 
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]  # as a shell's
 
+_PATTERN = {"type": "string", "minLength": 1}
+Match = Annotated[
+    Patterns,
+    Field(min_length=1),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_PATTERN, {"type": "array", "items": _PATTERN, "minItems": 1}]}),
+]
+
 
 class Init(Options):
     """The weights to start from."""
@@ -138,18 +155,17 @@ class ParameterGroup:
 
 
 class _ParameterPatterns(Options):
-    match: Annotated[Patterns, Field(min_length=1)]
+    match: Match
 
 
 def _parse_parameter_group(value: Any) -> ParameterGroup:
     if not isinstance(value, dict) or "match" not in value:
         raise expected("a group of parameters", "write {match: pattern, option: value}")
-    match = [value["match"]] if isinstance(value["match"], str) else value["match"]
     options = {key: option for key, option in value.items() if key != "match"}
     if not options:
         hint = "write {match: pattern, weight_decay: 0}"
         raise problem("a group needs options of its own", hint, at="match")
-    return ParameterGroup(validate(_ParameterPatterns, {"match": match}).match, options)
+    return ParameterGroup(validate(_ParameterPatterns, {"match": value["match"]}).match, options)
 
 
 ParameterGroups = Annotated[

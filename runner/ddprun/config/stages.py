@@ -16,8 +16,10 @@ from ddprun.config.sections import (
     SAFETENSORS_CONSTRAINT,
     BuffersField,
     HookStack,
+    Match,
     Metrics,
     MutateChoice,
+    Patterns,
     ScheduleChoice,
     SyncChoice,
     UpdateChoice,
@@ -30,10 +32,11 @@ from ddprun.options import (
     PositiveFloat,
     PositiveInt,
     expected,
+    pattern_constraint,
     problem,
     unknown_name,
 )
-from ddprun.sync.plan import BufferSettings, StageFacts, SyncPlan, SyncPolicy
+from ddprun.sync.plan import BufferSettings, StageFacts, SyncPlan, SyncPolicy, is_due
 
 if TYPE_CHECKING:
     from ddprun.config.schema import Pipeline
@@ -57,6 +60,8 @@ class StepStageSettings:
     warmup_steps: int
     mutate: Choice | None
     data: Choice | None  # None: what the pipeline's `data` gives for training
+    freeze: tuple[str, ...]  # patterns of the names of parameters
+    turns: tuple["Turn", ...]  # none: all that is trained is updated together
     update: Choice | None  # None in a train stage, and in a forward stage that updates nothing
     has_backward: bool  # the stage has backward passes
 
@@ -82,6 +87,10 @@ class StepStageSettings:
         """The metric by which the schedule steps after evaluations; None: it steps after updates."""
         return self.schedule.beside.get("metric") if self.schedule and self.updates_weights else None
 
+    def due_turns(self, step: int) -> list[int]:
+        """The indices of the turns that a step of the stage takes, which counts from 1; 0 without turns."""
+        return [index for index, turn in enumerate(self.turns) if is_due(turn.every, step)] or [0]
+
     @property
     def hook_specs(self) -> list[Any]:
         """The hooks as a file would have them."""
@@ -91,6 +100,19 @@ class StepStageSettings:
     def uses_noop(self) -> bool:
         """The `noop` hook gives each rank its own back, so ranks diverge."""
         return any(hook.name == "noop" for hook in self.hooks)
+
+
+class Turn(Options):
+    """One of several parts of a step: forward, backward and an update of some parameters."""
+
+    name: Annotated[str, pattern_constraint(r"^[A-Za-z_]\w*$", "a name of letters, digits and _")]
+    """What the model's forward gets as `turn`, and what the loss is called in records."""
+
+    match: Match
+    """Patterns of the names of the parameters that are updated."""
+
+    every: PositiveInt = 1
+    """Steps of the stage from one of its turns to the next."""
 
 
 class Stage(Options):
@@ -181,7 +203,7 @@ def metric_names(metrics: Sequence[Choice]) -> list[str]:
 
 OVERRIDABLE_KEYS = (
     *("accumulate", "sync", "hooks", "buffers", "optimizer", "schedule", "warmup_steps", "clip_norm"),
-    *("clip_value", "on_nan"),
+    *("clip_value", "on_nan", "freeze"),
 )  # keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`
 
 
@@ -212,6 +234,7 @@ class StepStage(Stage):
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     on_nan: Literal["continue", "stop"] = "stop"
+    freeze: Patterns = ()
 
     mutate: MutateChoice | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
@@ -244,6 +267,7 @@ class StepStage(Stage):
         if not trains:
             settings["accumulate"] = 1
         settings |= {key: getattr(self, key) for key in ("steps", "epochs", "mutate", "data")}
+        settings["turns"] = (self.turns or ()) if isinstance(self, TrainStage) else ()
         update = self.update if isinstance(self, ForwardStage) else None
         return StepStageSettings(update=update, has_backward=trains, **settings)
 
@@ -259,6 +283,20 @@ class TrainStage(StepStage):
     misplaced_key_hints: ClassVar[Mapping[str, str]] = {"update": "write it in a forward stage"}
 
     accumulate: PositiveInt = 1
+
+    turns: Annotated[tuple[Turn, ...], Field(strict=False, min_length=2)] | None = None
+    """Parts of each step, in order, on the same batch, each with its own loss and parameters, as in a GAN.
+    null updates all that is trained together."""
+
+    @model_validator(mode="after")
+    def _turns_fit_together(self) -> Self:
+        turns = self.turns or ()
+        names = [turn.name for turn in turns]
+        if twice := [name for name, often in Counter(names).items() if often > 1]:
+            raise problem(f'two turns are called "{twice[0]}"', "give each a name of its own", at="turns")
+        if turns and all(turn.every > 1 for turn in turns):
+            raise problem("some steps would update nothing", "leave out every in one turn", at="turns")
+        return self
 
 
 class ForwardStage(StepStage):

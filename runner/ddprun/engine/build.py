@@ -37,6 +37,7 @@ from ddprun.engine.data import ErrorFactory, is_iterable
 from ddprun.engine.model_with_loss import FunctionalLoss, ModelWithLoss, loss_joins_model, model_alone
 from ddprun.engine.samples import Collate
 from ddprun.engine.stateful_metric import StatefulMetric
+from ddprun.engine.turns import Turns, check_groups_of_turns
 from ddprun.engine.weights import freeze, has_train_eval_modes, parameter_groups
 from ddprun.parallel.ddp import sparse_parameters
 from ddprun.sync.exchanger import requires_closure
@@ -420,9 +421,15 @@ def join_loss_and_freeze(
 
 
 def build_optimizer(
-    loaded: LoadedPipeline, model: nn.Module, choice: Choice | None = None, path: str = "optimizer"
+    loaded: LoadedPipeline,
+    model: nn.Module,
+    turns: Turns,
+    choice: Choice | None = None,
+    path: str = "optimizer",
 ) -> Optimizer:
-    """The optimizer over all parameters that require a gradient, in the file's groups; in training mode."""
+    """The optimizer over all parameters that require a gradient, in the file's groups, each of one turn; in
+    training mode.
+    """
     choice = choice or loaded.pipeline.optimizer
     options = []
     for index, group in enumerate(loaded.pipeline.groups):
@@ -433,7 +440,7 @@ def build_optimizer(
             own = {key: getattr(read, key) for key in own}
         options.append(own)
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
-    params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options))
+    params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options, turns.apart))
     optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
     # Of timm's layer decay, which only its own schedules apply; groups of other packages are scaled already.
     scaled = [group for group in optimizer.param_groups if "lr_scale" in group and "lr" in group]
@@ -446,6 +453,7 @@ def build_optimizer(
         text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
         raise chosen.error(text, "freeze them, or have it take all that require a gradient")
     _check_sparse(loaded, model, chosen, optimizer)
+    check_groups_of_turns(loaded, turns, optimizer)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
@@ -501,7 +509,9 @@ def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
     name = f'"optimizer: {loaded.pipeline.optimizer.name}", which takes a closure'
     for stage in loaded.pipeline.stages_with_steps():
         settings, path, why = stage.effective_settings(loaded.pipeline), "", ""
-        if settings.update is not None:
+        if settings.turns:
+            path, why = f"{stage.path}.turns", "a closure is of one loss"
+        elif settings.update is not None:
             path, why = f"{stage.path}.update", "the update makes the gradients"
         elif settings.has_backward and loaded.pipeline.precision.endswith("fp16"):
             path, why = "precision", "a loss scaler knows nothing of its passes; write bf16"
@@ -539,7 +549,7 @@ def _check_sparse(
 
 
 def optimizer_settings(
-    loaded: LoadedPipeline, model: nn.Module, optimizer: Optimizer
+    loaded: LoadedPipeline, model: nn.Module, turns: Turns, optimizer: Optimizer
 ) -> dict[int, list[dict[str, Any]]]:
     """The optimizer's settings in each stage that takes steps, by its index, for each parameter group: what
     constructors take, and what stages differ in. Whatever else a group holds is the optimizer's own state, as
@@ -549,7 +559,7 @@ def optimizer_settings(
     for stage in loaded.pipeline.stages_with_steps():
         made = optimizer
         if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
-            made = build_optimizer(loaded, model, stage.optimizer, f"{stage.path}.optimizer")
+            made = build_optimizer(loaded, model, turns, stage.optimizer, f"{stage.path}.optimizer")
         found[stage.index] = [dict(group) for group in made.param_groups]
     kept = {"lr", "betas", "momentum"}  # which schedules change
     makers = (vars(one).get("__init__") for one in type(optimizer).__mro__)

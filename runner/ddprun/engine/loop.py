@@ -5,13 +5,13 @@ for each step:
     handle_time_slice_and_profiler
                           time slice of a comparison, profiler          no step's time
     next batch                                                          data_us
-    step_function         train_step, or forward_step:
+    step_function         train_step, or forward_step; in each turn
                             buffers, if forward passes want them        sync_us
                             forward, loss                               forward_us
                             backward; hooks reduce buckets as they fill backward_us, exposed_*_us
                             fidelity, if this step measures it          sync_us
-                            optimizer_step: clip, optimizer,
-                              schedule, ema                             optimizer_us
+                            optimizer_step: clip, optimizer             optimizer_us
+                          after_update: schedule, ema                   optimizer_us
     sync_after_step       sync policy, buffers, audit, mutate           sync_us, exposed_*_us
     end_step_and_read_messages
                           this step's control message (loss, stop?,
@@ -29,8 +29,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Literal, cast
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
 from ddprun.engine.session import CLOCKS_EVERY_S, Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
+from ddprun.engine.turns import Turn, groups_of, only_groups_of
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.plan import is_due
 from ddprun.telemetry.recorder import AgreedSteps
@@ -94,6 +95,8 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
             take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
         run.synchronizer.run(run.sequence.end_early())  # nothing may be in flight when the process groups go
     state.synchronizer = None
+    runtime.turns.select(None)
+    runtime.frozen.train(runtime.turns.trained)
     state.cursor.count_time(in_stage=True)
     entry = {
         "steps": run.steps_done,
@@ -141,14 +144,68 @@ def run_steps(run: StageRun, step_function: StepFunction) -> StageEnd:
 # One step.
 
 
+class MicroResult(NamedTuple):
+    """What a turn's passes gave on a micro-batch."""
+
+    micro: MicroBatch
+    loss: Tensor  # shape ()
+    values: Sequence[Tensor]  # the numbers beside it
+
+
+class Update(NamedTuple):
+    """An optimizer's step: whether it was taken, and the norms that `clip_gradients` gives."""
+
+    applied: bool
+    norm: Tensor | None
+    group_norms: Sequence[Tensor] | None
+
+
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
+    """The turns of a step, one after the other on the same batches. A stage without `turns` has one."""
+    session, runtime = run.session, run.session.runtime
+    turns, updates, results = run.due_turns(stage_step), list[Update](), list[list[MicroResult]]()
+    micro_batches: Iterable[tuple[MicroBatch, Any]] = load_micro_batches(run, batches)
+    if len(turns) > 1:
+        micro_batches = list(micro_batches)
+    with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
+        for turn in turns:
+            if updates:
+                runtime.recorder.lap("optimizer_us")
+            runtime.turns.select(turn)
+            with only_groups_of(turn, runtime.optimizer):
+                of_turn, update = train_turn(run, turn, micro_batches, batches)
+            results.append(of_turn)
+            updates.append(update)
+        runtime.recorder.note_update(runtime.optimizer, *_combine_norms(runtime.optimizer, turns, updates))
+    for of_turns in zip(*results, strict=True):
+        micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
+        values = runtime.objective.merge_values([one.values for one in of_turns])
+        mean, values = mean_loss(session, loss, micro.samples), mean_values(session, values, micro.samples)
+        runtime.recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
+    if any(update.applied for update in updates):
+        after_update(run)
+    runtime.recorder.lap("optimizer_us")
+
+
+def load_micro_batches(run: StageRun, batches: StepBatches) -> Iterator[tuple[MicroBatch, Any]]:
+    """Each micro-batch, and its content on the device as calls get it."""
+    runtime = run.session.runtime
+    for micro in batches.micro_batches:
+        content = runtime.objective.training_batch(micro.content)
+        runtime.recorder.lap("data_us")
+        yield micro, content
+
+
+def train_turn(
+    run: StageRun, turn: Turn, micro_batches: Iterable[tuple[MicroBatch, Any]], batches: StepBatches
+) -> tuple[list[MicroResult], Update]:
     """Forward and backward passes, and the optimizer's step; enters DDP only if gradients are exchanged. An
     optimizer that takes a closure may call for more passes (`closure.py`).
     """
-    runtime = run.session.runtime
+    runtime, results = run.session.runtime, list[MicroResult]()
     recorder, precision, watchdog = runtime.recorder, runtime.precision, runtime.ranks.watchdog
     gradients, timings = run.settings.plan.gradients, runtime.loaded.pipeline.timings
-    replica = runtime.replica if gradients else None
+    replica = turn.replica if gradients else None
     model = runtime.model if replica is None else replica.ddp
     scale = precision.loss_scale()
     fidelity_is_due = is_due(timings.fidelity_every, run.session.state.current_step)
@@ -159,18 +216,17 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
     if replica is not None:
         repeatable = closure is not None
         replica.dispatcher.begin_step(scale, fidelity=measure_fidelity, repeatable=repeatable)
-    for index, micro in enumerate(batches.micro_batches, start=1):
+    for index, (micro, content) in enumerate(micro_batches, start=1):
         last = index == batches.micro_batch_count
-        content = runtime.objective.training_batch(micro.content)
-        recorder.lap("data_us")
         if runtime.buffers.before_forward():
             recorder.lap("sync_us")
         watchdog.set_phase(b"forward")
         if closure is not None:
             closure.begin_pass()
         with nullcontext() if replica is None else replica.accumulating(not last):
-            result = runtime.objective(model, content)
-            loss, values = result.loss, result.values
+            result = runtime.objective(model, content, turn.name)
+            loss = result.loss
+            results.append(MicroResult(micro, loss.detach(), result.values))
             del result  # its output need not outlive the pass
             weight = loss_weight(run.session, micro, batches.total_weight)
             weighted = loss if weight == 1.0 else loss * weight
@@ -180,19 +236,16 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
             backward(run, replica, weighted, last=last)
         if closure is not None:
             closure.add_pass(content, weight, weighted)
-        mean = mean_loss(run.session, loss.detach(), micro.samples)
-        values = mean_values(run.session, values, micro.samples)
-        recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
     if replica is None:
         precision.unscale(runtime.model.parameters())  # under DDP the dispatcher has unscaled each bucket
     elif measure_fidelity:
         replica.dispatcher.measure_fidelity(runtime.exchange.exact_sum)
         recorder.lap("sync_us")
     watchdog.set_phase(b"optimizer")
-    applied = optimizer_step(run, stage_step, closure=closure)
+    update = optimizer_step(run, closure=closure)
     if replica is not None:
-        replica.dispatcher.end_step(applied=applied)
-    recorder.lap("optimizer_us")
+        replica.dispatcher.end_step(applied=update.applied)
+    return results, update
 
 
 def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: bool) -> None:
@@ -208,7 +261,7 @@ def backward(run: StageRun, replica: DdpReplica | None, loss: Tensor, *, last: b
     if not last:
         watchdog.set_phase(b"data")
     elif runtime.gradient_times is not None:
-        recorder.current.gradient_marks = runtime.gradient_times.take()
+        recorder.note_gradient_times(runtime.gradient_times.take())
     if last and replica is not None:
         recorder.end_backward()  # marks, too, until when it waited for buckets
     else:
@@ -253,44 +306,43 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     recorder.lap("forward_us")
     if update is None:
         return
+    applied = True
     # An update changes the weights itself, or leaves gradients for the optimizer.
     if any(param.grad is not None for param in model.parameters()):
-        optimizer_step(run, stage_step, from_backward=False)
-    else:
+        with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
+            applied, norm, group_norms = optimizer_step(run, from_backward=False)
+            recorder.note_update(runtime.optimizer, norm, group_norms)
+    if applied:
         after_update(run)
     recorder.lap("optimizer_us")
 
 
 def optimizer_step(
-    run: StageRun, stage_step: int, *, closure: StepClosure | None = None, from_backward: bool = True
-) -> bool:
-    """Clip, step, and what follows; whether it was taken. The loss scaler knows gradients `from_backward`."""
-    runtime, settings = run.session.runtime, run.settings
+    run: StageRun, *, closure: StepClosure | None = None, from_backward: bool = True
+) -> Update:
+    """Clip, and step. The loss scaler knows gradients `from_backward`."""
+    runtime = run.session.runtime
     precision, optimizer, model = runtime.precision, runtime.optimizer, runtime.model
     if from_backward:
         precision.note_nonfinite_gradients(optimizer)
     norm, group_norms = clip_gradients(run)
-    with warmup_lr(optimizer, run.warmup_steps_done(stage_step), settings.warmup_steps):
-        runtime.recorder.note_update(optimizer, norm, group_norms)
-        if closure is not None:
-            closure.begin()
-            optimizer.step(cast(Any, closure))
-            applied = True
-        elif from_backward:
-            applied = precision.step(optimizer)
-        else:  # never scaled: look for what the loss scaler would have found
-            gradients = _gradients(model.parameters())
-            applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
-            if applied:
-                optimizer.step()
-    if applied:
-        after_update(run)
-    else:
+    if closure is not None:
+        closure.begin()
+        optimizer.step(cast(Any, closure))
+        applied = True
+    elif from_backward:
+        applied = precision.step(optimizer)
+    else:  # never scaled: look for what the loss scaler would have found
+        gradients = _gradients(model.parameters())
+        applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
+        if applied:
+            optimizer.step()
+    if not applied:
         reason, step = "a gradient is not finite", run.session.state.current_step
         events = run.session.reporter.events
         events.warning("step_skipped", step=step, reason=reason, rank=runtime.ranks.rank)
     optimizer.zero_grad(set_to_none=True)
-    return applied
+    return Update(applied, norm, group_norms)
 
 
 def after_update(run: StageRun) -> None:
@@ -361,6 +413,23 @@ def _norms(groups: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
 
 def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+def _combine_norms(
+    optimizer: torch.optim.Optimizer, turns: Sequence[Turn], updates: Sequence[Update]
+) -> tuple[Tensor | None, Sequence[Tensor] | None]:
+    """As `clip_gradients`, for all turns of a step; 0 for a group whose turn is not due."""
+    if len(updates) == 1 and turns[0].name is None:
+        return updates[0].norm, updates[0].group_norms
+    norms = [one.norm for one in updates if one.norm is not None]
+    if len(norms) < len(updates):
+        return None, None
+    of_groups = dict[int, Tensor]()
+    for turn, update in zip(turns, updates, strict=True):
+        of_groups |= zip(map(id, groups_of(turn, optimizer)), update.group_norms or (), strict=False)
+    zero, measured = torch.zeros_like(norms[0]), all(one.group_norms is not None for one in updates)
+    of_each = [of_groups.get(id(group), zero) for group in optimizer.param_groups]
+    return torch.linalg.vector_norm(torch.stack(norms)), of_each if measured else None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from ddprun.engine import seeding
 from ddprun.engine.data import Feed, all_gather_number
 from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.preserve_state import preserve_state
+from ddprun.engine.turns import Turns
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
 from ddprun.units import abbreviated_list
@@ -189,7 +190,8 @@ class Objective:
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     `transform` changes the batches of training.
-    Either may return a mapping with `loss` and other numbers; the first pass finds which there are.
+    Either may return a mapping with `loss` and other numbers. In a turn, the model's forward gets its name,
+    and the loss is one of these numbers, too.
     """
 
     def __init__(
@@ -203,7 +205,9 @@ class Objective:
         self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
         self._transform = transform
         self._joined = loss_joins_model(loss)
-        self.value_names: tuple[str, ...] | None = None  # of numbers beside the loss; None: no pass yet
+        self.value_names: tuple[str, ...] = ()  # of numbers beside the loss
+        self.found_names: dict[str, None] | None = None  # the same as passes so far had them; None: no pass
+        self._unknown = torch.full((), math.nan, device=precision.device)
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
@@ -216,17 +220,26 @@ class Objective:
         content = self.precision.to_device(content)
         return content if self._transform is None else self._transform(content)
 
-    def __call__(self, model: nn.Module, content: Any) -> ForwardResult:
+    def __call__(self, model: nn.Module, content: Any, turn: str | None = None) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
         positional, named, target = self._split_batch(content)
+        if turn is not None:
+            named = {**named, "turn": turn}
         call = partial(self._output_and_loss, positional, named, target)
         with self.precision.autocast():
             output, loss, found = model(call) if self._joined else call(model, self.loss)
-        if self.value_names is None:
-            self.value_names = tuple(found)
-        unknown = torch.full((), math.nan, device=loss.device) if self.value_names else loss
-        values = [found.get(name, unknown) for name in self.value_names]
+        if turn is not None:
+            found[turn] = loss.detach().float()
+        self.found_names = {**(self.found_names or {}), **dict.fromkeys(found)}
+        values = [found.get(name, self._unknown) for name in self.value_names]
         return ForwardResult(loss, output, content if self.loss is None else target, content, values)
+
+    def merge_values(self, of_turns: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """The numbers beside the losses of a step's turns: each of the last turn that has it."""
+        if len(of_turns) == 1:
+            return of_turns[0]
+        known = [[one for one in same if one is not self._unknown] for same in zip(*of_turns, strict=True)]
+        return [found[-1] if found else self._unknown for found in known]
 
     def _output_and_loss(
         self,
@@ -409,21 +422,27 @@ def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor |
     return of_classes[target[counts]].sum(dtype=torch.promote_types(of_classes.dtype, torch.float32))
 
 
-def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Feed) -> None:
-    """Give lazy parameters their shapes and values by a pass on the first batch, as in torch's docs.
+def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Feed, turns: Turns) -> None:
+    """Give lazy parameters their shapes and values by passes on the first batch, as in torch's docs.
 
     https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.lazy.LazyModuleMixin.html
     """
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         model.eval()
         with torch.no_grad():
-            objective(model, objective.training_batch(feed.first_batch()))
-        objective.value_names = None  # a pass in training may give others
+            for name in turns.names:
+                objective(model, objective.training_batch(feed.first_batch()), name)
+        objective.found_names = None  # a pass in training may give others
         model.train()
 
 
 def check_last_batch(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, control: ControlChannel
+    loaded: LoadedPipeline,
+    model: nn.Module,
+    objective: Objective,
+    feed: Feed,
+    turns: Turns,
+    control: ControlChannel,
 ) -> None:
     """Raise a PipelineError if an epoch ends with one sample on some rank, which BatchNorm cannot take. All
     ranks try it together, since a model may call collectives itself.
@@ -435,7 +454,8 @@ def check_last_batch(
     with preserve_state(objective.precision.device, model, objective.loss), torch.no_grad():
         model.train()
         try:
-            objective(model, objective.training_batch(feed.first_batch(1)))
+            for name in turns.names:
+                objective(model, objective.training_batch(feed.first_batch(1)), name)
         except ValueError as error:
             if _BATCH_NORM_ERROR not in str(error):
                 raise
@@ -444,7 +464,9 @@ def check_last_batch(
             raise loaded.error("loader.drop_last", text, hint) from None
 
 
-def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, automatic: bool) -> BufferUse:
+def find_buffer_use(
+    model: nn.Module, objective: Objective, feed: Feed, turns: Turns, *, automatic: bool
+) -> BufferUse:
     """What training does with buffers, seen on this rank's first batch; not `automatic`: all may change."""
     if not automatic or next(model.buffers(), None) is None:
         return BufferUse.assume_changing(model)
@@ -457,19 +479,21 @@ def find_buffer_use(model: nn.Module, objective: Objective, feed: Feed, *, autom
         with preserve_state(precision.device, model, objective.loss), fixed_rng():
             model.train()
             load_buffers(model, buffers)
-            loss = objective(model, content).loss
-            return loss.detach().clone(), clone_buffers(model)
+            losses = [objective(model, content, name).loss.detach() for name in turns.names]
+            return torch.stack(losses), clone_buffers(model)
 
     return probe_buffer_use(model, forward)
 
 
-def warmup_pass(model: nn.Module, objective: Objective, feed: Feed, *, backward: bool) -> None:
+def warmup_pass(
+    model: nn.Module, objective: Objective, feed: Feed, turn: str | None = None, *, backward: bool
+) -> None:
     """Two passes without a trace on the first batch: a model may go another way once it has been called."""
     with preserve_state(objective.precision.device, model, objective.loss), torch.set_grad_enabled(backward):
         model.train()
         content = objective.training_batch(feed.first_batch())
         for _ in range(2):
-            loss = objective(model, content).loss
+            loss = objective(model, content, turn).loss
             if backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
@@ -496,7 +520,9 @@ def _type_and_shape(value: Any) -> str:
     return name
 
 
-def settle_layout(replica: DdpReplica, objective: Objective, feed: Feed, barrier: Callable[[], None]) -> None:
+def settle_layout(
+    replica: DdpReplica, objective: Objective, feed: Feed, turn: str | None, barrier: Callable[[], None]
+) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
     with preserve_state(objective.precision.device, replica.model, objective.loss):
         content = objective.training_batch(feed.first_batch())
@@ -505,5 +531,7 @@ def settle_layout(replica: DdpReplica, objective: Objective, feed: Feed, barrier
             return objective.unused_parameters_error(names, "the loss of a rank's first batch")
 
         replica.settle_layout(
-            lambda: objective(replica.ddp, content).loss, make_unused_error=make_unused_error, barrier=barrier
+            lambda: objective(replica.ddp, content, turn).loss,
+            make_unused_error=make_unused_error,
+            barrier=barrier,
         )

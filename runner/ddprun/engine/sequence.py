@@ -42,11 +42,18 @@ class Audit:
     at_end: bool = False  # the stage has just made ranks equal
 
 
+@dataclass(frozen=True)
+class SendGradients:
+    """The backward pass of a turn averages them among the plan's ranks."""
+
+    turn: int  # its index in the stage; 0 for a stage without turns
+
+
 Action = (
-    SendBuffers | DueTransfers | EqualizeState | Audit | Literal["send gradients", "compare frozen", "mutate"]
+    SendBuffers | SendGradients | DueTransfers | EqualizeState | Audit | Literal["compare frozen", "mutate"]
 )
-"""`send gradients`: backward averages them among the plan's ranks. `compare frozen`: make those frozen
-parameters equal that differ. `mutate`: each rank changes its own weights."""
+"""`compare frozen`: make those frozen parameters equal that differ. `mutate`: each rank changes its own
+weights."""
 
 
 @dataclass(eq=False)
@@ -100,11 +107,12 @@ class StageActions:
         """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is
         in the order of `loop.train_step`.
         """
-        for _ in range(self.settings.accumulate):
+        turns = self.settings.due_turns(step)
+        for _ in range(self.settings.accumulate * len(turns)):
             if names := self.buffers.before_forward():
                 yield "before_forward", SendBuffers(names)
         if self.settings.plan.gradients is not None:
-            yield "backward", "send gradients"
+            yield from (("backward", SendGradients(turn)) for turn in turns)
         if self.settings.updates_weights:
             self.note_update()
         for action in self.after_step(step):

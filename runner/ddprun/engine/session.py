@@ -26,7 +26,7 @@ from ddprun.engine.nonfinite import FiniteCheck
 from ddprun.engine.objective import Objective, Precision
 from ddprun.engine.reporter import Reporter
 from ddprun.engine.stacks import HookStacksByStage
-from ddprun.parallel.ddp import DdpReplica
+from ddprun.engine.turns import Turns
 from ddprun.parallel.ranks import Ranks
 from ddprun.sync.audit import AuditResult
 from ddprun.sync.buffers import BufferSync
@@ -62,7 +62,7 @@ class RunComponents:
     clock: Clock
     recorder: StepRecorder
     model: nn.Module  # what is trained: the bare model, or with its loss (`ModelWithLoss`)
-    replica: DdpReplica | None  # the model under DDP; None if no stage exchanges gradients
+    turns: Turns  # what the steps of each stage train, with the model under DDP
     stacks: HookStacksByStage  # the hooks of each stage
     buffers: BufferSync
     frozen: FrozenParameters

@@ -34,6 +34,7 @@ from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, open_checkpoints
+from ddprun.engine.turns import Turns, build_turns
 from ddprun.engine.weights import has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
 from ddprun.host.pipeline_folder import prepare_imports
@@ -104,9 +105,10 @@ def build_session(
     feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     check_epoch_ends(loaded, feeds)
     feed = feeds.main
-    initialize_lazy_parameters(model, objective, feed)
-    optimizer = build.build_optimizer(loaded, model)
-    optimizer_settings = build.optimizer_settings(loaded, model, optimizer)
+    turns = build_turns(loaded, model)
+    initialize_lazy_parameters(model, objective, feed, turns)
+    optimizer = build.build_optimizer(loaded, model, turns)
+    optimizer_settings = build.optimizer_settings(loaded, model, turns, optimizer)
     build.check_closure(loaded, optimizer)
     stacks = open_stacks(loaded)
     signals.reinstall_handlers()  # after the imports; again before step 1
@@ -140,27 +142,29 @@ def build_session(
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
-    buffer_use = find_buffer_use(model, objective, feed, automatic=pipeline.has_automatic_buffers)
+    buffer_use = find_buffer_use(model, objective, feed, turns, automatic=pipeline.has_automatic_buffers)
     buffers = BufferSync(model, exchanger, merge_buffer_use(buffer_use, model, control), pipeline.buffers)
     if any(stage.epochs for stage in pipeline.stages_with_steps() if stage.data is None):
-        check_last_batch(loaded, model, objective, feed, control)
+        check_last_batch(loaded, model, objective, feed, turns, control)
     compiler = None
     if pipeline.compile is not None:
         ranks.watchdog.set_phase(b"compiling")
-        compiler = _compile(loaded, model, objective, feeds, ranks, reporter)
+        compiler = _compile(loaded, model, objective, feeds, turns, ranks, reporter)
         ranks.watchdog.set_phase(b"warm-up passes")
-    replica = None
-    if any(stage.effective_settings(pipeline).plan.gradients for stage in pipeline.train_stages()):
-        replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first)
-        barrier = partial(control.barrier, "freezing the bucket layout")
-        settle_layout(replica, objective, feed, barrier)
+    barrier = partial(control.barrier, "freezing the bucket layout")
+    for turn in turns.select_each(turns.exchanging(loaded)):
+        first = len(turns.buckets)
+        replica = DdpReplica(model, pipeline.ddp, device, exchange.gradient_queue, stacks.first, first)
+        settle_layout(replica, objective, feed, turn.name, barrier)
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
-    if objective.value_names is None:  # no pass so far
+        turn.replica = replica
+    if objective.found_names is None:  # no pass so far
         with preserve_state(device, model, objective.loss), torch.enable_grad():
             model.train()
-            objective(model, objective.training_batch(feed.first_batch()))
-    of_ranks = ranks.gather("numbers beside the loss", list(objective.value_names or ()))
+            for turn_name in turns.names:
+                objective(model, objective.training_batch(feed.first_batch()), turn_name)
+    of_ranks = ranks.gather("numbers beside the loss", list(objective.found_names or ()))
     objective.value_names = tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
     recorder.value_names = objective.value_names
     _check_shared_memory(loaded, feeds, ranks, backend)
@@ -179,7 +183,7 @@ def build_session(
         clock=clock,
         recorder=recorder,
         model=model,
-        replica=replica,
+        turns=turns,
         stacks=stacks,
         buffers=buffers,
         frozen=FrozenParameters(model, exchanger, reporter.report_frozen_differ),
@@ -213,14 +217,19 @@ def _compile(
     model: nn.Module,
     objective: Objective,
     feeds: Feeds,
+    turns: Turns,
     ranks: Ranks,
     reporter: Reporter,
 ) -> compiling.GraphCompiler:
     """Compile the model, by passes as its stages take them, so that no step's time holds that."""
     stages_with_steps = loaded.pipeline.stages_with_steps()
-    stages = [(feeds.for_stage(stage.index), stage.name == "train") for stage in stages_with_steps]
-    for feed in {feed: None for feed, _ in stages}:  # what fails here has nothing to do with compiling
-        warmup_pass(model, objective, feed, backward=False)
+    passes = dict.fromkeys(
+        (feeds.for_stage(stage.index), turn, stage.name == "train")
+        for stage in stages_with_steps
+        for turn in turns.by_stage[stage.index]
+    )
+    for feed, name in dict.fromkeys((feed, turn.name) for feed, turn, _ in passes):
+        warmup_pass(model, objective, feed, name, backward=False)  # what fails here is the model's own
     started = time.monotonic()
     compiler, blocks = compiling.compile_model(loaded, model, ranks_here=ranks.environment.local_world_size)
     what = compiling.describe(blocks)
@@ -229,15 +238,17 @@ def _compile(
     notice.daemon = True
     notice.start()
     try:
-        for feed, backward in dict.fromkeys(stages):
-            warmup_pass(model, objective, feed, backward=backward)
+        for feed, turn, backward in passes:
+            turns.select(turn)
+            warmup_pass(model, objective, feed, turn.name, backward=backward)
     except Exception as error:
         if (compile_error := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise compile_error from error
         raise
     finally:
         notice.cancel()
-    if stages and not compiler.graphs:
+        turns.select(None)
+    if passes and not compiler.graphs:
         why = "; ".join(one.reason for one in compiler.breaks) or "torch gives no reason"
         problem = f"torch.compile found nothing to compile in {what}: {why}"
         raise loaded.error("compile", problem, _BLOCKS_HINT)

@@ -17,6 +17,7 @@ from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
+from ddprun.engine.turns import Turn, union_of_params
 from ddprun.sync.exchanger import (
     average_optimizer_state,
     averageable_state,
@@ -47,6 +48,11 @@ class StageRun:
         """Steps of this stage that are done, in all attempts."""
         state = self.session.state
         return state.step - state.cursor.first_step
+
+    def due_turns(self, stage_step: int) -> list[Turn]:
+        """What a step trains, one after the other; steps count from 1 in the stage."""
+        turns = self.session.runtime.turns.by_stage[self.stage.index]
+        return [turns[index] for index in self.settings.due_turns(stage_step)]
 
     def batches(self) -> Iterator[StepBatches]:
         """The micro-batches of each step that is left, until the stage's length or the data is at its end."""
@@ -148,7 +154,9 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime.stacks.adopt_earlier_state(stage.index)
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
-    replica = runtime.replica if plan.gradients else None
+    turns = runtime.turns.by_stage[stage.index]
+    runtime.turns.select(turns[0])
+    runtime.frozen.train(union_of_params(turns))
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
     sequence = StageActions(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
@@ -156,10 +164,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer = Synchronizer(sequence.progress, *exchanged, stack, host_stack, state.outer_momentum)
     state.synchronizer = synchronizer
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    buckets = () if replica is None else replica.dispatcher.layout
+    buckets = runtime.turns.buckets if plan.gradients else ()
     runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in buckets])
     signature = f"{synchronizer.signature()}; {stack.description}"
-    if replica is not None:
+    for replica in [turn.replica for turn in turns if turn.replica is not None] if plan.gradients else ():
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
         if plan.gradients == "host":
             hooks, ranks = host_stack, ranks.splits[plan.hosts][0]

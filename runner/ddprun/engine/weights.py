@@ -1,6 +1,6 @@
 """Parameters by their names: what a run starts with, what is frozen, and what has options of its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,24 +80,33 @@ def load_weights(loaded: LoadedPipeline, model: nn.Module) -> None:
 
 
 def freeze(loaded: LoadedPipeline, model: nn.Module) -> None:
-    """Take parameters out of training, by the patterns of `freeze`; a PipelineError if one has none."""
-    if not loaded.pipeline.freeze:
-        return
-    for param in _matching_parameters(loaded, "freeze", loaded.pipeline.freeze, model):
+    """Take out of training what every stage freezes; a PipelineError if a pattern has no parameter, or a
+    stage none to train.
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    frozen = set(trained)
+    for path, patterns in loaded.pipeline.frozen_patterns().items():
+        matching = set(matching_parameters(loaded, path, patterns, model))
+        if matching.issuperset(trained):
+            raise loaded.error(path, "no parameter is left to train", "freeze fewer")
+        frozen &= matching
+    for param in frozen:
         param.requires_grad_(False)
-    if not any(param.requires_grad for param in model.parameters()):
-        raise loaded.error("freeze", "no parameter is left to train", "freeze fewer")
 
 
 def parameter_groups(
-    loaded: LoadedPipeline, model: nn.Module, options: Sequence[dict[str, Any]]
+    loaded: LoadedPipeline,
+    model: nn.Module,
+    options: Sequence[dict[str, Any]],
+    apart: Sequence[Collection[Tensor]] = (),
 ) -> list[Any]:
     """What an optimizer is made over: all that is trained; with `groups`, those of each with its `options`,
-    then all others. A PipelineError: a pattern has no parameter, or a group none that is trained.
+    then all others. Parameters that are in one of `apart` are in no group with others. A PipelineError: a
+    pattern has no parameter, or a group none that is trained.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = loaded.pipeline.groups
-    if not groups:
+    if not groups and not apart:
         return trained
     found: list[dict[str, Any]] = []
     taken = set[Tensor]()
@@ -105,7 +114,7 @@ def parameter_groups(
     for index, group in enumerate(groups):
         path = f"groups[{index}].match"
         try:
-            matching = set(_matching_parameters(loaded, path, group.match, model))
+            matching = set(matching_parameters(loaded, path, group.match, model))
         except PipelineError as error:
             faults += error.faults
             continue
@@ -118,10 +127,18 @@ def parameter_groups(
     if faults:
         raise PipelineError(faults)
     rest = [param for param in trained if param not in taken]
-    return [*found, {"params": rest}] if rest else found
+    found += [{"params": rest}] if rest else []
+    return [one for group in found for one in _split(group, apart)]
 
 
-def _matching_parameters(
+def _split(group: dict[str, Any], apart: Sequence[Collection[Tensor]]) -> Iterator[dict[str, Any]]:
+    parts: dict[tuple[bool, ...], list[Tensor]] = {}
+    for param in group["params"]:
+        parts.setdefault(tuple(param in some for some in apart), []).append(param)
+    yield from ({**group, "params": params} for params in parts.values())
+
+
+def matching_parameters(
     loaded: LoadedPipeline, path: str, patterns: Sequence[str], model: nn.Module
 ) -> Iterator[Tensor]:
     """The parameters that a pattern matches, those of tied ones by any of their names."""

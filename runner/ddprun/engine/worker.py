@@ -41,6 +41,7 @@ from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
 from ddprun.engine.stage_run import run_equalizing_stage
 from ddprun.engine.state import close_checkpoints, take_checkpoint
+from ddprun.engine.turns import group_names
 from ddprun.host import rank_files
 from ddprun.host.device import (
     RankLaunchFacts,
@@ -304,9 +305,9 @@ def _announce(session: Session) -> None:
         device_name=device_name(runtime.device),
         buckets=[
             {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-            for b in (runtime.replica.dispatcher.layout if runtime.replica is not None else ())
+            for b in runtime.turns.buckets
         ],
-        groups=[", ".join(group.match) for group in pipeline.groups],
+        groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer),
     )
     log_event(reporter.events, started)
     # What the model's buffers do, and what follows from that under the file's settings.

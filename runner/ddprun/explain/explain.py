@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.ema import initial_averages
-from ddprun.engine.sequence import Action, EqualizeState, Moment, SendBuffers, StageActions, equalize
+from ddprun.engine.sequence import (
+    Action,
+    EqualizeState,
+    Moment,
+    SendBuffers,
+    SendGradients,
+    StageActions,
+    equalize,
+)
+from ddprun.engine.turns import build_turns, union_of_params
 from ddprun.engine.weights import has_train_eval_modes
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
@@ -27,7 +36,6 @@ from ddprun.sync.exchanger import (
     initialize_optimizer_state,
     requires_closure,
 )
-from ddprun.sync.frozen import trainable_parameters
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
 from ddprun_hooks.buckets import BucketLayout, TensorBuckets
@@ -303,10 +311,11 @@ class _Planner:
     """Goes through the stages by the sequence of what they do, which a run carries out."""
 
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
-        self._pipeline, self._probe, self._simulator = loaded.pipeline, probe, simulator
+        self._loaded, self._pipeline, self._probe, self._simulator = loaded, loaded.pipeline, probe, simulator
         self._cap_bytes = loaded.pipeline.ddp.largest_cap_bytes
         self._model = probe.model
-        self._trained = trainable_parameters(probe.model) if probe.model is not None else None
+        self._turns = build_turns(loaded, probe.model) if probe.model is not None else None
+        self._trained: Mapping[str, Tensor] | None = None  # by the stage; None: not known
         self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
         self._buffer_use = probe.buffer_use or BufferUse()
         if probe.buffer_use is None and self._model is not None:
@@ -325,6 +334,9 @@ class _Planner:
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
         self._stage, self._stage_exchanges = None, {}
+        turns = None if self._turns is None else self._turns.by_stage.get(stage.index)
+        if self._turns is not None:
+            self._trained = self._turns.trained if turns is None else union_of_params(turns)
         match stage:
             case StepStage():
                 self._stage = stage
@@ -346,7 +358,8 @@ class _Planner:
         buffers = self._buffer_use.plan(
             settings.buffers, self._named_buffers, gradients_everywhere=plan.gradients == "all"
         )
-        feeds, cycle = self._probe.feeds, plan.cycle(settings.buffers.every)
+        periods = [settings.buffers.every, *(turn.every for turn in settings.turns)]
+        feeds, cycle = self._probe.feeds, plan.cycle(*periods)
         steps = settings.steps if feeds is None else feeds.steps_of(stage.index, settings)
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
@@ -431,8 +444,8 @@ class _Planner:
         match action:
             case SendBuffers(names):
                 return self._buffer_sends(moment, names)
-            case "send gradients":
-                return self._gradient_sends(moment)
+            case SendGradients(turn):
+                return self._gradient_sends(moment, turn)
             case DueTransfers(started=started):
                 chosen = (self._plan.transfers[index] for index in started)
                 return tuple(send for one in chosen for send in self._transfer_sends(moment, one))
@@ -502,13 +515,22 @@ class _Planner:
             found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 
-    def _gradient_sends(self, moment: Moment) -> tuple[PlannedSend, ...]:
+    def _gradient_sends(self, moment: Moment, turn: int) -> tuple[PlannedSend, ...]:
         route = Route("gradient", "world", "hooks")
         if self._plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
-        known = self._probe.gradient_buckets
-        caps = self._pipeline.ddp.bucket_caps_bytes
-        return _send_unless_empty(moment, route, None if known is None else known.layouts_for(caps))
+        known, caps = self._probe.gradient_buckets, self._pipeline.ddp.bucket_caps_bytes
+        layouts, first = None, 0
+        if known and self._turns is not None and self._stage is not None:
+            wanted = self._turns.by_stage[self._stage.index][turn]
+            for one in self._turns.exchanging(self._loaded):
+                layouts = known[one.key].layouts_for(caps)
+                if one is wanted or layouts is None:
+                    break
+                first += len(layouts)
+        if layouts is not None and first:
+            layouts = tuple(replace(one, index=first + one.index) for one in layouts)
+        return _send_unless_empty(moment, route, layouts)
 
     def _transfer_sends(self, moment: Moment, one: Transfer) -> tuple[PlannedSend, ...]:
         """The buckets of a transfer that starts."""

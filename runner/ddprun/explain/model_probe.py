@@ -28,6 +28,7 @@ from ddprun.engine.objective import (
     warmup_pass,
 )
 from ddprun.engine.preserve_state import preserve_state
+from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.device import gpu_count
 from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
@@ -104,7 +105,9 @@ class ModelProbe:
     """What is known about a run before it starts."""
 
     model: nn.Module | None  # None: not known
-    gradient_buckets: GradientBuckets | None  # None: not known, or no stage sends gradients
+    gradient_buckets: Mapping[tuple[str | None, ...], GradientBuckets]
+    """Of each turn that sends gradients, by its key; empty: not known, or none does."""
+
     buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
     optimizer: Optimizer | None  # None: not known
     feeds: Feeds | None
@@ -119,7 +122,7 @@ class ModelProbe:
         if self.unknown_reasons.batch or not _any_gradients(loaded):
             return True
         known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
-        return known is not None and known.layouts_for(caps) is not None
+        return bool(known) and None not in [one.layouts_for(caps) for one in known.values()]
 
 
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
@@ -151,34 +154,43 @@ def _probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bo
         if allow_imports or not is_external_code(pipeline.loss):
             loss = build.build_loss(loaded)
         model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
+        turns = build_turns(loaded, model)
         if feeds is not None:
-            initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main)
+            initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main, turns)
         if not unknown.optimizer:
-            optimizer = build.build_optimizer(loaded, model)
+            optimizer = build.build_optimizer(loaded, model, turns)
             build.check_closure(loaded, optimizer)
-            build.optimizer_settings(loaded, model, optimizer)  # refuses those of stages that do not fit
+            build.optimizer_settings(
+                loaded, model, turns, optimizer
+            )  # refuses those of stages that do not fit
         build.check_sync(loaded, model, world.ranks)
 
-    verdict = gradients = compiled = None
+    verdict = compiled = None
+    gradients = dict[tuple[str | None, ...], GradientBuckets]()
     compiling.check_dynamo_config(loaded)
     if model is not None and feeds is not None and not unknown.batch:
         objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
-        verdict = find_buffer_use(model, objective, feeds.main, automatic=True)
+        verdict = find_buffer_use(model, objective, feeds.main, turns, automatic=True)
         if pipeline.compile is not None:
-            compiled = _compile_model(loaded, model, objective, feeds.main)
-        if _any_gradients(loaded):
-            gradients = _buckets(loaded, model, objective, feeds.main)
+            compiled = _compile_model(loaded, model, objective, feeds.main, turns)
+        exchanging = turns.select_each(turns.exchanging(loaded))
+        gradients = {
+            turn.key: _buckets(loaded, model, objective, feeds.main, turn.name) for turn in exchanging
+        }
     return ModelProbe(model, gradients, verdict, optimizer, feeds, unknown, device, compiled)
 
 
 def _compile_model(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turns: Turns
 ) -> CompileReport:
     """Compile the model without building kernels: graphs, and the order of gradients, are those of a run."""
-    warmup_pass(model, objective, feed, backward=False)  # what fails here is the model's own
+    for name in turns.names:
+        warmup_pass(model, objective, feed, name, backward=False)  # what fails here is the model's own
     compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
     try:
-        warmup_pass(model, objective, feed, backward=bool(loaded.pipeline.train_stages()))
+        for turn in turns.select_each(turns.all()):
+            backward = bool(loaded.pipeline.train_stages())
+            warmup_pass(model, objective, feed, turn.name, backward=backward)
     except Exception as error:
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
@@ -223,13 +235,15 @@ def _any_gradients(loaded: LoadedPipeline) -> bool:
     )
 
 
-def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed) -> GradientBuckets:
-    """DDP's buckets as they stay: what it makes of the gradients' order in a backward pass."""
+def _buckets(
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turn: str | None
+) -> GradientBuckets:
+    """A turn's buckets as they stay, counted from 0: what DDP makes of its gradients' order in backward."""
     ddp = loaded.pipeline.ddp
     asked = bool(ddp.static_graph or ddp.find_unused_parameters or sparse_parameters(model))
     if asked or loaded.pipeline.compile is not None:
         # It has other rules for the first three, and a compiled graph has an order of its own.
-        layouts = _bucket_layouts_from_ddp(loaded, model, objective, feed)
+        layouts = _bucket_layouts_from_ddp(loaded, model, objective, feed, turn)
         return GradientBuckets(layouts, ddp.bucket_caps_bytes, None)
     precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
@@ -238,9 +252,9 @@ def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, fee
         if sum(one.nbytes for one in model.parameters()) > _LARGE_BYTES:
             # A model that looks at values cannot run without them: then it runs with them.
             with suppress(Exception), preserve_state(precision.device, model, objective.loss):
-                ready = _params_in_ready_order(model, objective, content, _on_meta)
+                ready = _params_in_ready_order(model, objective, content, turn, _on_meta)
         if ready is None:
-            ready = _params_in_ready_order(model, objective, content, lambda value: value)
+            ready = _params_in_ready_order(model, objective, content, turn, lambda value: value)
     if missing := [name for name in trainable_parameters(model) if name not in ready]:
         raise objective.unused_parameters_error(missing, "the loss of a rank's first batch")
     caps = ddp.bucket_caps_bytes
@@ -248,12 +262,12 @@ def _buckets(loaded: LoadedPipeline, model: nn.Module, objective: Objective, fee
 
 
 def _params_in_ready_order(
-    model: nn.Module, objective: Objective, content: Any, view: Callable[[Any], Any]
+    model: nn.Module, objective: Objective, content: Any, turn: str | None, view: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Parameters by name, in the order in which a backward pass completes their gradients. The passes see
     parameters, buffers and the batch as `view` gives them.
     """
-    step = _LossOfBatch(model, objective, tree_map(view, content))
+    step = _LossOfBatch(model, objective, tree_map(view, content), turn)
     held = {name: view(one) for name, one in (*step.named_parameters(), *step.named_buffers())}
     ready: dict[str, Tensor] = {}
     for name, param in held.items():
@@ -273,24 +287,24 @@ def _on_meta(value: Any) -> Any:
 
 
 class _LossOfBatch(nn.Module):
-    def __init__(self, model: nn.Module, objective: Objective, content: Any) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, content: Any, turn: str | None) -> None:
         super().__init__()
-        self.model, self._objective, self._content = model, objective, content
+        self.model, self._objective, self._content, self._turn = model, objective, content, turn
         self._call: list[nn.Module] = [model]  # hidden from torch, which replaces parameters by these names:
         if isinstance(model, ModelWithLoss):
             self.model, self.loss = model.model, model.loss
 
     def forward(self) -> Tensor:
-        return self._objective(self._call[0], self._content).loss
+        return self._objective(self._call[0], self._content, self._turn).loss
 
 
 def _bucket_layouts_from_ddp(
-    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed
+    loaded: LoadedPipeline, model: nn.Module, objective: Objective, feed: Feed, turn: str | None
 ) -> tuple[BucketLayout, ...]:
     """DDP's buckets after throw-away backward passes under DDP itself."""
     queue = HostCommQueue(RankGroup("world", 0, ("here",)))
     replica = DdpReplica(model, loaded.pipeline.ddp, objective.precision.device, queue, Stack([]))
-    settle_layout(replica, objective, feed, barrier=lambda: None)
+    settle_layout(replica, objective, feed, turn, barrier=lambda: None)
     layout = replica.dispatcher.layout
     del replica
     gc.collect()  # before the process group ends, on which DDP still has a hand

@@ -56,11 +56,18 @@ class DdpReplica:
     """This rank's copy of the model under DDP, with the dispatcher as its communication hook.
 
     Backward passes through `ddp` average gradients over the ranks of `begin_stage`, bucket by bucket, by the
-    hooks of that stage. The model's parameters and buffers are the same on all ranks already.
+    hooks of that stage: of the parameters that require gradients now. The model's parameters and buffers are
+    the same on all ranks already.
     """
 
     def __init__(
-        self, model: nn.Module, settings: Ddp, device: torch.device, queue: CommQueue, stack: Stack
+        self,
+        model: nn.Module,
+        settings: Ddp,
+        device: torch.device,
+        queue: CommQueue,
+        stack: Stack,
+        first_bucket: int = 0,
     ) -> None:
         self.model = model
         known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -72,7 +79,7 @@ class DdpReplica:
         self.ddp = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None, init_sync=False, **options
         )
-        self.dispatcher = BucketDispatcher(self.ddp, queue, stack)
+        self.dispatcher = BucketDispatcher(self.ddp, queue, stack, first_bucket)
         self._settings = settings
 
     def settle_layout(

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from ddprun import InputError
+from ddprun.config import Pipeline
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import BucketRecord, StepRecord
 from ddprun.units import format_world_sizes
@@ -114,6 +115,14 @@ class Costs:
     device: str
     cores: float  # of a host
     stages: Sequence[StageCosts]  # by the index in the run's pipeline
+
+
+def check_one_set_of_parameters(pipeline: Pipeline) -> None:
+    """Raise CostsUnknownError if steps train different parameters: each kind of them costs something else."""
+    if any(stage.turns for stage in pipeline.train_stages()):
+        raise CostsUnknownError("a stage has turns, and only steps with one backward pass can be predicted")
+    if len(set(pipeline.frozen_patterns().values())) > 1:
+        raise CostsUnknownError("stages freeze different parameters, so one cannot be predicted from another")
 
 
 def costs_of_run(run: Run, stage_count: int) -> Costs:

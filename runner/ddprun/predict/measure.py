@@ -15,7 +15,7 @@ from ddprun.config import LoadedPipeline, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import explain
 from ddprun.predict import MeasurementRunError
-from ddprun.predict.costs import CostsUnknownError, StageCosts, costs_of_run
+from ddprun.predict.costs import CostsUnknownError, StageCosts, check_one_set_of_parameters, costs_of_run
 from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -44,10 +44,13 @@ def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]
 def measurement_stages_yaml(
     loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
 ) -> str:
-    """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains."""
+    """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains,
+    or they train different parameters.
+    """
     trained = [stage for stage in loaded.pipeline.stages if stage.name == "train"]
     if not trained:
         raise CostsUnknownError("no stage trains, so there is nothing to predict")
+    check_one_set_of_parameters(loaded.pipeline)
     settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
     stages = [
@@ -149,6 +152,7 @@ def cost_models_of_run(
     except (OSError, ValueError) as error:
         raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
     ran = load(run_dir / "pipeline.yaml", (), folder)
+    check_one_set_of_parameters(ran.pipeline)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
     costs = costs if cores is None else replace(costs, cores=cores)

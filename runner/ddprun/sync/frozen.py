@@ -1,6 +1,6 @@
 """Parameters that are not trained: ranks hold the same from the start, so they are compared, not sent."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 class FrozenParameters:
-    """The parameters that require no gradient when the run starts, and so are not trained.
+    """The parameters that are not trained: of the run, or of a stage that freezes more.
 
     All ranks hold those of rank 0, and nothing is sent while that stays so. Something may change them all
     the same: a forward pass, `mutate`, `update`, or code of the user's that trains them after all. Where
@@ -27,14 +27,18 @@ class FrozenParameters:
     def __init__(
         self, model: nn.Module, exchanger: ParameterExchanger, report: Callable[[Sequence[str]], None]
     ) -> None:
-        self.trainable = trainable_parameters(model)  # which ranks exchange, by name; fixed from here on
-        self.parameters: dict[str, Tensor] = {
-            name: param for name, param in model.named_parameters() if name not in self.trainable
-        }
+        self._everything: dict[str, Tensor] = dict(model.named_parameters())
+        self.train(trainable_parameters(model))
         self._exchanger, self._control, self._report = exchanger, exchanger.exchange.control, report
         self._posted: PendingGather | None = None
         self._ranks_differ = False  # what ranks posted last, and have not acted on yet, was not the same
         self._reported: set[str] = set()
+
+    def train(self, names: Container[str]) -> None:
+        """From here on these are trained, and all others frozen."""
+        held = self._everything.items()
+        self.trainable = {name: param for name, param in held if name in names}  # which ranks exchange
+        self.parameters = {name: param for name, param in held if name not in names}
 
     def start_checksum_comparison(self) -> None:
         """Compare, without waiting for other ranks; `equalize_if_different` acts on it."""

@@ -3,6 +3,7 @@
 Engine's reporter passes on what all ranks know (`recorder.AgreedSteps`), and shows the summary at the end.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,7 +135,8 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
     late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
     losses = f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
-    losses += "".join(f", {name} {value:.4f}" for name, value in agreed.mean_values)
+    known = [one for one in agreed.mean_values if not math.isnan(one[1])]  # a turn may not have been due
+    losses += "".join(f", {name} {value:.4f}" for name, value in known)
     newest = agreed.steps[-1]  # in which ranks last exchanged anything
     at = "" if newest >= step else f" at step {newest}"
     return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"

@@ -301,9 +301,13 @@ class StepRecorder:
         buffer.marks.append(self.mark())
 
     def end_backward(self) -> None:
-        """End the backward pass in which gradients were exchanged."""
-        self.current.backward_end = len(self._buffer.marks)
+        """End a backward pass in which gradients were exchanged."""
+        self.current.backward_ends.append((len(self._buffer.marks), len(self._buffer.traces)))
         self.lap("backward_us")
+
+    def note_gradient_times(self, marks: Mapping[str, Any]) -> None:
+        """Note when a backward pass has completed each parameter's gradient."""
+        self.current.gradient_marks = {**(self.current.gradient_marks or {}), **marks}
 
     def end_step(
         self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, exchanged: bool = True

@@ -91,8 +91,9 @@ class StepMarks:
     marks_end: int = 0
     traces_end: int = 0
     losses_end: int = 0
-    backward_end: int | None = None
-    """Index of the mark that ended backward; None: no gradients were exchanged."""
+    backward_ends: list[tuple[int, int]] = field(default_factory=list)
+    """Of each backward pass that exchanged gradients: the index of the mark that ended it, and where its
+    traces end."""
 
     gradient_marks: Mapping[str, Any] | None = None  # marks of complete gradients; None: not measured
     sync: NonBackwardExchanges | None = None
@@ -150,8 +151,7 @@ class MarkBuffer:
             step.marks_end -= marks
             step.traces_end -= traces
             step.losses_end -= losses
-            if step.backward_end is not None:
-                step.backward_end -= marks
+            step.backward_ends = [(mark - marks, trace - traces) for mark, trace in step.backward_ends]
         self.drop_running()
         return rest
 
@@ -232,14 +232,17 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
     in_hooks, waits = list[int](), list[int]()  # rows of (section, microseconds) and (section, start, end)
     first = 0
     for row, step in enumerate(steps):
-        section, end = 2 * row, step.traces_end
-        if end > first:
-            assert step.backward_end is not None, "gradients were exchanged in a backward pass that ended"
-            of_step = slice(first, end)
-            sections += [section] * (end - first)
-            traces += backward[of_step]
-            in_hooks += (section, sum(handed_over[of_step]) - sum(ready[of_step]))
-            waits += (section, max(handed_over[of_step]), times[step.backward_end])
+        section = 2 * row
+        for mark, end in step.backward_ends:
+            of_pass = slice(first, end)
+            if end > first:
+                sections += [section] * (end - first)
+                traces += backward[of_pass]
+                in_hooks += (section, sum(handed_over[of_pass]) - sum(ready[of_pass]))
+                until = times[mark]
+                if end < step.traces_end:  # another pass follows: what came after the last bucket is no wait
+                    until = min(until, max(trace.done or trace.ready for trace in backward[of_pass]))
+                waits += (section, max(handed_over[of_pass]), until)
             first = end
         if step.sync is not None:
             section += 1

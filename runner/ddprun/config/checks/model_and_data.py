@@ -118,11 +118,12 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 )
 
 
-@register_check("model", "freeze", "groups")
+@register_check("model", "freeze", "groups", "stages")
 def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Of built-in models the names are known without building them, unless the loss may bring some."""
     model = pipeline.model.settings
-    places: list[tuple[str, tuple[str, ...]]] = [("freeze", pipeline.freeze)]
+    freezes = pipeline.frozen_patterns()
+    places: list[tuple[str, tuple[str, ...]]] = [*freezes.items()]
     places += [(f"groups[{index}].match", group.match) for index, group in enumerate(pipeline.groups)]
     if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
         return
@@ -136,8 +137,9 @@ def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, patterns in places:
         for index, text, allowed in pattern_problems(patterns, names):
             yield KeyConflict(f"{path}[{index}]", text, allowed)
-    if all(matches(name, pipeline.freeze) for name in names):
-        yield KeyConflict("freeze", "no parameter is left to train", "freeze fewer")
+    for path, patterns in freezes.items():
+        if all(matches(name, patterns) for name in names):
+            yield KeyConflict(path, "no parameter is left to train", "freeze fewer")
 
 
 @register_check("model", "optimizer")

@@ -8,7 +8,7 @@ from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
 
-_UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value")  # for updates
+_UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value", "freeze")  # for updates
 
 
 @register_check("schedule", "warmup_steps", "stages")
@@ -62,6 +62,24 @@ def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
                 yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
+
+
+@register_check("loss", "optimizer", "stages")
+def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    for stage in pipeline.train_stages():
+        closure = "closure" in pipeline.optimizer.beside or pipeline.optimizer.name == "LBFGS"
+        if stage.turns and closure:
+            text = (
+                f'"turns" of {stage.path} clashes with "optimizer: {pipeline.optimizer.name}", which takes a '
+            )
+            text += "closure: that is of one loss"
+            yield KeyConflict(f"{stage.path}.turns", text, "choose another optimizer")
+        if stage.turns and pipeline.loss.name != "model":
+            text = (
+                f'"turns" of {stage.path} clashes with "loss: {pipeline.loss.name}": each turn has a loss of '
+            )
+            text += "its own, which the model's forward returns"
+            yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
 
 
 @register_check("ema", "stages")

@@ -1,0 +1,178 @@
+"""What the steps of each stage train: all of it at once, or in several turns."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddprun.config import LoadedPipeline
+from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.weights import matching_parameters
+from ddprun.parallel.ddp import DdpReplica
+from ddprun.sync.frozen import trainable_parameters
+from ddprun.units import abbreviated_list
+from ddprun_hooks.buckets import BucketLayout
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A part of a step: a loss, and the parameters that its gradients update."""
+
+    name: str | None  # what the model's forward gets as `turn`; None: nothing, and it is the whole step
+    params: Mapping[str, Tensor]  # by name; no others require gradients in it
+    replica: DdpReplica | None = None  # the model under DDP, for these; None: no stage exchanges gradients
+
+    @property
+    def key(self) -> tuple[str | None, ...]:
+        """Equal for turns that train the same parameters in the same way."""
+        return self.name, *self.params
+
+
+@dataclass(slots=True)
+class Turns:
+    """The turns of all stages. Stages that train the same parameters in the same way share them."""
+
+    trained: Mapping[str, Tensor]  # what some stage trains, by name
+    by_stage: dict[int, list[Turn]] = field(default_factory=dict)  # at least one for each that takes steps
+    selected: Turn | None = None  # None: all that is `trained` requires gradients
+
+    def all(self) -> list[Turn]:
+        """Each once, in the order in which the run comes to them."""
+        return list(dict.fromkeys(turn for turns in self.by_stage.values() for turn in turns))
+
+    def exchanging(self, loaded: LoadedPipeline) -> list[Turn]:
+        """Those in which ranks exchange gradients, each once, in the order of their buckets' numbers."""
+        of_stages = [
+            (stage.effective_settings(loaded.pipeline), self.by_stage[stage.index])
+            for stage in loaded.pipeline.train_stages()
+        ]
+        wanted = {turn for settings, turns in of_stages if settings.plan.gradients for turn in turns}
+        return [turn for turn in self.all() if turn in wanted]
+
+    @property
+    def names(self) -> list[str | None]:
+        """What forward passes of training get as `turn`, each once; None: nothing."""
+        return list(dict.fromkeys(turn.name for turn in self.all()))
+
+    @property
+    def apart(self) -> list[set[Tensor]]:
+        """The parameters of each turn that is not a whole step."""
+        return [set(turn.params.values()) for turn in self.all() if turn.name is not None]
+
+    @property
+    def buckets(self) -> list[BucketLayout]:
+        """The buckets of gradients that ranks exchange, of all turns."""
+        replicas = [turn.replica for turn in self.all() if turn.replica is not None]
+        return [bucket for replica in replicas for bucket in replica.dispatcher.layout]
+
+    def select(self, turn: Turn | None) -> None:
+        """Have only the parameters of a turn require gradients; None: all that some stage trains."""
+        if turn is not self.selected:
+            self.selected = turn
+            for name, param in self.trained.items():
+                param.requires_grad_(turn is None or name in turn.params)
+
+    def select_each(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """These turns, each selected while it is the newest; afterwards none is."""
+        for turn in turns:
+            self.select(turn)
+            yield turn
+        self.select(None)
+
+
+def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of a turn; each is of one (`check_groups_of_turns`)."""
+    if turn.name is None:
+        return optimizer.param_groups
+    ids = set(map(id, turn.params.values()))
+    return [group for group in optimizer.param_groups if id(group["params"][0]) in ids]
+
+
+def union_of_params(turns: Iterable[Turn]) -> dict[str, Tensor]:
+    """What some of these turns train, by name."""
+    return {name: param for turn in turns for name, param in turn.params.items()}
+
+
+def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:
+    """What reports call the parameter groups: by the patterns of `groups`, or each by its turn."""
+    if not turns.apart:
+        return [", ".join(group.match) for group in loaded.pipeline.groups]
+    named = [turn for turn in turns.all() if turn.name is not None]
+    return [
+        ", ".join(turn.name or "" for turn in named if group in groups_of(turn, optimizer))
+        for group in optimizer.param_groups
+    ]
+
+
+@contextmanager
+def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer has the parameter groups of a turn alone, as one of its own would."""
+    everything = optimizer.param_groups
+    optimizer.param_groups = groups_of(turn, optimizer)
+    try:
+        yield
+    finally:
+        optimizer.param_groups = everything
+
+
+def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
+    """The turns of every stage that takes steps, without replicas. A PipelineError if their patterns do not
+    divide what the stage trains, or the model's forward does not take `turn`.
+    """
+    found, known = Turns(trainable_parameters(model)), dict[tuple[str | None, ...], Turn]()
+
+    def matching(path: str, patterns: Sequence[str]) -> set[Tensor]:
+        return set(matching_parameters(loaded, path, patterns, model))
+
+    def share(turn: Turn) -> Turn:
+        return known.setdefault(turn.key, turn)
+
+    for stage in loaded.pipeline.stages_with_steps():
+        settings = stage.effective_settings(loaded.pipeline)
+        frozen = matching(stage.key_path("freeze"), settings.freeze)
+        left = {name: param for name, param in found.trained.items() if param not in frozen}
+        if not settings.turns:
+            found.by_stage[stage.index] = [share(Turn(None, left))]
+            continue
+        path, turns = f"{stage.path}.turns", list[Turn]()
+        for index, turn in enumerate(settings.turns):
+            wanted = matching(f"{path}[{index}].match", turn.match)
+            params = {name: param for name, param in left.items() if param in wanted}
+            if not params:
+                text = "each parameter that it matches is frozen"
+                raise loaded.error(f"{path}[{index}].match", text, "unfreeze some, or remove the turn")
+            turns.append(share(Turn(turn.name, params)))
+        often = [sum(name in turn.params for turn in turns) for name in left]
+        for count, what in ((0, "no turn updates"), (2, "more than one turn updates")):
+            if names := [
+                name for name, found_in in zip(left, often, strict=True) if min(found_in, 2) == count
+            ]:
+                hint = "match each trained parameter in one turn, or freeze it"
+                raise loaded.error(path, f"{what} {abbreviated_list(names)}", hint)
+        _check_forward_takes_turn(loaded, path, model)
+        found.by_stage[stage.index] = turns
+    return found
+
+
+def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Module) -> None:
+    alone = model_alone(model)
+    parameters = inspect.signature(alone.forward).parameters
+    if "turn" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        text = f"the forward of {type(alone).__name__} takes no argument called turn"
+        raise loaded.error(path, text, "have it return the loss of the turn of that name")
+
+
+def check_groups_of_turns(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> None:
+    """Raise a PipelineError if a parameter group of the optimizer belongs to two turns of a stage."""
+    for stage in loaded.pipeline.stages_with_steps():
+        several = turns.by_stage[stage.index]
+        for group in optimizer.param_groups if len(several) > 1 else ():
+            ids = set(map(id, group["params"]))
+            shared = [one.name for one in several if any(id(param) in ids for param in one.params.values())]
+            if len(shared) > 1:
+                text = f'"{loaded.pipeline.optimizer.name}" makes groups that span turns'
+                raise loaded.error("optimizer", text, "name an optimizer that takes parameters")
