@@ -330,3 +330,17 @@ def test_stream(tmp_path: Path) -> None:
     assert falls(found, 0.8)
     assert summary(found)["stages"][1]["samples"] == 41
     assert summary(found)["stages"][1]["metrics"]["loss"] < 0.6
+
+
+def test_gan(tmp_path: Path) -> None:
+    """Both losses have curves, and the file saved has the weights of the model beside it."""
+    (tmp_path / "gan.py").write_text((EXAMPLES / "gan.py").read_text())
+    found = run(tmp_path, "gan", "stages[0].train.epochs=2")
+    curves = {"discriminator", "generator", "real", "fake"}
+    assert all(line["mean_values"].keys() == curves for line in lines(found, "steps"))
+    spec = importlib.util.spec_from_file_location("gan_example", tmp_path / "gan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.Gan().load_state_dict(load_file(found / "gan.safetensors"))
