@@ -1,6 +1,6 @@
 """Made-up steps, and the buffer that a recorder would have filled with them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,9 @@ class MadeStep:
     backward_end: int | None = None
     """One of the marks."""
 
+    earlier_passes: Sequence[tuple[int, int]] = ()
+    """Of a step with several backward passes: marks that ended all but the last, and the traces so far."""
+
     losses: list[torch.Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     exchanged: bool = True
@@ -41,8 +44,9 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
         buffer.parts += made.parts
         buffer.marks += made.marks
         if made.backward_end is not None:
+            passes = [*made.earlier_passes, (made.backward_end, len(made.traces))]
             step.backward_ends = [
-                (buffer.marks.index(made.backward_end, first), len(buffer.traces) + len(made.traces))
+                (buffer.marks.index(mark, first), len(buffer.traces) + traces) for mark, traces in passes
             ]
         buffer.traces += made.traces
         buffer.losses += [float(loss) for loss in made.losses]

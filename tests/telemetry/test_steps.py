@@ -90,6 +90,20 @@ def test_waiting_is_divided_where_the_last_rank_was_ready() -> None:
     assert in_backward(200, [trace(100, 120, 195)], 150.0) == (20, 30, 50)
 
 
+def test_each_backward_pass_of_a_step_has_its_own_waiting() -> None:
+    """After the first bucket has come, the first pass works on for 5 µs; then comes the forward pass of the
+    next turn, which is nobody's waiting.
+    """
+    step = step_of(("", 0), ("backward_us", 200), ("forward_us", 300), ("backward_us", 500))
+    step.traces, step.backward_end = [trace(100, 120, 195), trace(400, 410, 490)], 500_000
+    step.earlier_passes = [(200_000, 1)]
+    found = resolved(step)
+    assert splits(found, [150.0, 430.0]) == [(20 + 10, 30 + 20, 45 + 70)]
+    assert found.parts_us[0, COLUMN["backward_us"]] == 400 - 195
+    assert found.waits.start.tolist() == [120, 410]
+    assert found.waits.end.tolist() == [195, 500]
+
+
 def test_hook_work_of_other_threads_counts_while_the_training_thread_waits() -> None:
     """A decode of 10 µs elsewhere in the tail is hook time, not wire; one before the tail is hidden."""
     decode = HookSpan(180, 190, "decode", False)

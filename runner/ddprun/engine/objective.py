@@ -230,7 +230,8 @@ class Objective:
             output, loss, found = model(call) if self._joined else call(model, self.loss)
         if turn is not None:
             found[turn] = loss.detach().float()
-        self.found_names = {**(self.found_names or {}), **dict.fromkeys(found)}
+        if found or self.found_names is None:
+            self.found_names = {**(self.found_names or {}), **dict.fromkeys(found)}
         values = [found.get(name, self._unknown) for name in self.value_names]
         return ForwardResult(loss, output, content if self.loss is None else target, content, values)
 
