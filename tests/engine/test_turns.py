@@ -302,6 +302,24 @@ def test_a_stage_sends_what_it_trains(tmp_path: Path, sync: str) -> None:
     assert set(weights(run)) == expected[2]
 
 
+def test_evaluating_an_average_leaves_what_the_stage_freezes(tmp_path: Path) -> None:
+    """The first stage has trained it, so its average is another one."""
+    text = (
+        FREEZING.replace("BUCKET", "25").replace("HOOKS", "[]").replace('freeze: ["0.*", "2.*"]', "ema: 0.9")
+    )
+    found = []
+    for name, evaluate in (("with", "{every: 2}"), ("without", "null")):
+        written(tmp_path / name)
+        stage = f"train: {{steps: 6, evaluate: {evaluate}, freeze: "
+        changed = text.replace("train: {steps: 6, freeze: ", stage)
+        changed = changed.replace(
+            "data: turn_nets.Samples", "data: {train: turn_nets.Samples, evaluate: turn_nets.Samples}"
+        )
+        found.append(weights(run_pipeline(tmp_path / name, changed, 2)))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 @pytest.mark.parametrize("hooks", ["[int8]", "[{powersgd: {rank: 1}}]"])
 @pytest.mark.parametrize("asked", [5, 9, 14])
 def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path, hooks: str, asked: int) -> None:
@@ -353,6 +371,11 @@ def be_rank(folder: Path) -> int:
         ('["generator.*"]', "encoder.*", 'turns[1].match[0]: no parameter is called "encoder.*"'),
         ("seed: 5", 'freeze: ["generator.*"]', "turns[1].match: each parameter that it matches is frozen"),
         ("seed: 5", 'freeze: ["*"]', "freeze: no parameter is left to train"),
+        (
+            "stages:",
+            'stages:\n  - train: {steps: 1, freeze: ["g*"], sync: {diloco: {every: 5, fragments: 5}}}',
+            "sync.diloco.fragments: 5 fragments of 4 trained parameters",
+        ),
         (
             "{adam: {lr: 0.01, betas: [0.5, 0.9]}}",
             "{turn_nets.Required: {lr: 0.01}}",

@@ -624,15 +624,14 @@ def build_metric(
     return StatefulMetric(lambda: chosen.call_constructor(chosen.call), chosen.error, device)
 
 
-def check_sync(loaded: LoadedPipeline, model: nn.Module, world_size: int) -> None:
+def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
     """Refuse sources and fragments that this world and model lack, and hooks on complex gradients."""
     faults = []
-    count = len(trainable_parameters(model))
-    is_complex = any(param.is_complex() and param.requires_grad for param in model.parameters())
     for stage in loaded.pipeline.stages:
         path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
         if isinstance(stage, StepStage):
-            settings = stage.effective_settings(loaded.pipeline)
+            settings, trained = stage.effective_settings(loaded.pipeline), turns.of_stage(stage)
+            count, is_complex = len(trained), any(param.is_complex() for param in trained.values())
             path = f"{stage.key_path('sync')}.{settings.sync.name}"
             transfers = settings.plan.transfers
             sources = [one.source for one in transfers if one.source is not None]

@@ -112,7 +112,7 @@ def build_session(
     build.check_closure(loaded, optimizer)
     stacks = open_stacks(loaded)
     signals.reinstall_handlers()  # after the imports; again before step 1
-    build.check_sync(loaded, model, ranks.size)
+    build.check_sync(loaded, turns, ranks.size)
 
     control = open_control_channel(ranks.timeout, ranks.watchdog)
     control.check_agreement("the pipeline", loaded.digest())

@@ -17,7 +17,7 @@ from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
-from ddprun.engine.turns import Turn, union_of_params
+from ddprun.engine.turns import Turn
 from ddprun.sync.exchanger import (
     average_optimizer_state,
     averageable_state,
@@ -156,7 +156,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     plan = settings.plan
     turns = runtime.turns.by_stage[stage.index]
     runtime.turns.select(turns[0])
-    runtime.frozen.train(union_of_params(turns))
+    runtime.frozen.train(runtime.turns.of_stage(stage))
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
     sequence = StageActions(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
@@ -297,7 +297,7 @@ def averaged_weights(session: Session) -> Iterator[None]:
     if ema is None and not ranks_differ and not switching:
         yield
         return
-    with restore_values_on_exit(trainable.values()):
+    with restore_values_on_exit(session.runtime.turns.trained.values()):  # a stage may freeze some of them
         if switching:
             optimizer.eval()
         if ema is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.config import LoadedPipeline
+from ddprun.config import LoadedPipeline, StepStage
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.weights import matching_parameters
 from ddprun.parallel.ddp import DdpReplica
@@ -69,6 +69,10 @@ class Turns:
         replicas = [turn.replica for turn in self.all() if turn.replica is not None]
         return [bucket for replica in replicas for bucket in replica.dispatcher.layout]
 
+    def of_stage(self, stage: StepStage) -> dict[str, Tensor]:
+        """What a stage trains, by name."""
+        return {name: param for turn in self.by_stage[stage.index] for name, param in turn.params.items()}
+
     def select(self, turn: Turn | None) -> None:
         """Have only the parameters of a turn require gradients; None: all that some stage trains."""
         if turn is not self.selected:
@@ -90,11 +94,6 @@ def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
         return optimizer.param_groups
     ids = set(map(id, turn.params.values()))
     return [group for group in optimizer.param_groups if id(group["params"][0]) in ids]
-
-
-def union_of_params(turns: Iterable[Turn]) -> dict[str, Tensor]:
-    """What some of these turns train, by name."""
-    return {name: param for turn in turns for name, param in turn.params.items()}
 
 
 def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:

@@ -23,7 +23,7 @@ from ddprun.engine.sequence import (
     StageActions,
     equalize,
 )
-from ddprun.engine.turns import build_turns, union_of_params
+from ddprun.engine.turns import build_turns
 from ddprun.engine.weights import has_train_eval_modes
 from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
@@ -334,9 +334,9 @@ class _Planner:
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
         self._stage, self._stage_exchanges = None, {}
-        turns = None if self._turns is None else self._turns.by_stage.get(stage.index)
         if self._turns is not None:
-            self._trained = self._turns.trained if turns is None else union_of_params(turns)
+            of_run = self._turns.trained
+            self._trained = self._turns.of_stage(stage) if isinstance(stage, StepStage) else of_run
         match stage:
             case StepStage():
                 self._stage = stage

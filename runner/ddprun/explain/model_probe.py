@@ -163,7 +163,7 @@ def _probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bo
             build.optimizer_settings(
                 loaded, model, turns, optimizer
             )  # refuses those of stages that do not fit
-        build.check_sync(loaded, model, world.ranks)
+        build.check_sync(loaded, turns, world.ranks)
 
     verdict = compiled = None
     gradients = dict[tuple[str | None, ...], GradientBuckets]()
