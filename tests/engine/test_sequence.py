@@ -50,9 +50,9 @@ CASES = {
         "ema: 0.9\naccumulate: 2\nstages: [train: {steps: 2}]",
         [
             *("1 before_forward SendBuffers | common", "1 before_forward SendBuffers | common"),
-            *("1 backward send gradients | common", "1 after_step Audit False | common"),
+            *("1 backward SendGradients | common", "1 after_step Audit False | common"),
             *("2 before_forward SendBuffers | common", "2 before_forward SendBuffers | common"),
-            *("2 backward send gradients | common", "end DueTransfers [] | common"),
+            *("2 backward SendGradients | common", "end DueTransfers [] | common"),
             *("end compare frozen | common", "end Audit False | common", "common"),
         ],
     ),
@@ -83,7 +83,7 @@ CASES = {
     "noop": (
         "stages: [train: {steps: 1, hooks: [noop], buffers: never}]",
         [
-            *("1 backward send gradients | common", "end DueTransfers [] | apart"),
+            *("1 backward SendGradients | common", "end DueTransfers [] | apart"),
             *("end EqualizeState parameters | apart", "end Audit True | common", "common"),
         ],
     ),
@@ -153,7 +153,7 @@ def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
         "accumulate: 2\nbuffers: every_forward\n"
         "stages: [train: {steps: 2, sync: {hierarchical_sgd: {across: 2, hosts: 1}}}]"
     )
-    kinds = {"SendBuffers": "buffers", "send gradients": "gradient", "DueTransfers": "delta"}
+    kinds = {"SendBuffers": "buffers", "SendGradients": "gradient", "DueTransfers": "delta"}
     wanted = [words.split() for words in told(sequence(tmp_path, stages, 2), 2)]
     wanted = [words[2:] for words in wanted if words[0] == "2"]
     names = [kinds[name] for words in wanted for name in kinds if " ".join(words).startswith(name)]
