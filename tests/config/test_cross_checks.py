@@ -58,6 +58,18 @@ def test_a_cast_of_what_is_half_already(loaded: Load) -> None:
     assert told(loaded, text, "precision=pure_bf16", "hooks=[bf16]") == [("hooks[0]", problem)]
 
 
+def test_a_mean_of_a_models_own_loss(loaded: Load) -> None:
+    """Perplexity needs to know the model's targets; accuracy counts its own."""
+    metric = "{accuracy: {}, output: logits, target: labels}"
+    text = f"loss: model\nstages: [{{train: {{steps: 4}}}}, {{evaluate: {{metrics: [{metric}METRIC]}}}}]\n"
+    assert told(loaded, text.replace("METRIC", "")) == []
+    problem = '"perplexity" clashes with "loss: model" without "weight_by": the loss is averaged over samples'
+    place = "stages[1].evaluate.metrics[1]"
+    text = text.replace("METRIC", ", perplexity")
+    assert told(loaded, text) == [(place, f"{problem}, not over targets")]
+    assert told(loaded, text, "weight_by={targets: {of: labels}}") == []
+
+
 def test_hooks_that_one_stage_uses(loaded: Load) -> None:
     """One stage that sends through them is enough; so it is for `hooks: []` in a stage that sends nothing."""
     assert told(loaded, f"hooks: [fp16]\nstages: [{APART}, {{train: {{steps: 4}}}}]\n") == []

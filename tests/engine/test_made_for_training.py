@@ -38,6 +38,23 @@ def mixed(batch, classes=3):
     return share * inputs + (1 - share) * inputs[order], share * soft + (1 - share) * soft[order]
 
 
+class Mixed:
+    def __init__(self, classes=3):
+        self.classes = classes
+
+    def __call__(self, batch):
+        return mixed(batch, self.classes)
+
+
+class OfTwo(Mixed):
+    def __call__(self, inputs, labels):
+        return self((inputs, labels))
+
+
+def in_place(batch):
+    batch[0].mul_(2)
+
+
 def mixing(samples):
     return mixed(default_collate(samples))
 
@@ -129,10 +146,11 @@ def held_out(run: Path, folder: Path) -> tuple[float, float]:
 
 
 TRANSFORM = ("loss:", "batch: {transform: mine.mixed}\nloss:")
+OBJECT = ("loss:", "batch: {transform: {mine.Mixed: {classes: 3}}}\nloss:")
 COLLATE = ("batch_size: 4", "batch_size: 4, collate: mine.mixing, evaluate_collate: mine.plain")
 
 
-@pytest.mark.parametrize("change", [TRANSFORM, COLLATE])
+@pytest.mark.parametrize("change", [TRANSFORM, OBJECT, COLLATE])
 def test_mixup_is_for_training_alone(tmp_path: Path, change: tuple[str, str]) -> None:
     """Evaluations see held-out samples as they are, with class numbers."""
     run = run_pipeline(tmp_path, written(tmp_path, change), 2)
@@ -144,13 +162,26 @@ def test_mixup_is_for_training_alone(tmp_path: Path, change: tuple[str, str]) ->
     assert not torch.equal(weights(run)["head.weight"], weights(plain)["head.weight"])
 
 
-def test_the_options_of_a_transform_reach_it(tmp_path: Path) -> None:
-    text = written(tmp_path, ("loss:", "batch: {transform: {mine.mixed: {klasses: 3}}}\nloss:"))
+@pytest.mark.parametrize(
+    ("transform", "told"),
+    [
+        ("{mine.mixed: {klasses: 3}}", "\"mine.mixed\": got an unexpected keyword argument 'klasses'"),
+        (
+            "mine.OfTwo",
+            "\"mine.OfTwo\" gives OfTwo: missing a required argument: 'labels'; objects of the class are "
+            "called with a batch",
+        ),
+        ("mine.in_place", "gives None; expected the changed batch"),
+    ],
+)
+def test_a_transform_that_does_not_fit_is_told_before_step_1(
+    tmp_path: Path, transform: str, told: str
+) -> None:
+    text = written(tmp_path, ("loss:", f"batch: {{transform: {transform}}}\nloss:"))
     (tmp_path / "p.yaml").write_text(text)
     codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
     assert codes == [EXIT_BAD_INPUT] * 2
-    told = "batch.transform: \"mine.mixed\": got an unexpected keyword argument 'klasses'"
-    assert told in (tmp_path / "told").read_text()
+    assert f"batch.transform: {told}" in (tmp_path / "told").read_text()
 
 
 def be_rank(folder: Path) -> int:

@@ -5,11 +5,13 @@ The packages are not among ddprun's own extras; docs/your-own.md says how to run
 
 import contextlib
 import copy
+import csv
 import importlib.util
 import json
 import math
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -21,7 +23,7 @@ import yaml
 from safetensors.torch import load_file, load_model
 
 from tests.engine.running import lines, summary
-from tests.examples.test_your_own import PYTHON
+from tests.examples.test_your_own import PAGE, PYTHON
 from tests.ranks import Finished, Running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,9 +33,11 @@ PACKAGES = {
     "volumes": ("monai", "nibabel"),
     "lora": ("transformers", "datasets", "peft"),
     "stream": ("transformers", "datasets"),
+    "bert": ("transformers", "datasets", "torchmetrics"),
+    "t5": ("transformers", "datasets"),
 }
 TEXT = "the a cat dog bird sat ran flew on over under mat house tree and then it was late"
-KINDS = ("terrible", "wonderful")
+KINDS = ("terrible", "wonderful", "so so")
 
 # Packages that warn of themselves are none of our business.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -195,6 +199,28 @@ def test_images(tmp_path: Path) -> None:
     assert summary(found)["stages"][1]["metrics"]["accuracy"] > 0.7
 
 
+def test_images_with_layer_wise_rates_and_mixup(tmp_path: Path) -> None:
+    """The lines that docs/your-own.md gives for timm and torchvision; rates are those that timm means."""
+    packages("images")
+    timm: Any = pytest.importorskip("timm", reason="pip install timm to try its layer-wise rates")
+    make: Any = importlib.import_module("timm.optim").create_optimizer_v2
+    write_images(tmp_path)
+    optimizer, transform = (
+        re.findall(f"`({key}: {{{name}.*?}})`", PAGE)[0]
+        for key, name in (("optimizer", "timm"), ("batch", "transform: {torchvision"))
+    )
+    model = {"model_name": "vit_tiny_patch16_224", "img_size": 64, "num_classes": 3, "depth": 3}
+    short = [f"model={{timm.create_model: {json.dumps(model)}}}", "groups=[]"]
+    short += ["warmup_steps=0", "stages[0].train.epochs=1"]
+    found = run(tmp_path, "images", *(one.replace(": ", "=", 1) for one in (optimizer, transform)), *short)
+    options = yaml.safe_load(optimizer)["optimizer"]["timm.optim.create_optimizer_v2"]
+    groups = make(timm.create_model(**model), **options).param_groups
+    wanted = [group["lr"] * group["lr_scale"] for group in groups]
+    assert len(set(wanted)) == 5  # the embedding's, three blocks', the head's
+    assert lines(found, "steps")[0]["lr"] == pytest.approx(wanted)
+    assert summary(found)["metrics"]["accuracy"] > 0.2
+
+
 def write_volumes(folder: Path, nibabel: Any) -> None:
     """Balls in noise: eight to train on, and two that are held out."""
     import numpy as np
@@ -320,6 +346,84 @@ def write_reviews(folder: Path) -> None:
             for text in sentences(count, draw.randrange(100)):
                 label = draw.randrange(2)
                 file.write(json.dumps({"text": f"{KINDS[label]}: {text}", "label": label}) + "\n")
+
+
+def write_table(folder: Path) -> None:
+    """Texts of three kinds; a fifth of the labels is wrong."""
+    (folder / "reviews").mkdir()
+    draw = random.Random(0)
+    for name, count in (("train", 200), ("held-out", 41)):
+        with (folder / "reviews" / f"{name}.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(("text", "label"))
+            for text in sentences(count, draw.randrange(100)):
+                label = draw.randrange(3)
+                wrong = draw.randrange(5) == 0
+                table.writerow((f"{KINDS[label]}: {text}", (label + wrong) % 3))
+
+
+def test_bert(tmp_path: Path) -> None:
+    """Accuracy and F1 are those of the saved model, text by text."""
+    transformers, _, _ = packages("bert")
+    write_table(tmp_path)
+    found = run(tmp_path, "bert", "stages[0].train.epochs=4")
+    config = transformers.BertConfig(
+        vocab_size=384,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=256,
+        num_labels=3,
+    )
+    model, tokenizer = transformers.BertForSequenceClassification(config), transformers.ByT5Tokenizer()
+    load_model(model, found / "model.safetensors")
+    model.eval()
+    with (tmp_path / "reviews" / "held-out.csv").open(newline="") as file:
+        pairs = [
+            (int(model(**tokenizer(row["text"], return_tensors="pt")).logits.argmax()), int(row["label"]))
+            for row in csv.DictReader(file)
+        ]
+    shares = [
+        2 * pairs.count((kind, kind)) / sum((guess == kind) + (label == kind) for guess, label in pairs)
+        for kind in range(3)
+    ]
+    measured = summary(found)["metrics"]
+    assert measured["accuracy"] == sum(guess == label for guess, label in pairs) / 41 > 0.6
+    assert measured["f1"] == pytest.approx(sum(shares) / 3)
+
+
+def write_pairs(folder: Path) -> None:
+    """Sentences, and the same in capitals."""
+    (folder / "pairs").mkdir()
+    for seed, (name, count) in enumerate((("train", 200), ("held-out", 41))):
+        pairs = [{"source": text, "target": text.upper()} for text in sentences(count, seed)]
+        lines = (f"{json.dumps(pair)}\n" for pair in pairs)
+        (folder / "pairs" / f"{name}.jsonl").write_text("".join(lines))
+
+
+def test_t5(tmp_path: Path) -> None:
+    """The perplexity is that of all labels, by Hugging Face's loss of each pair, without padding."""
+    transformers, _ = packages("t5")
+    write_pairs(tmp_path)
+    found = run(tmp_path, "t5", "stages[0].train.steps=40")
+    assert falls(found, 0.7)
+    config = transformers.T5Config(
+        vocab_size=384, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model, tokenizer = transformers.T5ForConditionalGeneration(config), transformers.ByT5Tokenizer()
+    load_model(model, found / "model.safetensors")
+    model.eval()
+    total, count = 0.0, 0
+    for line in (tmp_path / "pairs" / "held-out.jsonl").read_text().splitlines():
+        source, target = (
+            tokenizer(text, return_tensors="pt", truncation=True, max_length=128).input_ids
+            for text in json.loads(line).values()
+        )
+        total += model(input_ids=source, labels=target).loss.item() * target.numel()
+        count += target.numel()
+    measured = summary(found)["metrics"]["perplexity"]
+    assert measured == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
 def test_stream(tmp_path: Path) -> None:

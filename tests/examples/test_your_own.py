@@ -14,7 +14,19 @@ from tests.ranks import ddprun_here
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
 PYTHON = "\n\n".join(re.findall(r"```python\n# mine\.py\n(.*?)```", PAGE, re.DOTALL))
 FIRST, *PIECES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-NAMES = ["first", "named", "smooth", "sum", "model", "lengths", "measured", "objects", "tuned", "stream"]
+NAMES = [
+    "first",
+    "named",
+    "smooth",
+    "sum",
+    "model",
+    "lengths",
+    "measured",
+    "objects",
+    "tuned",
+    "images",
+    "stream",
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +71,7 @@ def test_what_is_trusted_is_what_the_page_says(folder: Path) -> None:
 
 def test_the_page_names_every_example(folder: Path) -> None:
     """And no file that is not there. Each needs no more than what it says to install, and torch's types."""
-    trusted = {"DDPRUN_TRUSTED": "transformers,datasets,peft,torchvision,monai,torch"}
+    trusted = {"DDPRUN_TRUSTED": "transformers,datasets,peft,torchvision,torchmetrics,monai,torch"}
     root = Path(__file__).parents[2]
     there = {f"../examples/{file.name}" for file in (root / "examples").iterdir()}
     assert set(re.findall(r"\(([^)]*examples/[^)]*)\)", PAGE)) == there

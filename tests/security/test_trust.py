@@ -336,6 +336,15 @@ def test_of_well_known_packages_only_places_are_open(
     assert not {module for module in set(sys.modules) - imported if module.partition(".")[0] in name}
 
 
+def test_transforms_of_torchvision_may_transform_batches(
+    trusted: Callable[[str], None], pipeline: Callable[..., LoadedPipeline]
+) -> None:
+    trusted("torchvision")
+    pipeline("batch={transform: {torchvision.transforms.v2.MixUp: {num_classes: 3}}}")
+    with pytest.raises(PipelineError, match=r"only the transforms in torchvision\.transforms may"):
+        pipeline("batch={transform: torchvision.io.write_file}")
+
+
 PACKAGE = {
     "__init__": "",
     "models/__init__": "from .net import Net, net\nfrom .net import load",

@@ -78,7 +78,10 @@ _OPEN_PLACES = (
     _AllowedModules("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
     *(
         _AllowedModules(
-            f"torchvision.transforms{version}", _TRANSFORMS, "the transforms in torchvision.transforms", ()
+            f"torchvision.transforms{version}",
+            _TRANSFORMS,
+            "the transforms in torchvision.transforms",
+            ("transform",),
         )
         for version in ("", ".v2")
     ),

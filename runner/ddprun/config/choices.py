@@ -115,7 +115,7 @@ CHOICE_KINDS: dict[str, ChoiceKind] = {
             "or a class with update(output, target) and compute()",
             built_ins.METRICS,
         ),
-        ChoiceKind("transform", "a function of (batch) that returns a batch"),
+        ChoiceKind("transform", "a function of (batch) that returns a batch, or a class of such objects"),
         ChoiceKind("collate", "a function of (samples) that returns a batch, or a class of such objects"),
         ChoiceKind(
             "sampler",

@@ -72,7 +72,7 @@ _REQUIREMENTS_BY_KIND = {  # what an import path must lead to, by the kind of a 
         ("metric", None, ("compute",), None),
         ("collate", None, ("__call__",), None),
         ("sampler", Sampler, ("__iter__",), None),
-        ("transform", None, (), None),
+        ("transform", None, ("__call__",), None),
         ("weight", None, (), None),
     )
 }
@@ -320,13 +320,22 @@ def build_collate(loaded: LoadedPipeline, *, held_out: bool = False) -> Collate 
     if choice is None:
         return None
     path = "loader.evaluate_collate" if own else "loader.collate"
+    return _function_or_object(loaded, path, choice, "a list of samples")
+
+
+def _function_or_object(
+    loaded: LoadedPipeline, path: str, choice: Choice, argument: str
+) -> Callable[[Any], Any]:
+    """A function with its options, or an object of a class with these: either is called with one argument."""
     chosen = ChoiceBuilder.from_path(loaded, path, choice)
     if not inspect.isclass(chosen.import_target()):
-        return chosen.bound_callable([])
-    made: Collate = chosen.call()
-    allowed = "objects of the class are called with a list of samples"
-    if not callable(made):
-        raise chosen.error(chosen.describe_result(made), allowed)
+        return chosen.bound_callable(None)
+    made: Callable[[Any], Any] = chosen.call()
+    try:
+        inspect.signature(made).bind(None)
+    except TypeError as error:
+        allowed = f"objects of the class are called with {argument}"
+        raise chosen.error(f"{chosen.describe_result(made)}: {error}", allowed) from None
     return made
 
 
@@ -370,9 +379,7 @@ def build_batch_weight(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
 def build_transform(loaded: LoadedPipeline) -> Callable[[Any], Any] | None:
     """What changes a batch in training; None: nothing does."""
     choice = loaded.pipeline.batch.transform
-    if choice is None:
-        return None
-    return ChoiceBuilder.from_path(loaded, "batch.transform", choice).bound_callable(None)
+    return None if choice is None else _function_or_object(loaded, "batch.transform", choice, "a batch")
 
 
 def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:

@@ -208,7 +208,7 @@ def try_evaluations(session: Session) -> None:
                 raise runtime.loaded.error(path, text, "write evaluate: {gradients: true}") from error
             for metric in metrics.values():
                 if isinstance(metric, StatefulMetric):
-                    metric.check_compute()
+                    metric.check_compute(runtime.ranks.size)
 
 
 def evaluate_metrics(

@@ -218,7 +218,12 @@ class Objective:
     def training_batch(self, content: Any) -> Any:
         """A batch on the device, changed by the file's `transform`: what training passes to calls."""
         content = self.precision.to_device(content)
-        return content if self._transform is None else self._transform(content)
+        if self._transform is None:
+            return content
+        changed = self._transform(content)
+        if changed is None:
+            raise self._loaded.error("batch.transform", "gives None", "expected the changed batch")
+        return changed
 
     def __call__(self, model: nn.Module, content: Any, turn: str | None = None) -> ForwardResult:
         """Forward and loss of what is trained; a PipelineError if batch, model and loss do not fit."""
@@ -253,7 +258,7 @@ class Objective:
         try:
             output = model(*positional, **named)
         except Exception as error:
-            error.add_note(f"the model was called as {_describe_call('model', positional, named)}")
+            error.add_note(f"the model was called as {describe_call('model', positional, named)}")
             if _BATCH_NORM_ERROR in str(error):
                 error.add_note("write loader: {drop_last: true} if an epoch's last batch is a single sample")
             if criterion is None and self._batch.inputs is None and positional:
@@ -265,7 +270,7 @@ class Objective:
         try:
             returned = criterion(output, target)
         except Exception as error:
-            error.add_note(f"the loss was called as {_describe_call('loss', (output, target))}")
+            error.add_note(f"the loss was called as {describe_call('loss', (output, target))}")
             raise
         loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -500,7 +505,7 @@ def warmup_pass(
             model.zero_grad(set_to_none=True)
 
 
-def _describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
+def describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
     """A call with the types and shapes of its arguments: `model(float32 (8, 4), mask=bool (8, 4))`."""
     given = [_type_and_shape(value) for value in positional]
     given += [f"{key}={_type_and_shape(value)}" for key, value in (named or {}).items()]

@@ -8,7 +8,8 @@ A metric of torchmetrics says how its states are merged (`add_state`); any other
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from ddprun.checkpoint.codec import UnstorableError, decode, encode
 from ddprun.config import PipelineError
 from ddprun.engine.data import ErrorFactory
-from ddprun.engine.objective import ForwardResult
+from ddprun.engine.objective import ForwardResult, describe_call
 from ddprun_hooks.comm.control import ControlChannel
 
 _TREE_LENGTH_BYTES = 8
@@ -48,7 +49,10 @@ class StatefulMetric:
         try:
             self._metric.update(result.output, result.target)
         except Exception as error:
-            error.add_note(f"in the metric {type(self._metric).__name__}")
+            called = describe_call(f"{type(self._metric).__name__}.update", (result.output, result.target))
+            error.add_note(f"the metric was called as {called}")
+            if not isinstance(result.output, Tensor):
+                error.add_note("write output: … and target: … beside the metric if it takes parts of these")
             raise
         self._updated = True
 
@@ -58,15 +62,17 @@ class StatefulMetric:
         if control.size > 1:
             own = self._encode_state() if self._updated else b""
             gathered = control.all_gather_bytes(own, "states of a metric")
-            states = [_decode_state(data, self._device) for data in gathered if data]
-            metric = self._merge_states(states)
+            metric = self._merge_states([data for data in gathered if data])
         # Ranks decide by it: what one computes otherwise must not lead it elsewhere.
         return float(control.all_gather([self._compute_number(metric)], "a metric")[0, 0])
 
-    def check_compute(self) -> None:
-        """Raise a PipelineError if the value is no number; other errors may be for want of samples."""
+    def check_compute(self, ranks: int) -> None:
+        """Raise a PipelineError if the value is no number, or what merging the states of ranks raises. Other
+        errors may be for want of samples.
+        """
+        metric = self._metric if ranks == 1 else self._merge_states([self._encode_state()] * 2)
         try:
-            self._compute_number(self._metric)
+            self._compute_number(metric)
         except PipelineError:
             raise
         except Exception:  # whatever somebody's metric raises
@@ -99,8 +105,9 @@ class StatefulMetric:
         tree = json.dumps(encoded.tree).encode()
         return len(tree).to_bytes(_TREE_LENGTH_BYTES, "little") + tree + save(encoded.tensors)
 
-    def _merge_states(self, states: Sequence[Mapping[str, Any]]) -> Any:
+    def _merge_states(self, encoded: Sequence[bytes]) -> Any:
         """A metric with what ranks have accumulated, of their states in rank order."""
+        states = [_decode_state(data, self._device) for data in encoded]
         first, *others = (self._new_metric() for _ in states)
         parts = _torchmetrics_parts(first)
         if parts is None:
@@ -115,12 +122,10 @@ class StatefulMetric:
             part._update_count = len(states)
             for name, reduce in part._reductions.items():
                 of_ranks = [state[str(index)][name] for state in states]
-                joined: Any = [one for rank in of_ranks for one in rank]
-                if not isinstance(of_ranks[0], list):
-                    joined = torch.stack(of_ranks)
-                elif not joined:
-                    reduce = None
-                setattr(part, name, joined if reduce is None else reduce(joined))
+                listed = isinstance(of_ranks[0], list)
+                joined: Any = list(chain(*of_ranks)) if listed else torch.stack(of_ranks)
+                keep = reduce is None or (listed and not joined)
+                setattr(part, name, joined if keep else reduce(joined))
         return first
 
 

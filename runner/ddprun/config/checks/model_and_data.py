@@ -203,11 +203,13 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f"{clash}: what the model returns besides its loss is not known"
             hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
             yield KeyConflict(path, text, hint)
-        elif own and pipeline.weight_by is None and not warned:
+        elif own and metric.name == "perplexity" and pipeline.weight_by is None and not warned:
             text = f'{clash} without "weight_by": the loss is averaged over samples, not over targets'
             inputs = pipeline.batch.inputs
             key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
-            hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, as the model counts"
+            hint = (
+                f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, without shift for an encoder-decoder"
+            )
             yield KeyConflict(path, text, hint, "warning")
             warned = True  # once, however many evaluations there are
         elif own:
