@@ -57,6 +57,11 @@ class BucketDispatcher:
         return tuple(self._layout[index] for index in sorted(self._layout))
 
     @property
+    def params_by_bucket(self) -> dict[int, tuple[str, ...]]:
+        """The names of each bucket's parameters, by its number, in that order."""
+        return {bucket.index: tuple(param.name for param in bucket.params) for bucket in self.layout}
+
+    @property
     def signature(self) -> str:
         """What must be equal on all ranks: the buckets, and the hooks with their options."""
         return repr((self.layout, self.stack.description, self.group.size))

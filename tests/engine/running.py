@@ -66,6 +66,20 @@ def to_its_end(loaded: LoadedPipeline, run_dir: Path, told: Path, *, resuming: R
         sys.stderr.flush()
 
 
+def run_to_end(folder: Path, text: str, ranks: int = 2, *, resuming: bool = False) -> tuple[list[int], str]:
+    """Run a pipeline on `ranks` forked ranks in `folder`, into `run` there; gives their exit codes, and
+    what all runs there have printed so far.
+    """
+    (folder / "p.yaml").write_text(text)
+    codes = as_processes(ranks, _be_rank, folder, resuming, cwd=folder)
+    return codes, (folder / "told").read_text()
+
+
+def _be_rank(folder: Path, resuming: bool) -> int:
+    loaded = load(folder / "p.yaml")
+    return to_its_end(loaded, folder / "run", folder / "told", resuming="yes" if resuming else "no")
+
+
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """What the save stage wrote."""
     return load_file(run_dir / "model.safetensors")

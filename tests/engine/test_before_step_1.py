@@ -8,8 +8,7 @@ import pytest
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from tests.engine.running import events, lines, summary, to_its_end, weights
-from tests.ranks import as_processes
+from tests.engine.running import events, lines, run_to_end, summary, weights
 
 MODULE = """
 import torch
@@ -177,20 +176,13 @@ USUAL = {
 }
 
 
-def be_rank(folder: Path, resuming: bool = False) -> int:
-    loaded = load(folder / "p.yaml")
-    return to_its_end(loaded, folder / "run", folder / "told", resuming="yes" if resuming else "no")
-
-
 def run(folder: Path, resuming: bool = False, /, **changes: str) -> tuple[list[int], str]:
     """Exit codes, and what was printed."""
     (folder / "mine.py").write_text(MODULE)
     text = PIPELINE
     for name, value in {**USUAL, **changes}.items():
         text = text.replace(name, value)
-    (folder / "p.yaml").write_text(text)
-    codes = as_processes(2, be_rank, folder, resuming, cwd=folder)
-    return codes, (folder / "told").read_text()
+    return run_to_end(folder, text, resuming=resuming)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ddprun.config import load
 from ddprun.explain.explain import explain
 from tests.checkpoint.runs import MODULE as KILLED
 from tests.checkpoint.runs import final
-from tests.engine.running import lines, run_pipeline, summary, to_its_end, weights
+from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import as_processes, ddprun
 
 MODULE = """
@@ -107,7 +107,7 @@ def written(folder: Path, **changes: str) -> str:
     return text
 
 
-def by_hand(kind: str, accumulate: int) -> dict[str, Any]:
+def by_hand(kind: str, accumulate: int, clip_norm: float | None) -> dict[str, Any]:
     """What a user would write with torch alone: rank 0's weights."""
     dist.init_process_group("gloo")
     scope: dict[str, Any] = {}
@@ -141,6 +141,8 @@ def by_hand(kind: str, accumulate: int) -> dict[str, Any]:
                         loss = nn.functional.cross_entropy(ddp(inputs), labels) / len(group)
                         loss.backward()  # type: ignore[no-untyped-call]
                         total += loss.detach().double()
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
                 dist.all_reduce(total)
                 return total / dist.get_world_size()
 
@@ -153,12 +155,17 @@ def by_hand(kind: str, accumulate: int) -> dict[str, Any]:
     raise AssertionError("ten steps end before ten epochs do")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "clip_norm"), [(1, None), (2, None), (1, 0.2)])
 @pytest.mark.parametrize(("kind", "optimizer"), [("sam", SAM), ("lbfgs", LBFGS)])
-def test_it_is_bitwise_a_plain_ddp_loop(tmp_path: Path, kind: str, optimizer: str, accumulate: int) -> None:
+def test_it_is_bitwise_a_plain_ddp_loop(
+    tmp_path: Path, kind: str, optimizer: str, accumulate: int, clip_norm: float | None
+) -> None:
+    """Each call clips the gradients that it gives."""
     text = written(tmp_path, OPTIMIZER=optimizer, ACCUMULATE=str(accumulate))
+    if clip_norm is not None:
+        text += f"clip_norm: {clip_norm}\n"
     run = run_pipeline(tmp_path, text, 2)
-    for name, value in as_processes(2, by_hand, kind, accumulate)[0].items():
+    for name, value in as_processes(2, by_hand, kind, accumulate, clip_norm)[0].items():
         assert torch.equal(weights(run)[name], torch.from_numpy(value)), name
 
 
@@ -223,10 +230,6 @@ def test_hooks_keep_what_the_last_call_has_left(tmp_path: Path, optimizer: str) 
     assert final(tmp_path / "broken" / "run") == final(tmp_path / "whole" / "run")
 
 
-def be_rank(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -243,8 +246,7 @@ def be_rank(folder: Path) -> int:
 def test_what_it_does_not_go_with_is_told_before_step_1(
     tmp_path: Path, old: str, new: str, told: str
 ) -> None:
-    (tmp_path / "p.yaml").write_text(written(tmp_path).replace(old, new))
-    assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
-    said = (tmp_path / "told").read_text()
+    codes, said = run_to_end(tmp_path, written(tmp_path).replace(old, new))
+    assert codes == [EXIT_BAD_INPUT] * 2
     assert told in said
     assert '"optimizer: closure_nets.SAM", which takes a closure' in said

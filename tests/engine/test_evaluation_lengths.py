@@ -10,8 +10,8 @@ import pytest
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from tests.engine.running import events, run_pipeline, summary, to_its_end
-from tests.ranks import Running, as_processes, ddprun
+from tests.engine.running import events, run_pipeline, run_to_end, summary
+from tests.ranks import Running, ddprun
 
 MODULE = """
 import itertools
@@ -33,13 +33,13 @@ class Samples(torch.utils.data.Dataset):
 
 
 class Slow(Samples):
-    def __init__(self):
-        super().__init__(4000)
+    def __init__(self, size=4000):
+        super().__init__(size)
         self.asked = 0
 
     def __getitem__(self, index):
         self.asked += 1
-        if self.asked == 12 and not Path("quick").exists():  # after the trial before step 1
+        if self.asked == 100 and not Path("quick").exists():  # after what is read before step 1
             Path("evaluates").touch()
         if not Path("quick").exists():
             time.sleep(0.01)
@@ -78,6 +78,16 @@ def test_every_epoch(tmp_path: Path, length: str, steps: list[int]) -> None:
     assert sum(one.times for one in stage.evaluations) == len(steps)
 
 
+def test_an_epoch_that_an_earlier_stage_began_ends_where_it_would(tmp_path: Path) -> None:
+    """In the run and in `explain`; a stage that counts epochs begins one."""
+    steps = "{train: {steps: 4}}, {train: {steps: 6, evaluate: {every: epoch}}}"
+    epochs = "{train: {steps: 1}}, {train: {epochs: 2, evaluate: {every: epoch}}}"
+    text = written(tmp_path, "lengths_data.Samples", f"[{steps}, {epochs}]")
+    assert [one["step"] for one in evaluated(run_pipeline(tmp_path, text, 2))] == [6, 9, 10, 14, 17]
+    stages = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
+    assert [sum(one.times for one in stage.evaluations) for stage in stages] == [0, 3, 0, 2]
+
+
 def test_so_many_steps_of_a_stream_without_an_end(tmp_path: Path) -> None:
     """In an evaluate stage and in a train stage; of map-style data, too."""
     inside = "{train: {steps: 4, evaluate: {every: 2, steps: 3}}}"
@@ -88,18 +98,12 @@ def test_so_many_steps_of_a_stream_without_an_end(tmp_path: Path) -> None:
         assert summary(run)["stages"][1]["samples"] == 2 * 2 * 4
 
 
-def be_rank(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
-
-
 def test_the_epochs_of_a_stream_are_not_known(tmp_path: Path) -> None:
     text = written(tmp_path, "lengths_data.Samples", "[{train: {steps: 4, evaluate: {every: epoch}}}]")
     text = text.replace("train: lengths_data.Samples", "train: lengths_data.Endless").replace(
         "4}", "4, shuffle: false}"
     )
-    (tmp_path / "p.yaml").write_text(text)
-    codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
-    said = (tmp_path / "told").read_text()
+    codes, said = run_to_end(tmp_path, text)
     assert codes == [EXIT_BAD_INPUT] * 2, said
     assert "stages[0].train.evaluate.every: the end of an epoch of iterable data is not known before" in said
 
@@ -113,27 +117,37 @@ def test_the_epochs_of_a_stream_are_not_known(tmp_path: Path) -> None:
 )
 def test_a_stop_in_an_evaluation(tmp_path: Path, stages: str) -> None:
     """All ranks leave it, with a checkpoint; the resumed run makes up for it and ends with the same bits."""
-    text = written(tmp_path, "lengths_data.Slow", stages)
-    (tmp_path / "p.yaml").write_text(text)
+    stop_and_resume(tmp_path, written(tmp_path, "lengths_data.Slow", stages))
+
+
+def test_a_stop_in_a_stages_last_evaluation_waits_for_its_end(tmp_path: Path) -> None:
+    """The stage is complete then: the resumed run does not measure it again."""
+    stages = "[{train: {steps: 4, evaluate: {every: 9}}}, {train: {steps: 2}}, save]"
+    stop_and_resume(tmp_path, written(tmp_path, "{lengths_data.Slow: {size: 1000}}", stages), evaluations=1)
+
+
+def stop_and_resume(folder: Path, text: str, evaluations: int = 0) -> None:
+    """Stop a run in its first evaluation, and resume it: as many `evaluations` it has when it stops."""
+    (folder / "p.yaml").write_text(text)
     arguments = ("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2")
-    with Running(*arguments, cwd=tmp_path) as running:
+    with Running(*arguments, cwd=folder) as running:
         until = time.monotonic() + 60
-        while not (tmp_path / "evaluates").exists() and time.monotonic() < until:
+        while not (folder / "evaluates").exists() and time.monotonic() < until:
             time.sleep(0.05)
         running.process.send_signal(signal.SIGINT)
         done = running.wait(60)
     assert done.code == 130, done.stderr
-    assert summary(tmp_path / "run")["status"] == "interrupted"
-    assert not evaluated(tmp_path / "run")
-    (tmp_path / "quick").touch()
-    again = ddprun(*arguments, cwd=tmp_path)
+    assert summary(folder / "run")["status"] == "interrupted"
+    assert len(evaluated(folder / "run")) == evaluations
+    (folder / "quick").touch()
+    again = ddprun(*arguments, cwd=folder)
     assert again.code == 0, again.stderr
-    whole = ddprun("p.yaml", "--run-dir=whole", "--nproc-per-node=2", cwd=tmp_path)
+    whole = ddprun("p.yaml", "--run-dir=whole", "--nproc-per-node=2", cwd=folder)
     assert whole.code == 0, whole.stderr
-    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("run", "whole"))
+    ours, theirs = (folder / name / "model.safetensors" for name in ("run", "whole"))
     assert ours.read_bytes() == theirs.read_bytes()
     measured = [
-        [{key: one[key] for key in ("stage", "step", "loss")} for one in evaluated(tmp_path / name)]
+        [{key: one[key] for key in ("stage", "step", "loss")} for one in evaluated(folder / name)]
         for name in ("run", "whole")
     ]
     assert measured[0] == measured[1]

@@ -10,7 +10,7 @@ from torch import nn
 from ddprun.config import load
 from ddprun.engine import build
 from ddprun.engine.worker import run_worker
-from tests.engine.running import run_pipeline, to_its_end, weights
+from tests.engine.running import run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
@@ -84,15 +84,10 @@ def test_channels_last_trains_alike_and_resumes_to_the_same_bits(folder: Path) -
         assert torch.equal(weights(broken)[name], value)
 
 
-def start(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
-
-
 def test_sync_batchnorm_on_cpus_is_one_clear_error(folder: Path) -> None:
     """Before anything is built."""
-    (folder / "p.yaml").write_text("sync_batchnorm: true\n" + PIPELINE.replace("CHANNELS_LAST", "false"))
-    assert as_processes(2, start, folder, cwd=folder) == [2, 2]
-    told = (folder / "told").read_text()
+    codes, told = run_to_end(folder, "sync_batchnorm: true\n" + PIPELINE.replace("CHANNELS_LAST", "false"))
+    assert codes == [2, 2]
     assert (
         "p.yaml:1:17: sync_batchnorm: torch's SyncBatchNorm works on GPUs only, and the ranks run on " in told
     )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.telemetry.reader import Run
 from ddprun.track import StepInfo, curves
 from tests.checkpoint import runs
-from tests.engine.running import SAMPLES, events, lines, run_pipeline, summary, to_its_end, weights
+from tests.engine.running import SAMPLES, events, lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
@@ -231,14 +232,9 @@ def test_sync_policies_send_it(folder: Path, sync: str) -> None:
 
 def test_an_audit_sees_that_it_drifts(folder: Path) -> None:
     """By the parameter's name, and the rank."""
-    (folder / "p.yaml").write_text(text("own.Drifting", more="audit: {every: 2}\n"))
-    codes = as_processes(2, to_its_told_end, folder, cwd=folder)
+    codes, told = run_to_end(folder, text("own.Drifting", more="audit: {every: 2}\n"))
     assert codes == [1, 1]
-    assert '"loss.temperature" differs on rank 1' in (folder / "told").read_text()
-
-
-def to_its_told_end(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+    assert '"loss.temperature" differs on rank 1' in told
 
 
 def test_equal_weights_evaluate_to_equal_values(folder: Path) -> None:
@@ -276,10 +272,6 @@ def go_on(file: Path, run_dir: Path) -> int:
     return run_worker(load(file), run_dir, resuming="yes")
 
 
-def resumed(file: Path, run_dir: Path, told: Path) -> int:
-    return to_its_end(load(file), run_dir, told, resuming="yes")
-
-
 def as_before(file: Path, run_dir: Path) -> int:
     """A run of code that does not train the loss."""
     with (
@@ -293,9 +285,8 @@ def test_a_checkpoint_of_other_parameters_is_refused(folder: Path) -> None:
     """At the model, with one that the checkpoint lacks, and the reason."""
     (folder / "p.yaml").write_text(text("own.Centres"))
     assert as_processes(1, as_before, folder / "p.yaml", folder / "run", cwd=folder) == [0]
-    (code,) = as_processes(1, resumed, folder / "p.yaml", folder / "run", folder / "told", cwd=folder)
-    told = (folder / "told").read_text()
-    assert code == 2, told
+    codes, told = run_to_end(folder, text("own.Centres"), 1, resuming=True)
+    assert codes == [2], told
     assert 'model: parameter "loss.centres" is only in the model: the code has changed since (' in told
 
 
@@ -431,6 +422,16 @@ def parts(output, target):
     return {"loss": fit + 0.1 * size, "fit": fit, "size": size, "weight": 0.1, "output": output}
 
 
+def right(output, target):
+    return (output.argmax(1) == target).double().mean()
+
+
+def weight(batch):
+    with open(f"weights-{torch.distributed.get_rank()}", "a") as told:
+        told.write("asked ")
+    return len(batch[1])
+
+
 class Linear(nn.Linear):
     def __init__(self):
         super().__init__(6, 3, dtype=torch.float64)
@@ -500,17 +501,53 @@ def test_numbers_beside_the_loss_are_curves(sync: str, tmp_path: Path) -> None:
     assert "fit over steps" in (run / "report.html").read_text()
 
 
+def test_the_weight_of_a_batch_is_asked_for_once(tmp_path: Path) -> None:
+    """However many numbers beside the loss and functions of the user's own are weighted by it."""
+    asked = []
+    for loss, metrics in (("made.parts", "[made.right]"), ("cross_entropy", "[]")):
+        (tmp_path / loss).mkdir()
+        (tmp_path / loss / "made.py").write_text(PARTS)
+        text = PARTS_TEXT.replace("MODEL", "Linear").replace("loss: made.parts", f"loss: {loss}")
+        text = text.replace("  - evaluate\n", f"  - evaluate: {{metrics: {metrics}}}\n")
+        run_pipeline(tmp_path / loss, text + "weight_by: made.weight\n", 2)
+        asked.append((tmp_path / loss / "weights-0").read_text())
+    assert asked[0] == asked[1] != ""
+
+
 def test_a_model_returns_numbers_and_one_that_a_batch_lacks_is_null(tmp_path: Path) -> None:
     """The screen has those of the newest step."""
     (tmp_path / "made.py").write_text(PARTS)
     text = PARTS_TEXT.replace("MODEL", "Own").replace("made.parts", "model").replace("  - evaluate\n", "")
-    (tmp_path / "p.yaml").write_text(text)
-    assert as_processes(2, to_its_told_end, tmp_path, cwd=tmp_path) == [0, 0]
+    codes, told = run_to_end(tmp_path, text)
+    assert codes == [0, 0]
     found = [line["values"] for line in lines(tmp_path / "run", "steps")]
     assert {line["size"] is None for line in found} == {True, False}
     assert None not in {line["fit"] for line in found}
     shown = r"mean loss [\d.]+ \(rank 0: [\d.]+\), fit [\d.]+, (size [\d.]+, )?"
-    assert re.search(shown, (tmp_path / "told").read_text())
+    assert re.search(shown, told)
+
+
+def test_a_number_renamed_in_the_middle_of_a_round_counts_from_the_next(tmp_path: Path) -> None:
+    """Its mean over the round is not known; that of a number that kept its name is, and so is the loss."""
+    (tmp_path / "made.py").write_text(PARTS)
+    text = PARTS_TEXT.replace("MODEL", "Linear").replace("steps: 6", "steps: 8").replace("  - evaluate\n", "")
+    text = text.replace("sync: every_step", "sync: {local_sgd: {every: 4}}\ncheckpoint: {every: 2, keep: 9}")
+    whole = lines(run_pipeline(tmp_path, text, 2, "whole"), "steps")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for later in (tmp_path / "run" / "checkpoints").glob("step-0000000[468]"):
+        shutil.rmtree(later)
+    (tmp_path / "made.py").write_text(
+        PARTS.replace('"size"', '"average"').replace('"fit": fit', '"a": fit, "fit": fit')
+    )
+    codes, told = run_to_end(tmp_path, text, resuming=True)
+    assert codes == [0, 0], told
+    for before, now in zip(whole, lines(tmp_path / "run", "steps"), strict=True):
+        if before["step"] not in (4, 8):  # where a round ends
+            continue
+        was, means = before["mean_values"], now["mean_values"]
+        assert (now["mean_loss"], means["fit"]) == (before["mean_loss"], was["fit"])
+        new = (None, None) if before["step"] == 4 else (was["size"], was["fit"])
+        assert (means["average"], means["a"]) == new
 
 
 def test_a_contrastive_loss_over_all_ranks_is_that_of_all_their_samples(tmp_path: Path) -> None:

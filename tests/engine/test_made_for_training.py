@@ -13,8 +13,8 @@ from ddprun.config import load
 from ddprun.engine import build
 from ddprun.engine.build import ChoiceBuilder
 from ddprun.engine.turns import build_turns
-from tests.engine.running import lines, run_pipeline, summary, to_its_end, weights
-from tests.ranks import as_processes
+from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
+from tests.ranks import ddprun_here
 
 MODULE = """
 import torch
@@ -93,8 +93,11 @@ class Relative(torch.optim.Optimizer):
     def __init__(self, params, lr=None):
         super().__init__(params, {"lr": lr})
 
+    @torch.no_grad()
     def step(self, closure=None):
-        return None
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=1e-3)
 
 
 class WithoutRate(Relative):
@@ -178,14 +181,9 @@ def test_a_transform_that_does_not_fit_is_told_before_step_1(
     tmp_path: Path, transform: str, told: str
 ) -> None:
     text = written(tmp_path, ("loss:", f"batch: {{transform: {transform}}}\nloss:"))
-    (tmp_path / "p.yaml").write_text(text)
-    codes = as_processes(2, be_rank, tmp_path, cwd=tmp_path)
+    codes, said = run_to_end(tmp_path, text)
     assert codes == [EXIT_BAD_INPUT] * 2
-    assert f"batch.transform: {told}" in (tmp_path / "told").read_text()
-
-
-def be_rank(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+    assert f"batch.transform: {told}" in said
 
 
 @pytest.mark.parametrize(
@@ -224,6 +222,21 @@ def test_only_groups_with_lr_scale_are_scaled(tmp_path: Path, name: str) -> None
         )
 
 
+@pytest.mark.parametrize("optimizer", ["{mine.Relative: {lr: null}}", "mine.WithoutRate"])
+def test_an_optimizer_without_a_rate_trains(tmp_path: Path, optimizer: str) -> None:
+    """Records, trackers and the report leave the rate out."""
+    more = "\ntrack: [prometheus]\ntimings: {grad_norm_every: 1}"
+    run = run_pipeline(tmp_path, written(tmp_path, ("{sgd: {lr: 0.1}}", optimizer + more)), 2)
+    assert [line["lr"] for line in lines(run, "steps")] == [None] * 12
+    exported = (run / "metrics.prom").read_text()
+    assert "ddprun_learning_rate{" not in exported
+    assert "ddprun_steps_total" in exported
+    assert ddprun_here("report", str(run), cwd=tmp_path).code == 0
+    page = (run / "report.html").read_text()
+    assert "gradient norm over steps" in page.lower()
+    assert "learning rate over steps" not in page.lower()
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -238,11 +251,22 @@ def test_only_groups_with_lr_scale_are_scaled(tmp_path: Path, name: str) -> None
             ],
             'groups: "mine.by_layer" takes model_or_params, and makes groups of its own; remove groups, or',
         ),
+        (
+            [("{sgd: {lr: 0.1}}", "{mine.Relative: {lr: null}}\nwarmup_steps: 2")],
+            'warmup_steps: "Relative" has no learning rate that could rise: "lr" is null or not there; ',
+        ),
+        (
+            [
+                ("{sgd: {lr: 0.1}}", "{mine.Relative: {lr: 0.1}}"),
+                ("steps: 6}", "steps: 6, optimizer: {mine.Relative: {lr: null}}, warmup_steps: 2}"),
+            ],
+            'stages[0].train.warmup_steps: "Relative" has no learning rate',
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_before_step_1(
     tmp_path: Path, changes: list[tuple[str, str]], told: str
 ) -> None:
-    (tmp_path / "p.yaml").write_text(written(tmp_path, *changes))
-    assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
-    assert told in (tmp_path / "told").read_text()
+    codes, said = run_to_end(tmp_path, written(tmp_path, *changes))
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert told in said

@@ -1,6 +1,7 @@
 """What a metric gets of a model that returns its own loss, and what it is called."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,7 @@ from torch import nn
 
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import EvaluateStage, load
-from tests.engine.running import events, run_pipeline, summary, to_its_end, weights
-from tests.ranks import as_processes
+from tests.engine.running import events, run_pipeline, run_to_end, summary, weights
 
 MODULE = """
 import torch
@@ -25,13 +25,23 @@ class Samples(torch.utils.data.Dataset):
         return {"features": features, "labels": -100 if index % 5 == 0 else index % 3}
 
 
+class Words(Samples):
+    def __init__(self, length):
+        self.length = length
+
+    def __getitem__(self, index):
+        features = torch.randn(self.length, 6, generator=torch.Generator().manual_seed(index))
+        labels = torch.arange(self.length) % 3
+        return {"features": features, "labels": labels.where(labels > 0, -100)}
+
+
 class Net(nn.Linear):
     def __init__(self):
         super().__init__(6, 3)
 
     def forward(self, features, labels):
         logits = super().forward(features)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.movedim(-1, 1), labels), "logits": logits}
 
 
 class Share:
@@ -89,8 +99,22 @@ def test_keys_beside_a_metric_pick_what_it_gets(tmp_path: Path) -> None:
     assert again == {"mine.Share": {"of": 0}, "name": "zeros", "output": "logits", "target": "labels"}
 
 
-def be_rank(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
+def test_accuracy_finds_classes_on_the_last_dimension(tmp_path: Path) -> None:
+    """As a Hugging Face model has them; where they may be on either dimension it is refused before step 1."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    words = "{train: {mine.Words: {length: LENGTH}}, evaluate: {mine.Words: {length: LENGTH}}}"
+    text = PIPELINE.replace("{train: mine.Samples, evaluate: mine.Samples}", words)
+    run = run_pipeline(tmp_path, text.replace("LENGTH", "5"), 2, "five")
+    scope: dict[str, Any] = {}
+    exec(compile(MODULE, "mine", "exec"), scope)
+    data, saved = [scope["Words"](5)[index] for index in range(22)], weights(run)
+    features, labels = (torch.stack([sample[name] for sample in data]) for name in ("features", "labels"))
+    found = nn.functional.linear(features, saved["weight"], saved["bias"]).argmax(-1)
+    assert summary(run)["metrics"]["accuracy"] == float((found == labels)[labels >= 0].double().mean())
+    codes, told = run_to_end(tmp_path, text.replace("LENGTH", "3"))
+    assert codes == [EXIT_BAD_INPUT] * 2
+    where = "metrics[0]: the classes may be on either dimension"
+    assert f"{where}: the output is float32 (4, 3, 3), the targets int64 (4, 3); name a " in told
 
 
 @pytest.mark.parametrize(
@@ -110,6 +134,6 @@ def be_rank(folder: Path) -> int:
 )
 def test_a_key_that_is_not_there_is_told_before_step_1(tmp_path: Path, old: str, new: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "p.yaml").write_text(PIPELINE.replace(old, new))
-    assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
-    assert told in (tmp_path / "told").read_text()
+    codes, said = run_to_end(tmp_path, PIPELINE.replace(old, new))
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert told in said

@@ -16,7 +16,7 @@ from ddprun.engine.turns import build_turns
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import prepare_imports
 from tests.checkpoint.runs import final
-from tests.engine.running import SAMPLES, events, run_pipeline, to_its_end, weights
+from tests.engine.running import SAMPLES, events, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
@@ -191,11 +191,6 @@ def test_ranks_apart(folder: Path, optimizer: str, stage: str) -> None:
 
 def test_an_average_of_its_training_side_is_refused(folder: Path) -> None:
     """Before step 1, by one error."""
-    (folder / "p.yaml").write_text(text(OWN, "train: {steps: 4}") + "ema: 0.9\n")
-    assert as_processes(1, refused, folder, cwd=folder) == [2]
-    told = (folder / "told").read_text()
+    codes, told = run_to_end(folder, text(OWN, "train: {steps: 4}") + "ema: 0.9\n", 1)
+    assert codes == [2]
     assert 'ema: "ema" clashes with "optimizer: modes.FreeSGD", which averages the weights itself' in told
-
-
-def refused(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")

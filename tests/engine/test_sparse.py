@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from tests.engine.running import events, run_pipeline, to_its_end, weights
+from tests.engine.running import events, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
@@ -105,10 +105,6 @@ def test_hooks_carry_it(tmp_path: Path, hooks: str) -> None:
     assert steps == [800, 27]
 
 
-def be_rank(folder: Path) -> int:
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -120,9 +116,8 @@ def be_rank(folder: Path) -> int:
 )
 def test_what_torch_cannot_do_is_told_before_step_1(tmp_path: Path, old: str, new: str, told: str) -> None:
     text = written(tmp_path, PIPELINE.replace("HOOKS", "[]").replace(old, new))
-    (tmp_path / "p.yaml").write_text(text)
-    assert as_processes(2, be_rank, tmp_path, cwd=tmp_path) == [EXIT_BAD_INPUT] * 2
-    said = (tmp_path / "told").read_text()
+    codes, said = run_to_end(tmp_path, text)
+    assert codes == [EXIT_BAD_INPUT] * 2
     assert told in said
     assert "Traceback" not in said
 

@@ -103,9 +103,12 @@ def test_shares_of_other_hosts_are_cut_anew() -> None:
     )
 
 
+@pytest.mark.parametrize("number", [1, 0])
 @pytest.mark.parametrize("specs", LOSSY[:3], ids=str)
-def test_other_buckets_keep_what_is_kept_by_name(specs: Specs) -> None:
-    """One bucket becomes two, in another order: nothing is lost and nothing counts twice."""
+def test_other_buckets_keep_what_is_kept_by_name(specs: Specs, number: int) -> None:
+    """One bucket becomes two, in another order, or is replaced by one of other parameters, as in a stage that
+    freezes its own: nothing is lost and nothing counts twice.
+    """
     names = [param.name for param in PARAMS]
     first, second = bucket_slices(names[3:]), bucket_slices(names[:3])
     border = sum(param.numel for param in PARAMS[:3])
@@ -116,7 +119,7 @@ def test_other_buckets_keep_what_is_kept_by_name(specs: Specs) -> None:
         nothing = torch.zeros(NUMEL, dtype=torch.float64)
         tail = c.send(nothing[border:], first, bucket=0)
         halfway = c.stack.state_dict()
-        head = c.send(nothing[:border], second, bucket=1)
+        head = c.send(nothing[:border], second, bucket=number)
         assert {*before, *halfway} == {*c.stack.state_dict()}
         return torch.cat([head, tail]), before, c.stack.state_dict()
 

@@ -296,8 +296,10 @@ def test_a_host_that_comes_is_taken_in(tmp_path: Path, unbroken: dict[str, Any])
 
 @pytest.mark.slow
 def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]) -> None:
-    """SIGTERM to one launcher: a checkpoint, then its ranks are gone, and the other host goes on."""
-    flags = ("--nnodes=1:2", "--max-restarts=3", "--set=checkpoint.every=1000")
+    """SIGTERM to one launcher: a checkpoint, then its ranks are gone, and the other host goes on: that is no
+    restart, of which there is none here.
+    """
+    flags = ("--nnodes=1:2", "--set=checkpoint.every=1000")
     with two_hosts(tmp_path, *flags) as (_, started):
         end = time.monotonic() + 60
         while not list((tmp_path / "two" / "steps").glob("*3.jsonl")) and time.monotonic() < end:
@@ -307,6 +309,7 @@ def test_a_host_that_is_asked_to_leaves(tmp_path: Path, unbroken: dict[str, Any]
     assert here.code == 0, here.stderr
     assert there.code == 128 + signal.SIGTERM
     assert "SIGTERM: this host leaves after a checkpoint" in there.stderr
+    assert "ddprun: a host has left: starting the ranks again\n" in here.stderr
     starts = check(tmp_path, unbroken)
     assert len(starts) == 2
     assert 0 < starts[1] < 0.9 * SAMPLES * EPOCHS / (4 * BATCH)

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import shlex
 import signal
@@ -184,6 +185,35 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_other_hosts(folder: Path, node_ra
         running.process.send_signal(signal.SIGINT)
         done = running.wait(20)
     assert (done.code, done.stderr) == (130, "ddprun: stopped by SIGINT\n")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_rank_that_waits_for_others(folder: Path, rank: int, number: int) -> None:
+    """One that a user, srun or torchrun has started; rank 0 serves the store, and rank 1 looks for it."""
+    others = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with Running("endless.yaml", cwd=folder, environment={**others, "TMPDIR": str(folder)}) as running:
+        end = time.monotonic() + 60
+        while not catches(running.process.pid, signal.SIGUSR1):  # as a rank does, before it waits
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(2)
+        running.process.send_signal(number)
+        done = running.wait(20)
+    assert done.code == 130, done.stderr
+    assert done.stderr.endswith(f"ddprun: rank {rank} stops before all ranks have met\n")
+    assert not [*folder.glob("ddprun-*")]
 
 
 TAKING = """

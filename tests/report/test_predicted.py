@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from ddprun.report.predicted import (
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import over_a_link
-from tests.report.test_report import charts_in, words
+from tests.report.pages import charts_in, words
 
 RATE = 10e6
 ENDS = [(10_000, 20_000), (30_000, 45_000), (40_000, 50_000), (47_000, 70_000)]
@@ -374,7 +373,9 @@ stages:
     times_us = [
         line.step_us for rank in (0, 1) for line in Run(folder).step_records(rank, range(4, 13).__contains__)
     ]
-    assert measured[0].step_parts_us["step"][1] == pytest.approx(fmean(times_us))
+    own, hooks, late, wire, step = (was for _, was in measured[0].step_parts_us.values())
+    assert min(times_us) <= step <= max(times_us)  # a busy machine may make outliers, which do not count
+    assert own + hooks + late + wire == pytest.approx(step)
     assert page.count("The prediction was fitted to this very run") == 3
     (tmp_path / "again").mkdir()
     other = run_pipeline(tmp_path / "again", text, 2)

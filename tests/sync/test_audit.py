@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddprun.config import load
-from tests.engine.running import events, run_pipeline, summary, to_its_end, weights
-from tests.ranks import as_processes, ddprun
+from tests.engine.running import events, run_pipeline, run_to_end, summary, weights
+from tests.ranks import ddprun
 
 HEAD = """
 model:
@@ -179,18 +178,12 @@ stages: [{STAGES}, save]
 """
 
 
-def attempt(folder: Path) -> int:
-    """Be a rank."""
-    return to_its_end(load(folder / "p.yaml"), folder / "run", folder / "told")
-
-
 def ended(folder: Path, text: str, ranks: int) -> tuple[int, str]:
     """How a run ends: whether any rank failed, and what all of them printed."""
     (folder / "nets.py").write_text(ACTNORM)
     (folder / "faulty.py").write_text(FAULTY)
-    (folder / "p.yaml").write_text(text)
-    codes = as_processes(ranks, attempt, folder, cwd=folder)
-    return max(codes), (folder / "told").read_text()
+    codes, printed = run_to_end(folder, text, ranks)
+    return max(codes), printed
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ddprun.config import load
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
 from ddprun.predict.measure import cost_model_of_run
@@ -22,8 +21,7 @@ from ddprun.report.sections import headline
 from ddprun.telemetry.progress import summary_rows
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS, Summary
-from tests.engine.running import SAMPLES, events, lines, summary, to_its_end
-from tests.ranks import as_processes
+from tests.engine.running import SAMPLES, events, lines, run_to_end, summary
 
 PIPELINE = """
 model: {mlp: {inputs: 6, hidden: [8], outputs: 3}}
@@ -48,19 +46,15 @@ class Slow(Samples):
 ATTEMPTS = [(2, 20), (1, 32), (3, 50), (3, 60)]  # ranks, and the steps that the file asks for
 
 
-def be_rank(folder: Path, steps: int, resuming: bool) -> int:
-    (folder / "p.yaml").write_text(PIPELINE.replace("STEPS", str(steps)))
-    loaded = load(folder / "p.yaml")
-    return to_its_end(loaded, folder / "run", folder / "screen", resuming="yes" if resuming else "no")
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four attempts on 2, 1, 3 and again 3 ranks."""
     folder = tmp_path_factory.mktemp("changed")
     (folder / "samples.py").write_text(SAMPLES + SLOW)
     for attempt, (ranks, steps) in enumerate(ATTEMPTS):
-        assert as_processes(ranks, be_rank, folder, steps, attempt > 0, cwd=folder) == [0] * ranks
+        text = PIPELINE.replace("STEPS", str(steps))
+        codes, told = run_to_end(folder, text, ranks, resuming=attempt > 0)
+        assert codes == [0] * ranks, told
     return folder / "run"
 
 
@@ -89,7 +83,7 @@ def test_each_step_was_taken_by_the_ranks_of_its_attempt(run_dir: Path) -> None:
     assert resumed == [sizes[:2], sizes, sizes]
     assert Run(run_dir).world_sizes == [tuple(one) for one in sizes]
     said = "2 to step 20, then 1 to step 32, then 3 on"
-    assert f"{said} cpu over gloo" in (run_dir.parent / "screen").read_text()
+    assert f"{said} cpu over gloo" in (run_dir.parent / "told").read_text()
     assert str(dict(headline(digest_run(Run(run_dir))))["ranks"]).startswith(f"{said} 1 host")
 
 

@@ -27,10 +27,9 @@ from ddprun.telemetry.control_message import (
     Accumulator,
     HookOverflow,
     OwnMessages,
+    ReadyColumns,
     empty_messages,
     find_overflow,
-    message_length,
-    reported_buckets,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
@@ -72,7 +71,7 @@ def messages_of(
     messages, numbers, accumulator, first = list[Message](), list[NDArray[np.float64]](), Accumulator(), 0
     for length in lengths:
         resolved = resolve_steps(buffer_of(steps[first : first + length]), Clock(), every=1)
-        own = accumulator.make_messages(resolved, buckets=buckets, offset_us=OFFSET_US)
+        own = accumulator.make_messages(resolved, columns=ReadyColumns([range(buckets)]), offset_us=OFFSET_US)
         messages += [
             Message(step, first + row, own.findings.get(place, ()))
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
@@ -110,7 +109,7 @@ def test_messages_are_the_same_whichever_steps_are_resolved_together(seed: int) 
     for lengths in ([40], [7, 1, 20, 12], [32, 8]):
         other_messages, other_numbers, other_left = messages_of(steps, lengths)
         assert np.array_equal(numbers, other_numbers)
-        assert other_left.state_dict() == left.state_dict()
+        assert other_left.state_dict([]) == left.state_dict([])
         assert messages == other_messages
     assert [message.step for message in messages] == [step.number for step in steps if step.exchanged]
 
@@ -130,8 +129,8 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
     assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
-    assert Accumulator.from_state_dict(left.state_dict()).state_dict() == left.state_dict()
-    own = empty_messages(3)
+    assert Accumulator.from_state_dict(left.state_dict([]), []).state_dict([]) == left.state_dict([])
+    own = empty_messages(ReadyColumns([range(3)]))
     own.add_remainder(left, 3)
     (rest,), about = own.numbers, own.steps
     assert about == [3]
@@ -139,11 +138,13 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
 
 
 def test_of_many_buckets_some_ready_times_are_reported() -> None:
-    """Those of `reported_buckets`, so that a message stays small."""
+    """Those of `ReadyColumns`, so that a message stays small."""
     step = step_of(1, 1)
     step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
     _, (numbers,), _ = messages_of([step], [1], buckets=100)
-    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in reported_buckets(100)]
+    assert numbers[READY_AT:].tolist() == [
+        900 + bucket - OFFSET_US for bucket in ReadyColumns([range(100)]).buckets
+    ]
 
 
 def test_findings_that_are_empty_are_kept_too() -> None:
@@ -157,7 +158,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     assert left.traces_with_findings == []
     left.note_findings(steps[0].traces)
     own = left.make_messages(
-        resolve_steps(buffer_of([step_of(4, 1)]), Clock(), every=1), buckets=0, offset_us=0.0
+        resolve_steps(buffer_of([step_of(4, 1)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
     )
     assert own.findings == {0: steps[0].traces}
     assert left.traces_with_findings == []
@@ -181,7 +182,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
     buffer = buffer_of(steps)
     with Reads() as reads:
         resolved = resolve_steps(buffer, Clock(), every=1)
-        own = Accumulator().make_messages(resolved, buckets=0, offset_us=0.0)
+        own = Accumulator().make_messages(resolved, columns=ReadyColumns([]), offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
         found = [find_overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
     assert reads.count == 0
@@ -199,7 +200,7 @@ def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
     losses = numbers[:, LOSS_AT]
     assert np.isnan(losses[1])
     assert losses[[0, 2, 3]].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
-    assert left.state_dict()["loss_sum"] == 0.0
+    assert left.state_dict([])["loss_sum"] == 0.0
 
 
 def test_adding_up_goes_on_from_a_checkpoint() -> None:
@@ -212,12 +213,14 @@ def test_adding_up_goes_on_from_a_checkpoint() -> None:
         **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
         "last_step": 9,
         "first_finding": 0,
-        "values": [],
+        "values": {"fit": [0.25, 2.0], "old": [0.5, 2.0]},
     }
-    before = Accumulator.from_state_dict(plain)
-    assert before.state_dict() == plain
+    before = Accumulator.from_state_dict(plain, ["fit", "old"])
+    assert before.state_dict(["fit", "old"]) == plain
+    now = Accumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
+    assert now.sums_of_values(4).tolist() == pytest.approx([float("nan"), 0.25, 0.0, 2.0], nan_ok=True)
     own = before.make_messages(
-        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), buckets=0, offset_us=0.0
+        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
     )
     (numbers,) = own.numbers
     assert own.steps == [10]
@@ -246,7 +249,7 @@ def known(*messages: Sequence[NDArray[np.float64]]) -> AgreedSteps:
 
 def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> NDArray[np.float64]:
     """One rank's, without buckets."""
-    numbers = np.zeros(message_length(0))
+    numbers = np.zeros(ReadyColumns([]).message_length)
     numbers[[LOSS_AT, SAMPLES_AT, REQUESTS_AT]] = loss_sum, samples, requests
     return numbers
 
@@ -272,4 +275,18 @@ def test_all_ranks_know_what_each_has_posted() -> None:
 def test_the_parts_of_a_message_do_not_overlap() -> None:
     """Sums, requests, the first finding and ready times, one behind another."""
     places = [LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
-    assert [*places, REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT] == list(range(message_length(1)))
+    assert [*places, REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT] == list(
+        range(ReadyColumns([[0]]).message_length)
+    )
+
+
+def test_each_turn_has_its_last_bucket_in_a_message() -> None:
+    """A bucket that is not reported was ready when the next one of its own turn was."""
+    columns = ReadyColumns([range(10, 110), range(110, 113)])
+    assert len(columns.buckets) == 32 + 3
+    assert [columns.buckets[end] for end in columns.ends] == [109, 112]
+    found = columns.column_of(np.array([*range(10, 113), 0, 9, 500]))
+    assert found[-3:].tolist() == [-1, -1, -1]
+    for bucket, column in zip(range(10, 113), found[:-3].tolist(), strict=True):
+        assert bucket <= columns.buckets[column]
+        assert (bucket < 110) == (columns.buckets[column] < 110)

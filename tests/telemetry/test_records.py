@@ -17,10 +17,9 @@ from ddprun.telemetry.control_message import (
     SAMPLES_AT,
     SYNC_READY_AT,
     OwnMessages,
+    ReadyColumns,
     all_ready_us,
     mean_losses_over_ranks,
-    message_length,
-    reported_buckets,
 )
 from ddprun.telemetry.records import PARTS
 from ddprun.telemetry.steps import NonBackwardExchanges, RecordedStep, resolve_steps, step_records
@@ -67,8 +66,8 @@ def records_of(
         every: as of `step_records`.
         us: instead of the parts that come of the steps.
     """
-    reported = reported_buckets(buckets)
-    messages = np.zeros((len(ready_times), 2, message_length(buckets)))
+    reported = ReadyColumns([range(buckets)]).buckets
+    messages = np.zeros((len(ready_times), 2, ReadyColumns([range(buckets)]).message_length))
     messages[..., SAMPLES_AT] = 1
     for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
         messages[message, :, LOSS_AT] = step
@@ -84,7 +83,11 @@ def records_of(
     for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=True):
         losses[row] = loss
     all_ready = all_ready_us(
-        resolved, own, messages if ready_times else None, buckets=buckets, offset_us=OFFSET_US
+        resolved,
+        own,
+        messages if ready_times else None,
+        columns=ReadyColumns([range(buckets)]),
+        offset_us=OFFSET_US,
     )
     return list(step_records(resolved, losses, all_ready, rank=1, every=every))
 
@@ -146,7 +149,7 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
 )
 def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: int) -> None:
     """As backward fills them in order; the last one is always reported."""
-    reported = reported_buckets(buckets)
+    reported = ReadyColumns([range(buckets)]).buckets
     assert len(reported) == min(buckets, MAX_READY_TIMES)
     assert reported == sorted(set(reported))
     assert reported[-1] == buckets - 1

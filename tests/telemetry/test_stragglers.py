@@ -16,7 +16,7 @@ from ddprun.telemetry.control_message import (
     READY_AT,
     SAMPLES_AT,
     SYNC_READY_AT,
-    message_length,
+    ReadyColumns,
 )
 from ddprun.telemetry.progress import summary_rows
 from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler, Summary
@@ -74,13 +74,23 @@ def message(
     return Message(own=parts, ready=ready)
 
 
+def columns_of(buckets: int) -> ReadyColumns:
+    """Of a stage with so many buckets and one backward pass."""
+    return ReadyColumns([range(buckets)])
+
+
+def begin(it: StragglerDetector, params: Sequence[tuple[str, ...]]) -> None:
+    """A stage with these buckets."""
+    it.begin_stage(dict(enumerate(params)), columns_of(len(params)))
+
+
 def found_in(
     late: dict[str, float], rank: int = 2, *, steps: int = 50, ranks: int = RANKS, buckets: bool = True
 ) -> StragglerDetector:
     """What is found where one rank is late in every step."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=20, min_share=0.1)
-    it.begin_stage(PARAMS if buckets else [])
+    begin(it, PARAMS if buckets else [])
     for step in range(1, steps + 1):
         of_ranks = [
             message(step, late if r == rank else {}, generator, buckets=buckets) for r in range(ranks)
@@ -91,7 +101,7 @@ def found_in(
 
 def gathered(of_ranks: Sequence[Message], buckets: int) -> NDArray[np.float64]:
     """The messages of all ranks about one step: shape (1, ranks, numbers of a message)."""
-    numbers = np.zeros((1, len(of_ranks), message_length(buckets)))
+    numbers = np.zeros((1, len(of_ranks), columns_of(buckets).message_length))
     numbers[..., [LOSS_AT, SAMPLES_AT]] = 1.0
     for rank, one in enumerate(of_ranks):
         numbers[0, rank, OWN_COLUMNS] = [one.own[part] for part in OWN_PARTS]
@@ -153,7 +163,7 @@ def test_late_in_three_steps_of_five_is_no_straggler() -> None:
     """The median is late, but in a quarter of the steps the rank is not."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=20, min_share=0.1)
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     for step in range(1, 61):
         late = {"forward_us": 5000.0} if step % 5 < 3 else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
@@ -165,7 +175,7 @@ def test_steps_in_which_nobody_is_waited_for_do_not_count() -> None:
     """As around an audit, between the synchronisations of local SGD."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=20, min_share=0.1)
-    it.begin_stage([])
+    begin(it, [])
     for step in range(1, 51):
         late = [{"forward_us": 5000.0} if rank == 1 else {} for rank in range(RANKS)]
         of_ranks = [message(step, more, generator, buckets=False) for more in late]
@@ -179,7 +189,7 @@ def test_one_late_step_is_no_straggler() -> None:
     """The median of a window counts."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=20, min_share=0.1)
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     for step in range(1, 41):
         late = {"forward_us": 50_000.0} if step % 7 == 0 else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
@@ -192,7 +202,7 @@ def test_a_rank_that_is_late_for_a_while_is_no_straggler(steps: int) -> None:
     """As one whose core does something else: in one window it is late and in the next not, or for 420 ms."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=10, min_share=0.1)
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     for step in range(1, 81):
         late = {"forward_us": 5000.0} if 6 <= step < 6 + steps else {}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(RANKS)]
@@ -209,7 +219,7 @@ def test_an_episode_begins_and_ends() -> None:
     """Each change is returned once, and the episode stays in the list; another cause is another episode."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=10, min_share=0.1)
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     changes = []
     for step in range(1, 191):
         of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
@@ -234,7 +244,7 @@ def test_messages_that_come_together_are_looked_at_as_if_each_came_alone(lengths
         of_ranks = [message(step, late_twice(step) if rank == 3 else {}, generator) for rank in range(RANKS)]
         numbers.append(gathered(of_ranks if step % 9 else [Message()] * RANKS, BUCKETS))
     it, changes, first = StragglerDetector(window=10, min_share=0.1), [], 0
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     for length in lengths:
         end = first + length
         found = it.add(range(first + 1, end + 1), np.concatenate(numbers[first:end]))
@@ -251,7 +261,7 @@ def test_of_very_many_episodes_the_shortest_go() -> None:
     """Memory is bounded however long a run is."""
     generator = torch.Generator().manual_seed(0)
     it = StragglerDetector(window=2, min_share=0.1)
-    it.begin_stage(PARAMS)
+    begin(it, PARAMS)
     for step in range(1, 1001):
         late = {"forward_us" if step // 2 % 2 else "data_us": 5000.0}
         of_ranks = [message(step, late if rank == 1 else {}, generator) for rank in range(3)]
@@ -268,8 +278,9 @@ def test_the_skew_of_a_step_is_that_of_its_last_buckets() -> None:
     """In backward and beside it, added up."""
     it = StragglerDetector(window=20, min_share=0.1)
     one, two = Message(5.0, ready=(1.0, 2.0)), Message(ready=(3.0, 1.5))
+    begin(it, PARAMS[:2])
     it.add([1], gathered([one, two], 2))
-    it.add([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 0))
+    it.add([2], gathered([Message(sync_ready=5.0), Message(sync_ready=7.5)], 2))
     assert [step.skew_us for step in it._steps] == [5.0 + 0.5, 2.5]
 
 
@@ -339,3 +350,34 @@ def test_the_closing_table_names_the_dearest() -> None:
 def _said(episodes: list[Straggler]) -> str:
     summary = Summary(status="done", steps=1, steps_per_s=1.0, communication_s=1.0, stragglers=episodes)
     return dict(summary_rows(summary))["stragglers"]
+
+
+@pytest.mark.parametrize(
+    ("late", "every", "bucket"), [("first", 1, 5), ("first", 3, 5), ("second", 1, 8), ("first", 9, 6)]
+)
+def test_a_rank_that_is_late_in_a_turn_is_found(late: str, every: int, bucket: int) -> None:
+    """Buckets 5 and 6 are of the first turn, 7 and 8 of the second, which runs in every n-th step; after each
+    turn all ranks go on together. What the second one costs in few steps is no reason to be late in most.
+    """
+    columns = ReadyColumns([[5, 6], [7, 8]])
+    it = StragglerDetector(window=20, min_share=0.1)
+    it.begin_stage({number: (f"of {number}",) for number in range(5, 9)}, columns)
+    for step in range(1, 81):
+        numbers = np.zeros((1, 3, columns.message_length))
+        numbers[..., [LOSS_AT, SAMPLES_AT]] = 1.0
+        for rank in range(3):
+            by = 20_000.0 if rank == 1 else 100.0 * rank
+            ready = np.array([10_000.0, 15_000.0, 40_000.0, 60_000.0])
+            ready[[[0, 1], [3]][late == "second"]] += by
+            if every == 9:
+                ready[0] -= by
+            if step % every:
+                ready[2:] = 0.0
+            parts = dict.fromkeys(OWN_PARTS, 1000.0) | {"backward_us": 5000.0 + by}
+            numbers[0, rank, OWN_COLUMNS] = [parts[part] for part in OWN_PARTS]
+            numbers[0, rank, READY_AT:] = np.where(ready, ready + 100_000.0 * step, 0.0)
+        it.add([step], numbers)
+    assert it.current is not None
+    assert (it.current.rank, it.current.cause, it.current.bucket) == (1, "backward", bucket)
+    assert it.current.params == (f"of {bucket}",)
+    assert it.current.late_us == pytest.approx(20_000, rel=0.02)

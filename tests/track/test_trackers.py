@@ -1,6 +1,7 @@
 """Curves that go elsewhere: what arrives there, and that nothing there can stop a run."""
 
 import importlib.util
+import re
 import threading
 import time
 import urllib.request
@@ -323,7 +324,7 @@ def test_a_run_that_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     store = (tmp_path / "store").as_uri()
     done = break_down(tmp_path, store, "1", "never", "launch: {timeout_s: 12}")
-    assert "the run hangs (stages[0].train, step 7): rank 1 did not arrive within 12 s" in done.stderr
+    assert re.search(r"hangs \(stages\[0\].train, step \d+\): rank 1 did not arrive within 12 s", done.stderr)
     client = MlflowClient(store)
     place = client.get_experiment_by_name("ddprun")
     assert place is not None

@@ -1,6 +1,13 @@
 """What a rank says of a hang: which of the collectives that it waits for stands on top."""
 
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -12,6 +19,8 @@ from ddprun.watchdog.hang import HangContext, PeerAddress, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
+from tests.ranks import free_port
+from tests.warm import fork_server
 
 AROUND = HangContext(
     rank=0,
@@ -90,6 +99,33 @@ def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
     both[claimant].claim_first_failure(2, is_hang=is_hang)
     worker.exit_if_peer_failed(both[0], FailureContext(), "making a group")
     assert codes == ([] if code is None else [code])
+
+
+def serve(port: int, ready: Connection) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    ready.send(bool(store))
+    time.sleep(60)
+
+
+def test_a_store_that_answers_late_knows_one_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: hosts that each went by themselves would print the same message."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    port, (ours, theirs) = free_port(), Pipe()
+    server = fork_server().Process(target=serve, args=(port, theirs), daemon=True)
+    server.start()
+    assert ours.recv()
+    assert server.pid is not None
+    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=30)) for rank in range(2)]
+    for one in both:
+        one.connect(torch.distributed.TCPStore("127.0.0.1", port, is_master=False))
+    os.kill(server.pid, signal.SIGSTOP)
+    threading.Timer(2.0, os.kill, (server.pid, signal.SIGCONT)).start()
+    with ThreadPoolExecutor() as pool:
+        claimed = list(pool.map(lambda one: one.claim_first_failure(2), both))
+    server.kill()
+    assert claimed[0] == claimed[1]
+    assert claimed[0].rank in (0, 1)
 
 
 def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> None:

@@ -60,6 +60,8 @@ class ErrorFeedback(Hook):
         key = payload.kind, payload.bucket
         bucket = self._bucket_residuals.get(key)
         if bucket is None or bucket.params != payload.params:
+            if bucket is not None:
+                self._release(key)
             bucket = self._bucket_residuals[key] = self._carry_over_residual(payload, group_size)
         bucket.group_size = group_size
         if self._can_roll_back and bucket.values_before_step is None:
@@ -70,14 +72,18 @@ class ErrorFeedback(Hook):
         kind, names = payload.kind, {param.name for param in payload.params}
         for key, bucket in list(self._bucket_residuals.items()):  # of an older layout
             if key[0] == kind and any(param.name in names for param in bucket.params):
-                del self._bucket_residuals[key]
-                self._unclaimed_pieces |= {(kind, name): piece for name, piece in bucket.pieces().items()}
+                self._release(key)
         dtype = torch.promote_types(payload.tensor.dtype, torch.float32)
         values = torch.zeros(payload.tensor.numel(), dtype=dtype, device=payload.tensor.device)
         for param in payload.params:
             if (piece := self._unclaimed_pieces.pop((kind, param.name), None)) is not None:
                 _copy_overlap(param.of(values), param, piece, group_size)
         return _BucketResidual(payload.params, values)
+
+    def _release(self, key: tuple[PayloadKind, int]) -> None:
+        """Keep the residual of a bucket by its parameters, until they are sent again."""
+        pieces = self._bucket_residuals.pop(key).pieces()
+        self._unclaimed_pieces |= {(key[0], name): piece for name, piece in pieces.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """`{kind: {parameter: piece}}`."""

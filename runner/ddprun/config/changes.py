@@ -19,7 +19,7 @@ _UNCHANGEABLE_KEYS = {
     "data": "the saved position would not fit the data",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
-    "freeze": "the optimizer's state belongs to it",
+    "freeze": "the optimizer's state belongs to what stages freeze",
     "groups": "the optimizer's state belongs to them",
     "stages": "the optimizer's state belongs to their turns",
     "optimizer": "the checkpoint holds no state for it",
@@ -86,12 +86,13 @@ def _unchangeable_key_faults(loaded: LoadedPipeline, old: Pipeline) -> Iterator[
 
 def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
     """Of the optimizer its name, and which parameters it has in which group: options may change."""
-    freezes = list(map(list, dict.fromkeys(pipeline.frozen_patterns().values())))
+    freezes = sorted(map(list, set(pipeline.frozen_patterns().values())))
+    turns = {(turn.name, turn.match) for stage in pipeline.train_stages() for turn in stage.turns or ()}
     return {
         "optimizer": pipeline.optimizer.name,
         "groups": [list(group.match) for group in pipeline.groups],
         "freeze": freezes if len(freezes) > 1 else freezes[0],
-        "stages": [to_plain_data(stage.turns) for stage in pipeline.train_stages() if stage.turns],
+        "stages": [{"name": name, "match": list(match)} for name, match in sorted(turns)],
     }
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -74,7 +74,7 @@ def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
         if isinstance(mark, CustomValidator) and mark.section is not None:
             return mark.section()
     kind = field.annotation if field else None
-    if get_origin(kind) is UnionType and len(given := set(get_args(kind)) - {NoneType}) == 1:
+    if get_origin(kind) in (UnionType, Union) and len(given := set(get_args(kind)) - {NoneType}) == 1:
         (kind,) = given  # a section that may be null
     while get_origin(kind) in (Annotated, tuple):
         kind, *marks = get_args(kind)

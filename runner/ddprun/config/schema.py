@@ -200,11 +200,13 @@ class Pipeline(Options):
 
     def averages_at_end_of(self, stage: Stage) -> bool:
         """Whether parameters are averaged at the end of a stage that lets ranks differ: not if the next stage
-        makes them equal itself, or lets ranks differ as well.
+        makes them equal itself, or lets ranks differ as well and freezes the same.
         """
         following = next(iter(self.stages[stage.index + 1 :]), None)
         if isinstance(following, StepStage):
-            return not following.effective_settings(self).plan.keeps_apart
+            settings = following.effective_settings(self)
+            own = stage.effective_settings(self) if isinstance(stage, StepStage) else settings
+            return not settings.plan.keeps_apart or settings.freeze != own.freeze
         return not isinstance(following, AverageStage | BroadcastStage)
 
     def train_data(self) -> Choice:

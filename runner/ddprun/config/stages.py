@@ -292,6 +292,9 @@ class TrainStage(StepStage):
     def _turns_fit_together(self) -> Self:
         turns = self.turns or ()
         names = [turn.name for turn in turns]
+        if reserved := RESERVED_METRIC_NAMES.intersection(names):
+            allowed = "choose a name that is none of a metric"
+            raise problem(f'a turn cannot be called "{min(reserved)}"', allowed, at="turns")
         if twice := [name for name, often in Counter(names).items() if often > 1]:
             raise problem(f'two turns are called "{twice[0]}"', "give each a name of its own", at="turns")
         if turns and all(turn.every > 1 for turn in turns):

@@ -568,6 +568,10 @@ def optimizer_settings(
         if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
             made = build_optimizer(loaded, model, turns, stage.optimizer, f"{stage.path}.optimizer")
         found[stage.index] = [dict(group) for group in made.param_groups]
+        warmup_steps = stage.effective_settings(loaded.pipeline).warmup_steps
+        if warmup_steps and any(group.get("lr") is None for group in found[stage.index]):
+            text = f'"{type(made).__name__}" has no learning rate that could rise: "lr" is null or not there'
+            raise loaded.error(stage.key_path("warmup_steps"), text, "remove it, or give the optimizer an lr")
     kept = {"lr", "betas", "momentum"}  # which schedules change
     makers = (vars(one).get("__init__") for one in type(optimizer).__mro__)
     kept.update(*(inspect.signature(make).parameters for make in makers if make is not None))
@@ -637,7 +641,7 @@ def check_sync(loaded: LoadedPipeline, turns: Turns, world_size: int) -> None:
     for stage in loaded.pipeline.stages:
         path, sources = stage.path, [stage.source] if isinstance(stage, BroadcastStage) else []
         if isinstance(stage, StepStage):
-            settings, trained = stage.effective_settings(loaded.pipeline), turns.of_stage(stage)
+            settings, trained = stage.effective_settings(loaded.pipeline), turns.of_stage[stage.index]
             count, is_complex = len(trained), any(param.is_complex() for param in trained.values())
             path = f"{stage.key_path('sync')}.{settings.sync.name}"
             transfers = settings.plan.transfers

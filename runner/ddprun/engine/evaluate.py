@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddprun.config import BEST_FILE, Choice, EarlyStop, EvaluateStage, KeepBest, Stage, metric_names
+from ddprun.config import (
+    BEST_FILE,
+    Choice,
+    EarlyStop,
+    EvaluateStage,
+    KeepBest,
+    LoadedPipeline,
+    Stage,
+    metric_names,
+)
 from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.choices import RESERVED_METRIC_NAMES
 from ddprun.config.stages import StageEvaluation
@@ -26,7 +35,7 @@ from ddprun.engine.data import (
     is_iterable,
     require_equal_lengths,
 )
-from ddprun.engine.objective import ForwardResult, Objective, describe_tensor
+from ddprun.engine.objective import ForwardResult, describe_tensor
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
 from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
@@ -41,7 +50,8 @@ _LOOK_EVERY_S = 1.0
 _HELD_OUT_SEED = 1 << 31  # added to the pipeline's seed for what held-out streams draw
 
 Sums = tuple[Tensor | float, Tensor | float]  # sum of values, number of values
-MetricFunction = Callable[[ForwardResult, int], Sums]  # from a forward pass and its number of samples
+MetricFunction = Callable[[ForwardResult, int, Tensor | float], Sums]
+"""From a forward pass, its number of samples, and the weight of its loss in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,7 @@ def try_evaluations(session: Session) -> None:
             if isinstance(wanted, EvaluateStage):
                 held_out = runtime.stage_held_out.get(wanted.index, held_out)
             metrics = _metrics(session, wanted.metrics, path)
+            _check_modes(runtime.loaded, wanted, metrics)
             data = held_out.dataset
             if is_iterable(data):
                 continue
@@ -209,6 +220,25 @@ def try_evaluations(session: Session) -> None:
             for metric in metrics.values():
                 if isinstance(metric, StatefulMetric):
                     metric.check_compute(runtime.ranks.size)
+
+
+def _check_modes(
+    loaded: LoadedPipeline,
+    wanted: EvaluateStage | StageEvaluation,
+    metrics: Mapping[str, MeanMetric | StatefulMetric],
+) -> None:
+    """Raise a PipelineError where larger values would count as better, and a metric says the contrary."""
+    for stage in loaded.pipeline.stages_with_steps():
+        schedule = stage.effective_settings(loaded.pipeline).schedule
+        modes = {f"{stage.path}.{key}": getattr(stage, key) for key in ("keep_best", "stop")}
+        used = [(path, one.metric, one.mode) for path, one in modes.items() if one is not None]
+        if schedule is not None and schedule.source == "torch":
+            path, mode = stage.key_path("schedule"), schedule.options.get("mode")
+            used.append((path, schedule.beside.get("metric"), mode))
+        for path, name, mode in used if stage.evaluate is wanted else ():
+            metric = metrics.get(name)
+            if mode is None and isinstance(metric, StatefulMetric) and metric.smaller_is_better:
+                raise loaded.error(path, f'smaller values of "{name}" are better', "write mode: min")
 
 
 def evaluate_metrics(
@@ -237,7 +267,8 @@ def evaluate_metrics(
     for name, metric in metrics.items():
         if isinstance(metric, MeanMetric):
             value, count = next(sums)
-            values[name] = metric.finish(value / count) if count else math.nan
+            if count or name not in session.runtime.objective.value_names:  # no batch has had that number
+                values[name] = metric.finish(value / count) if count else math.nan
         else:
             values[name] = metric.compute(control)
     return values, int(samples)
@@ -263,8 +294,9 @@ def _measure(
         counted += samples
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
+            weight = runtime.objective.weight_in_mean(result, samples)
             for index, mean in enumerate(means):
-                value, count = mean.measure(mean.select(result), samples)
+                value, count = mean.measure(mean.select(result), samples, weight)
                 sums[index, 0] += value
                 sums[index, 1] += count
             for metric in metrics.values():
@@ -278,12 +310,12 @@ def _metrics(
 ) -> dict[str, MeanMetric | StatefulMetric]:
     """The metrics of an evaluation at `path`, newly made, by name; the loss is the first."""
     loaded, objective = session.runtime.loaded, session.runtime.objective
-    mean_loss = partial(_mean_loss, objective)
+    mean_loss = partial(_mean_loss, objective.loss_is_sum)
     found: dict[str, MeanMetric | StatefulMetric]
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
     for index, name in enumerate(objective.value_names or ()):
         if name not in RESERVED_METRIC_NAMES:
-            found[name] = MeanMetric(partial(_mean_value, objective, index))
+            found[name] = MeanMetric(partial(_mean_value, mean_loss, index))
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         place = f"{path}.metrics[{index}]"
         select = partial(objective.select, choice.beside, place)
@@ -292,7 +324,8 @@ def _metrics(
             if isinstance(metric, StatefulMetric):
                 metric.select, found[name] = select, metric
             else:
-                found[name] = MeanMetric(partial(_custom_metric, objective, metric), select=select)
+                custom = partial(_custom_metric, objective.has_batch_weights, metric)
+                found[name] = MeanMetric(custom, select=select)
         elif choice.name == "accuracy":
             own = objective.loss is None  # the model's, which may have classes on its last dimension
             ignored, make_error = -100 if own else objective.ignore_index, partial(loaded.error, place)
@@ -303,23 +336,26 @@ def _metrics(
     return found
 
 
-def _summed_loss(result: ForwardResult, samples: int) -> Sums:
+def _summed_loss(result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
     return result.loss.double(), samples
 
 
-def _mean_loss(objective: Objective, result: ForwardResult, samples: int) -> Sums:
+def _mean_loss(is_sum: bool, result: ForwardResult, samples: int, weight: Tensor | float) -> Sums:
     """By `weight_by`; else of a cross-entropy over the targets that count, of another loss over samples."""
-    loss, count = result.loss.double(), objective.weight_in_mean(result, samples)
-    if objective.loss_is_sum:
-        return loss, count
-    if isinstance(count, Tensor):  # the mean over no target at all is not a number
-        return torch.where(count > 0, loss * count, 0.0), count
-    return loss * count if count else 0.0, count
+    loss = result.loss.double()
+    if is_sum:
+        return loss, weight
+    if isinstance(weight, Tensor):  # the mean over no target at all is not a number
+        return torch.where(weight > 0, loss * weight, 0.0), weight
+    return loss * weight if weight else 0.0, weight
 
 
-def _mean_value(objective: Objective, index: int, result: ForwardResult, samples: int) -> Sums:
-    """Of a number beside the loss, weighted as the loss is."""
-    return _mean_loss(objective, result._replace(loss=result.values[index]), samples)
+def _mean_value(
+    mean_loss: MetricFunction, index: int, result: ForwardResult, samples: int, weight: Tensor | float
+) -> Sums:
+    """Of a number beside the loss, weighted as the loss is; of a batch that lacks it, nothing."""
+    value = result.values[index]
+    return (0.0, 0) if value is None else mean_loss(result._replace(loss=value), samples, weight)
 
 
 def _accuracy(
@@ -328,6 +364,7 @@ def _accuracy(
     make_error: ErrorFactory,
     result: ForwardResult,
     samples: int,
+    weight: Tensor | float,
 ) -> Sums:
     """Classes lie on dimension 1 of the output, as for torch's cross_entropy, or on another of `dims`."""
     output, target = result.output, result.target
@@ -349,9 +386,13 @@ def _accuracy(
 
 
 def _custom_metric(
-    objective: Objective, metric: Callable[[Any, Any], Any], result: ForwardResult, samples: int
+    by_weight: bool,
+    metric: Callable[[Any, Any], Any],
+    result: ForwardResult,
+    samples: int,
+    weight: Tensor | float,
 ) -> Sums:
-    count = objective.batch_weight(result.content) if objective.has_batch_weights else samples
+    count = float(weight) if by_weight else samples
     return float(metric(result.output, result.target)) * count if count else 0.0, count
 
 

@@ -7,17 +7,20 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE
-from ddprun.host.processes import handle_signal_unless_ignored
+from ddprun.host.processes import handle_signal_unless_ignored, run_in_daemon_thread
 from ddprun.parallel.ranks import Ranks
 from ddprun_hooks.config.trust import callable_full_names
 
 _STOP_KEY, _CHECK_STORE_EVERY_S = "stop", 1.0
 _LOOK_AT_HANDLERS_EVERY_S = 1.0
+_TICK_S = 0.1
+_T = TypeVar("_T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -68,6 +71,16 @@ class SignalRequests:
         if new := self._replaced - self._reported:
             self._reported |= new
             report(dict(sorted(new)))
+
+    def await_unless_stopped(self, call: Callable[[], _T]) -> _T | None:
+        """What a call on a background thread gives; None if a stop is requested first. For what waits for
+        other ranks in torch's C++ code, where a handler would run only after it.
+        """
+        future = run_in_daemon_thread(call)
+        while not wait([future], _TICK_S).done:
+            if self.stop_requested:
+                return None
+        return future.result()
 
     def pop_checkpoint_request(self) -> bool:
         """Whether a checkpoint was requested since the last call."""

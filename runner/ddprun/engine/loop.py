@@ -149,7 +149,7 @@ class MicroResult(NamedTuple):
 
     micro: MicroBatch
     loss: Tensor  # shape ()
-    values: Sequence[Tensor]  # the numbers beside it
+    values: Sequence[Tensor | None]  # the numbers beside it
 
 
 class Update(NamedTuple):
@@ -171,7 +171,7 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         for turn in turns:
             if updates:
                 runtime.recorder.lap("optimizer_us")
-            runtime.turns.select(turn)
+            runtime.turns.select(turn.params)
             with only_groups_of(turn, runtime.optimizer):
                 of_turn, update = train_turn(run, turn, micro_batches, batches)
             results.append(of_turn)
@@ -179,9 +179,10 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
         runtime.recorder.note_update(runtime.optimizer, *_combine_norms(runtime.optimizer, turns, updates))
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
-        values = runtime.objective.merge_values([one.values for one in of_turns])
-        mean, values = mean_loss(session, loss, micro.samples), mean_values(session, values, micro.samples)
+        mean = mean_loss(session, loss, micro.samples)
+        values = mean_values(session, [one.values for one in of_turns], micro.samples)
         runtime.recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
+    runtime.turns.select(runtime.turns.of_stage[run.stage.index])
     if any(update.applied for update in updates):
         after_update(run)
     runtime.recorder.lap("optimizer_us")
@@ -283,7 +284,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         fixed_rng = seeding.RepeatableRng(runtime.device)
     weight = loss_weight(session, micro, batches.total_weight)
     losses: list[Tensor] = []
-    values: list[Sequence[Tensor]] = []
+    values: list[Sequence[Tensor | None]] = []
 
     def closure() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all calls draw the same numbers."""
@@ -300,8 +301,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         update(model, closure)
     mean = torch.stack(losses).mean() if losses else torch.tensor(math.nan)
     samples, effective_weight = (micro.samples, micro.effective_weight) if losses else (0, 0)
-    of_calls = [torch.stack(numbers).mean() for numbers in zip(*values, strict=True)]
-    means = mean_values(session, of_calls, micro.samples)
+    means = mean_values(session, values, micro.samples)
     recorder.note_loss(mean_loss(session, mean, micro.samples), samples, effective_weight, means)
     recorder.lap("forward_us")
     if update is None:
@@ -371,9 +371,15 @@ def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
     return loss / samples if session.runtime.objective.loss_is_sum and samples else loss
 
 
-def mean_values(session: Session, values: Sequence[Tensor], samples: int) -> Sequence[Tensor]:
-    """The means over samples of numbers beside a loss."""
-    return [mean_loss(session, one, samples) for one in values] if values else values
+def mean_values(
+    session: Session, of_calls: Sequence[Sequence[Tensor | None]], samples: int
+) -> list[Tensor | None]:
+    """The means over samples, and over the calls of the model that have them, of numbers beside a loss."""
+    found = list[Tensor | None]()
+    for same in zip(*of_calls, strict=True):
+        known = [mean_loss(session, one, samples) for one in same if one is not None]
+        found.append(torch.stack(known).mean() if len(known) > 1 else next(iter(known), None))
+    return found
 
 
 def clip_gradients(run: StageRun) -> tuple[Tensor | None, list[Tensor] | None]:

@@ -178,7 +178,7 @@ class ForwardResult(NamedTuple):
     output: Any  # what the model returned
     target: Any  # what the loss compared it with; the batch where the model returns its loss
     content: Any  # the batch
-    values: Sequence[Tensor] = ()  # numbers beside the loss, in the order of `Objective.value_names`
+    values: Sequence[Tensor | None] = ()  # numbers beside the loss, in the order of `Objective.value_names`
 
 
 class Objective:
@@ -206,8 +206,8 @@ class Objective:
         self._transform = transform
         self._joined = loss_joins_model(loss)
         self.value_names: tuple[str, ...] = ()  # of numbers beside the loss
-        self.found_names: dict[str, None] | None = None  # the same as passes so far had them; None: no pass
-        self._unknown = torch.full((), math.nan, device=precision.device)
+        self.found_names: dict[str, None] = {}  # the same, as passes so far had them
+        self.called: set[str | None] = set()  # the turns of passes so far
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
         self.loss_is_sum = options.get("reduction") == "sum"  # the loss is a sum over samples, not a mean
@@ -235,17 +235,10 @@ class Objective:
             output, loss, found = model(call) if self._joined else call(model, self.loss)
         if turn is not None:
             found[turn] = loss.detach().float()
-        if found or self.found_names is None:
-            self.found_names = {**(self.found_names or {}), **dict.fromkeys(found)}
-        values = [found.get(name, self._unknown) for name in self.value_names]
+        self.called.add(turn)
+        self.found_names |= dict.fromkeys(found)
+        values = [found.get(name) for name in self.value_names]
         return ForwardResult(loss, output, content if self.loss is None else target, content, values)
-
-    def merge_values(self, of_turns: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The numbers beside the losses of a step's turns: each of the last turn that has it."""
-        if len(of_turns) == 1:
-            return of_turns[0]
-        known = [[one for one in same if one is not self._unknown] for same in zip(*of_turns, strict=True)]
-        return [found[-1] if found else self._unknown for found in known]
 
     def _output_and_loss(
         self,
@@ -438,7 +431,8 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
         with torch.no_grad():
             for name in turns.names:
                 objective(model, objective.training_batch(feed.first_batch()), name)
-        objective.found_names = None  # a pass in training may give others
+        objective.called.clear()  # passes in training may give other numbers beside the loss
+        objective.found_names.clear()
         model.train()
 
 

@@ -339,7 +339,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     totals = [Totals.of(one["telemetry"]["totals"]) for one in own]
     state["telemetry"] = {
         "totals": Totals.of_other_ranks(totals, rank, ranks).numbers(),
-        "round": Accumulator().state_dict(),
+        "round": Accumulator().state_dict([]),
         "own_loss": own[0]["telemetry"]["own_loss"],
         "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],
     }

@@ -159,12 +159,12 @@ def build_session(
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
         turn.replica = replica
-    if objective.found_names is None:  # no pass so far
+    if not_called := [name for name in turns.names if name not in objective.called]:
         with preserve_state(device, model, objective.loss), torch.enable_grad():
             model.train()
-            for turn_name in turns.names:
+            for turn_name in not_called:
                 objective(model, objective.training_batch(feed.first_batch()), turn_name)
-    of_ranks = ranks.gather("numbers beside the loss", list(objective.found_names or ()))
+    of_ranks = ranks.gather("numbers beside the loss", list(objective.found_names))
     objective.value_names = tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
     recorder.value_names = objective.value_names
     _check_shared_memory(loaded, feeds, ranks, backend)
@@ -239,7 +239,7 @@ def _compile(
     notice.start()
     try:
         for feed, turn, backward in passes:
-            turns.select(turn)
+            turns.select(turn.params)
             warmup_pass(model, objective, feed, turn.name, backward=backward)
     except Exception as error:
         if (compile_error := compiling.as_compile_error(loaded, error, compiling=True)) is not None:

@@ -155,8 +155,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     stack, host_stack = runtime.stacks.all_ranks[stage.index], runtime.stacks.within_hosts[stage.index]
     plan = settings.plan
     turns = runtime.turns.by_stage[stage.index]
-    runtime.turns.select(turns[0])
-    runtime.frozen.train(runtime.turns.of_stage(stage))
+    runtime.turns.select(runtime.turns.of_stage[stage.index])
+    runtime.frozen.train(runtime.turns.of_stage[stage.index])
     runtime.buffers.begin_stage(settings.buffers, gradients_everywhere=plan.gradients == "all")
     buffers, replicas = runtime.buffers.plan, state.replicas
     sequence = StageActions(loaded.pipeline, stage, settings, buffers, replicas, steps, cursor.first_step)
@@ -164,10 +164,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     synchronizer = Synchronizer(sequence.progress, *exchanged, stack, host_stack, state.outer_momentum)
     state.synchronizer = synchronizer
     runtime.recorder.control_delay_steps = plan.control_delay_steps
-    buckets = runtime.turns.buckets if plan.gradients else ()
-    runtime.recorder.begin_stage([tuple(param.name for param in bucket.params) for bucket in buckets])
+    replicas_used = [turn.replica for turn in turns if plan.gradients and turn.replica is not None]
+    runtime.recorder.begin_stage([one.dispatcher.params_by_bucket for one in replicas_used])
     signature = f"{synchronizer.signature()}; {stack.description}"
-    for replica in [turn.replica for turn in turns if turn.replica is not None] if plan.gradients else ():
+    for replica in replicas_used:
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
         if plan.gradients == "host":
             hooks, ranks = host_stack, ranks.splits[plan.hosts][0]

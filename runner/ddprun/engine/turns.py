@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddprun.config import LoadedPipeline, StepStage
+from ddprun.config import LoadedPipeline
+from ddprun.config.patterns import matches
 from ddprun.engine.model_with_loss import model_alone
-from ddprun.engine.weights import matching_parameters
+from ddprun.engine.weights import matching_parameters, plain_name
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.units import abbreviated_list
@@ -38,7 +39,8 @@ class Turns:
 
     trained: Mapping[str, Tensor]  # what some stage trains, by name
     by_stage: dict[int, list[Turn]] = field(default_factory=dict)  # at least one for each that takes steps
-    selected: Turn | None = None  # None: all that is `trained` requires gradients
+    of_stage: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)  # what its turns train together
+    _selected: Mapping[str, Tensor] | None = None  # what requires gradients now; None: all of `trained`
 
     def all(self) -> list[Turn]:
         """Each once, in the order in which the run comes to them."""
@@ -69,21 +71,17 @@ class Turns:
         replicas = [turn.replica for turn in self.all() if turn.replica is not None]
         return [bucket for replica in replicas for bucket in replica.dispatcher.layout]
 
-    def of_stage(self, stage: StepStage) -> dict[str, Tensor]:
-        """What a stage trains, by name."""
-        return {name: param for turn in self.by_stage[stage.index] for name, param in turn.params.items()}
-
-    def select(self, turn: Turn | None) -> None:
-        """Have only the parameters of a turn require gradients; None: all that some stage trains."""
-        if turn is not self.selected:
-            self.selected = turn
+    def select(self, params: Mapping[str, Tensor] | None) -> None:
+        """Have only the parameters of a turn or stage require gradients; None: all that some stage trains."""
+        if params is not self._selected:
+            self._selected = params
             for name, param in self.trained.items():
-                param.requires_grad_(turn is None or name in turn.params)
+                param.requires_grad_(params is None or name in params)
 
     def select_each(self, turns: Iterable[Turn]) -> Iterator[Turn]:
-        """These turns, each selected while it is the newest; afterwards none is."""
+        """These turns, each with its parameters selected while it is the newest; afterwards none are."""
         for turn in turns:
-            self.select(turn)
+            self.select(turn.params)
             yield turn
         self.select(None)
 
@@ -93,23 +91,28 @@ def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
     if turn.name is None:
         return optimizer.param_groups
     ids = set(map(id, turn.params.values()))
-    return [group for group in optimizer.param_groups if id(group["params"][0]) in ids]
+    return [group for group in optimizer.param_groups if any(id(param) in ids for param in group["params"])]
 
 
 def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:
     """What reports call the parameter groups: by the patterns of `groups`, or each by its turn."""
     if not turns.apart:
         return [", ".join(group.match) for group in loaded.pipeline.groups]
-    named = [turn for turn in turns.all() if turn.name is not None]
-    return [
-        ", ".join(turn.name or "" for turn in named if group in groups_of(turn, optimizer))
-        for group in optimizer.param_groups
-    ]
+    names, found = {id(param): name for name, param in turns.trained.items()}, list[str]()
+    for group in optimizer.param_groups:
+        name = plain_name(names[id(group["params"][0])])
+        match = next((one.match for one in loaded.pipeline.groups if matches(name, one.match)), ())
+        of_turns = dict.fromkeys(turn.name for turn in turns.all() if turn.name and name in turn.params)
+        found.append(", ".join([*match, *of_turns]))
+    return found
 
 
 @contextmanager
 def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer has the parameter groups of a turn alone, as one of its own would."""
+    if turn.name is None:
+        yield
+        return
     everything = optimizer.param_groups
     optimizer.param_groups = groups_of(turn, optimizer)
     try:
@@ -135,7 +138,8 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
         frozen = matching(stage.key_path("freeze"), settings.freeze)
         left = {name: param for name, param in found.trained.items() if param not in frozen}
         if not settings.turns:
-            found.by_stage[stage.index] = [share(Turn(None, left))]
+            found.by_stage[stage.index] = [whole := share(Turn(None, left))]
+            found.of_stage[stage.index] = whole.params
             continue
         path, turns = f"{stage.path}.turns", list[Turn]()
         for index, turn in enumerate(settings.turns):
@@ -153,7 +157,7 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
                 hint = "match each trained parameter in one turn, or freeze it"
                 raise loaded.error(path, f"{what} {abbreviated_list(names)}", hint)
         _check_forward_takes_turn(loaded, path, model)
-        found.by_stage[stage.index] = turns
+        found.by_stage[stage.index], found.of_stage[stage.index] = turns, left
     return found
 
 
@@ -166,7 +170,12 @@ def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Modul
 
 
 def check_groups_of_turns(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> None:
-    """Raise a PipelineError if a parameter group of the optimizer belongs to two turns of a stage."""
+    """Raise a PipelineError if a parameter group of the optimizer belongs to two turns of a stage, or its
+    groups cannot be replaced by those of a turn.
+    """
+    if turns.apart and isinstance(getattr(type(optimizer), "param_groups", None), property):
+        text = f'"{loaded.pipeline.optimizer.name}" does not let turns step their own parameter groups'
+        raise loaded.error("optimizer", text, "name an optimizer that holds its param_groups itself")
     for stage in loaded.pipeline.stages_with_steps():
         several = turns.by_stage[stage.index]
         for group in optimizer.param_groups if len(several) > 1 else ():

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddprun import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -101,8 +103,12 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
     watchdog.start()
     try:
-        ranks.connect()
-        code = _run(loaded, run_dir, ranks, signals, failure_context, resuming)
+        met = signals.await_unless_stopped(partial(_meet, loaded, ranks))
+        if met is None:
+            standard_streams.say(f"rank {ranks.rank} stops before all ranks have met")
+            code = EXIT_INTERRUPTED
+        else:
+            code = _run(loaded, run_dir, ranks, *met, signals, failure_context, resuming)
     except BaseException as error:
         # A broken collective only shows that others have ended: the watchdog says why.
         if watchdog.hang_found:
@@ -122,21 +128,25 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
     return rank_files.report_outcome_and_exit_code(code)
 
 
+def _meet(loaded: LoadedPipeline, ranks: Ranks) -> tuple[torch.device, str]:
+    """Wait for the other ranks; gives this rank's device and the backend."""
+    ranks.connect()
+    ranks.watchdog.set_phase(b"joining")
+    device = device_of(loaded, ranks.environment.local_rank)
+    facts = ranks.gather("device", launch_facts(loaded, ranks.host, device))
+    return device, agree_on_backend(loaded, [RankLaunchFacts(*one) for one in facts])
+
+
 def _run(
     loaded: LoadedPipeline,
     run_dir: Path | None,
     ranks: Ranks,
+    device: torch.device,
+    backend: str,
     signals: SignalRequests,
     failure_context: FailureContext,
     resuming: ResumeMode,
 ) -> int:
-    environment = ranks.environment
-    ranks.watchdog.set_phase(b"joining")
-    device = device_of(loaded, environment.local_rank)
-    facts = [
-        RankLaunchFacts(*one) for one in ranks.gather("device", launch_facts(loaded, ranks.host, device))
-    ]
-    backend = agree_on_backend(loaded, facts)
     ranks.join(device, backend)
     known = rank_files.read_run_dir()
     folder, token, begun = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
@@ -149,7 +159,7 @@ def _run(
     if begun:
         resume(session)
         discard_stale_best(session)
-    local_ranks = environment.local_world_size
+    local_ranks = ranks.environment.local_world_size
     session.runtime.time_slices = ComparisonSliceClient.from_environment(ranks.rank, local_ranks)
     signals.report_replaced_handlers(session.reporter.report_handlers)
     gc.collect()  # now, and not in the middle of a step

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
+from ddprun.engine.data import Feed
 from ddprun.engine.ema import initial_averages
 from ddprun.engine.sequence import (
     Action,
@@ -328,15 +329,17 @@ class _Planner:
         reads = probe.optimizer is not None and has_train_eval_modes(probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=reads)
         self._stage: StepStage | None = None  # whose hooks carry what is sent
+        self._stage_index = 0
         self._plan = SyncPlan()  # of that stage
         self._stage_exchanges: dict[tuple[Any, ...], PlannedExchange] = {}
+        self._used: dict[Feed, int] = {}  # micro-batches of data of the epoch that has begun
 
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
-        self._stage, self._stage_exchanges = None, {}
+        self._stage, self._stage_index, self._stage_exchanges = None, stage.index, {}
         if self._turns is not None:
             of_run = self._turns.trained
-            self._trained = self._turns.of_stage(stage) if isinstance(stage, StepStage) else of_run
+            self._trained = self._turns.of_stage[stage.index] if isinstance(stage, StepStage) else of_run
         match stage:
             case StepStage():
                 self._stage = stage
@@ -376,7 +379,8 @@ class _Planner:
             if stage.evaluate is not None:
                 evaluation_sends.append(self._sends_before_eval_or_save("evaluate"))
         last = self._all_sends("end", sequence.end(planned_steps))
-        evaluations = self._stage_evaluations(stage, steps, evaluation_sends[:cycle])
+        epoch_ends = self._epoch_ends(stage, settings, steps)
+        evaluations = self._stage_evaluations(stage, steps, epoch_ends, evaluation_sends[:cycle])
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():
             found = self._group_into_exchanges(sends)
@@ -399,6 +403,23 @@ class _Planner:
             left_apart=self._replicas.parameters != "common",
             ranks_represented=self._simulator.ranks_represented,
         )
+
+    def _epoch_ends(
+        self, stage: StepStage, settings: StepStageSettings, steps: int | None
+    ) -> tuple[int, int] | None:
+        """The step of the stage that ends an epoch of its data first, and the steps in each epoch after it;
+        None: not known. An epoch that an earlier stage began goes on, except in a stage that counts epochs.
+        """
+        feed = self._probe.feeds and self._probe.feeds.for_stage(stage.index)
+        whole = feed and feed.steps_per_epoch(1)
+        if not feed or not whole or steps is None:
+            return None
+        per_epoch = -(-whole // settings.accumulate)
+        used = self._used.get(feed, 0) if settings.epochs is None else 0
+        first = -(-(whole - used) // settings.accumulate)
+        used += steps * settings.accumulate
+        self._used[feed] = used if steps < first else (steps - first) % per_epoch * settings.accumulate
+        return first, per_epoch
 
     def _takes_closure(self, settings: StepStageSettings) -> bool:
         optimizer = self._probe.optimizer
@@ -466,9 +487,13 @@ class _Planner:
     def _optimizer_state(self) -> dict[str, Tensor] | None:
         """What of the optimizer's state is averaged, made as a run makes it; None: not known."""
         optimizer = self._probe.optimizer
-        if optimizer is None:
+        if optimizer is None or self._turns is None:
             return None
-        initialize_optimizer_state(optimizer)
+        for stage in self._pipeline.stages_with_steps():
+            if stage.index <= self._stage_index and stage.effective_settings(self._pipeline).updates_weights:
+                self._turns.select(self._turns.of_stage[stage.index])
+                initialize_optimizer_state(optimizer)
+        self._turns.select(None)
         return averageable_state(optimizer)
 
     def _sends_before_eval_or_save(self, moment: Moment) -> tuple[PlannedSend, ...]:
@@ -492,18 +517,22 @@ class _Planner:
         return self._buffer_sends(moment, changed)
 
     def _stage_evaluations(
-        self, stage: StepStage, steps: int | None, after: Sequence[tuple[PlannedSend, ...]]
+        self,
+        stage: StepStage,
+        steps: int | None,
+        epoch_ends: tuple[int, int] | None,
+        after: Sequence[tuple[PlannedSend, ...]],
     ) -> tuple[EvaluationGroup, ...]:
         """The evaluations of a stage, grouped by what they send. `after`: what an evaluation would send after
         each step of a cycle. The state now is that at the stage's end.
         """
         if stage.evaluate is None:
             return ()
-        every = stage.evaluate.every
-        if every == "epoch":  # where its length is not known, after any step
-            feeds, accumulate = self._probe.feeds, stage.effective_settings(self._pipeline).accumulate
-            every = (feeds and feeds.for_stage(stage.index).steps_per_epoch(accumulate)) or 1
-        inside = range(every, math.lcm(every, len(after)) + 1 if steps is None else steps, every)
+        if stage.evaluate.every == "epoch":  # where its length is not known, after any step
+            first, every = epoch_ends or (1, 1)
+        else:
+            first = every = stage.evaluate.every
+        inside = range(first, math.lcm(every, len(after)) + 1 if steps is None else steps, every)
         times = Counter[tuple[PlannedSend, ...]]()
         for place, often in Counter((step - 1) % len(after) for step in inside).items():
             times[after[place]] += often

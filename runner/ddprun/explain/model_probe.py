@@ -188,9 +188,9 @@ def _compile_model(
         warmup_pass(model, objective, feed, name, backward=False)  # what fails here is the model's own
     compiler, blocks = compiling.compile_model(loaded, model, backend="aot_eager")
     try:
+        trained = {turn for stage in loaded.pipeline.train_stages() for turn in turns.by_stage[stage.index]}
         for turn in turns.select_each(turns.all()):
-            backward = bool(loaded.pipeline.train_stages())
-            warmup_pass(model, objective, feed, turn.name, backward=backward)
+            warmup_pass(model, objective, feed, turn.name, backward=turn in trained)
     except Exception as error:
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error

@@ -29,6 +29,7 @@ _SHUTDOWN_TIMEOUT_S = 10
 _CHECKPOINT_S = 30.0  # longest wait for a checkpoint before ranks are ended that have not failed
 
 _EXIT_BARRIER_S = 30.0  # hosts wait so long for each other at the end, to which all come at about one time
+_LEFT_KEY = "ddprun/left"
 _FORCED_KILL_S = 1  # from SIGTERM to SIGKILL where somebody has asked twice
 _TICK_S = 0.05
 
@@ -40,6 +41,8 @@ class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone. Ranks of the
     pipeline `loaded` leave notes in `scratch`, this launcher's folder.
     """
+
+    _store: Any  # of all hosts, with nothing in it at each start of the ranks
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
         assert config.logs_specs is not None
@@ -74,6 +77,7 @@ class Agent(LocalElasticAgent):
         """Look after the ranks. What starting them again would not change is the end of the run."""
         if self.leaving_signal is not None:
             self._checkpoint_and_restart_text()
+            self._store.set(_LEFT_KEY, "")  # before this host's ranks end, and those of the others with them
             raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
         result: RunResult = super()._monitor_workers(worker_group)
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)
@@ -97,11 +101,19 @@ class Agent(LocalElasticAgent):
             )
         if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
             raise ChildFailedError("ddprun", failures)
+        if self._a_host_left():
+            say("a host has left: starting the ranks again")
+            self._remaining_restarts += 1  # torchelastic takes one away
+            return result
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
             cause = f"{found}; " if (found := unexplained_exits(failures)) else ""
             say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
+
+    def _a_host_left(self) -> bool:
+        """Whether a host was asked to leave since the ranks were started."""
+        return bool(run_in_daemon_thread(partial(self._store.check, [_LEFT_KEY])).result())
 
     def _raise_if_run_ended_elsewhere(self, worker_group: WorkerGroup) -> None:
         """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""

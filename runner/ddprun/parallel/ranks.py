@@ -26,6 +26,7 @@ from ddprun_hooks.comm.observer import observed_wait
 _FIRST_FAILURE = "failed"
 
 _STORE_TIMEOUT_S = 1.0  # in trouble: it may live in the very process that is stuck
+_FAILURE_TIMEOUT_S = 5.0  # after a failure nothing need be stuck, but a busy machine answers late
 _T = TypeVar("_T")
 
 
@@ -203,7 +204,10 @@ class Ranks:
         if self._base_store is None:
             return FirstFailure(self.rank, exit_code, is_hang)
         mine = json.dumps([self.rank, exit_code, is_hang])
-        winner = self._query_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine)
+        winner = self._query_store(
+            lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode() or mine,
+            _STORE_TIMEOUT_S if is_hang else _FAILURE_TIMEOUT_S,
+        )
         if winner is None:  # the store's own host is gone, or its process: only this host's ranks can agree
             is_first = claim_once(attempt_folder(), _FIRST_FAILURE)
             return FirstFailure(self.rank if is_first else None, exit_code, is_hang)
@@ -225,8 +229,10 @@ class Ranks:
         found = None if rank is None else self.peers().get(rank)
         return found is not None and found.host != self.host
 
-    def _query_store(self, query: Callable[[dist.Store], _T]) -> _T | None:
-        """Run a query on the store; None if it does not answer within a second."""
+    def _query_store(
+        self, query: Callable[[dist.Store], _T], timeout_s: float = _STORE_TIMEOUT_S
+    ) -> _T | None:
+        """Run a query on the store; None if it is gone, or does not answer in time."""
         answers: list[_T] = []
         store = self._second_connection
         if store is None:
@@ -240,7 +246,7 @@ class Ranks:
 
         thread = threading.Thread(target=run, name="ddprun-store", daemon=True)
         thread.start()
-        thread.join(_STORE_TIMEOUT_S)
+        thread.join(timeout_s)
         self._unanswered = thread
         return answers[0] if answers else None
 

@@ -239,10 +239,12 @@ class DeltaExchange:
         return torch.add(self._base[index], step, alpha=self.outer.lr)
 
     def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        """Start with the momentum that an earlier stage left, by parameter name."""
+        """Start with the momentum that an earlier stage left, by parameter name: 0 for one that it froze."""
         for index, layout in enumerate(self.buckets.layouts):
-            if self.outer.momentum and all(param.name in momentum for param in layout.params):
-                joined = torch.cat([momentum[param.name] for param in layout.params])
+            known = [momentum[param.name] for param in layout.params if param.name in momentum]
+            if self.outer.momentum and known:
+                zeros = known[0].new_zeros
+                joined = torch.cat([momentum.get(one.name, zeros(one.numel)) for one in layout.params])
                 self._momentum[index] = joined.to(self.buckets.device)  # a checkpoint's is in host memory
 
     def store_momentum(self, momentum: dict[str, Tensor]) -> None:

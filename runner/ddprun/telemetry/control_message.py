@@ -31,22 +31,42 @@ LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
 """Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
-ready; when the gradient buckets of `reported_buckets` were ready, zeros if this rank exchanged none.
+ready; when the gradient buckets of `ReadyColumns` were ready, zeros if this rank exchanged none.
 """
 
 OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
-def reported_buckets(buckets: int) -> list[int]:
-    """The gradient buckets whose ready times are in a message: of very many every n-th, and the last."""
-    if buckets <= MAX_READY_TIMES:
-        return list(range(buckets))
-    return [math.ceil((index + 1) * buckets / MAX_READY_TIMES) - 1 for index in range(MAX_READY_TIMES)]
+class ReadyColumns:
+    """Where a stage's messages say when its gradient buckets were ready: each bucket in a column, counted
+    from `READY_AT`; of very many every n-th, and the last of each turn.
 
+    `turns`: the numbers of the buckets of each turn of the stage, in the order in which backward fills them.
+    """
 
-def message_length(buckets: int) -> int:
-    """How many numbers a message has in a stage with so many gradient buckets."""
-    return READY_AT + min(buckets, MAX_READY_TIMES)
+    def __init__(self, turns: Sequence[Sequence[int]]) -> None:
+        self.turns = [numbers for numbers in turns if numbers]
+        self.buckets: list[int] = []  # by column
+        self.ends: list[int] = []  # the column of the last bucket of each turn
+        self._column_of = np.full(1 + max((max(numbers) for numbers in self.turns), default=0), -1)
+        for numbers in self.turns:
+            count, most = len(numbers), max(1, MAX_READY_TIMES // len(self.turns))
+            most = min(count, most)
+            places = [math.ceil((index + 1) * count / most) - 1 for index in range(most)]
+            self._column_of[list(numbers)] = len(self.buckets) + np.searchsorted(places, range(count))
+            self.buckets += [numbers[place] for place in places]
+            self.ends.append(len(self.buckets) - 1)
+
+    @property
+    def message_length(self) -> int:
+        """How many numbers a message of the stage has."""
+        return READY_AT + len(self.buckets)
+
+    def column_of(self, buckets: IntArray) -> IntArray:
+        """The column of each bucket, or of the next one of its turn that has one; -1: none."""
+        known = buckets < len(self._column_of)
+        found: IntArray = np.where(known, self._column_of[np.where(known, buckets, 0)], -1)
+        return found
 
 
 @dataclass(slots=True)
@@ -58,7 +78,7 @@ class OwnMessages:
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
     values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
-    """Sums of the numbers beside the loss, shape (messages, numbers)."""
+    """Of the numbers beside the loss: sums, then weights; shape (messages, 2 * numbers)."""
 
     def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last. Every
@@ -72,9 +92,9 @@ class OwnMessages:
         self.values = np.vstack((self.values, remainder.sums_of_values(self.values.shape[1])))
 
 
-def empty_messages(buckets: int, values: int = 0) -> OwnMessages:
-    """None so far, in a stage with so many gradient buckets, and so many numbers beside the loss."""
-    return OwnMessages(np.zeros((0, message_length(buckets))), [], [], {}, np.zeros((0, values)))
+def empty_messages(columns: ReadyColumns, values: int = 0) -> OwnMessages:
+    """None so far, with so many numbers for those beside the loss."""
+    return OwnMessages(np.zeros((0, columns.message_length)), [], [], {}, np.zeros((0, values)))
 
 
 @dataclass(slots=True)
@@ -85,25 +105,28 @@ class Accumulator:
     last_step: int = 0
     first_finding: int = 0
     traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
-    values: FloatArray = field(default_factory=lambda: np.zeros(0))  # sums; empty: none so far
+    values: FloatArray = field(default_factory=lambda: np.zeros(0))  # as in messages; empty: none so far
 
-    def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint can hold it."""
+    def state_dict(self, value_names: Sequence[str]) -> dict[str, Any]:
+        """As a checkpoint can hold it, with the numbers beside the loss by name."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         about = {"last_step": self.last_step, "first_finding": self.first_finding}
-        return {**sums, **about, "values": self.values.tolist()}
+        pairs = self.sums_of_values(2 * len(value_names)).reshape(2, -1).T.tolist()
+        values = dict(zip(value_names, pairs, strict=True))
+        return {**sums, **about, "values": values}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "Accumulator":
-        """From what `state_dict` returned."""
+    def from_state_dict(cls, state: Mapping[str, Any], value_names: Sequence[str]) -> "Accumulator":
+        """From what `state_dict` returned. A number that had another name is NaN until the next message."""
         sums = np.array([state[name] for name in SUMS], dtype=np.float64)
-        return cls(sums, state["last_step"], state["first_finding"], values=np.array(state["values"]))
+        unknown = [math.nan if sums[SAMPLES_AT] else 0.0, 0.0]
+        pairs = [state["values"].get(name, unknown) for name in value_names]
+        values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T.ravel()
+        return cls(sums, state["last_step"], state["first_finding"], values=values)
 
     def sums_of_values(self, count: int) -> FloatArray:
-        """What has been added up of so many numbers beside the loss; NaN where a resumed run has others."""
-        if len(self.values) == count:
-            return self.values
-        return np.full(count, math.nan if self.sums[SAMPLES_AT] else 0.0)
+        """What has been added up of numbers beside the loss: so many sums and weights."""
+        return self.values if len(self.values) else np.zeros(count)
 
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
@@ -111,18 +134,20 @@ class Accumulator:
             self.first_finding = self.first_finding or first_nonfinite_bucket_code(found)
             self.traces_with_findings += found
 
-    def make_messages(self, resolved: ResolvedSteps, *, buckets: int, offset_us: float) -> OwnMessages:
+    def make_messages(
+        self, resolved: ResolvedSteps, *, columns: ReadyColumns, offset_us: float
+    ) -> OwnMessages:
         """Add up the resolved steps, and make a message of each in which ranks exchanged something.
         `offset_us`: how far this rank's clock is ahead of rank 0's.
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
-        values = self._take_values(resolved)  # before the sums, by which it knows whether it is the first
-        numbers = np.zeros((len(rows), message_length(buckets)))
+        values = self._take_values(resolved)
+        numbers = np.zeros((len(rows), columns.message_length))
         self._put_sums(resolved, rows, numbers)
         if rows:
             numbers[:, REQUESTS_AT] = [steps[row].requests for row in rows]
-            _put_ready_times(resolved, rows, numbers, buckets, offset_us)
+            _put_ready_times(resolved, rows, numbers, columns, offset_us)
         findings = self._put_findings(resolved, rows, numbers)
         numbers_of = [steps[row].number for row in rows]
         return OwnMessages(numbers, numbers_of, rows, findings, values)
@@ -190,13 +215,13 @@ def mean_losses_over_ranks(messages: FloatArray) -> list[float]:
     return mean_loss_of_each_row(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
 
 
-def mean_values_over_ranks(messages: FloatArray, values: FloatArray) -> FloatArray:
-    """As `mean_losses_over_ranks`, of sums of numbers, shape (messages, ranks, numbers); gives (messages,
-    numbers).
+def mean_values_over_ranks(values: FloatArray) -> FloatArray:
+    """Means of numbers beside the loss, of sums and weights, shape (messages, ranks, 2 * numbers); gives
+    (messages, numbers).
     """
-    counted = np.add.accumulate(messages[..., SAMPLES_AT], axis=1)[:, -1:]
+    sums, weights = np.split(np.add.accumulate(values, axis=1)[:, -1], 2, axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        means: FloatArray = np.add.accumulate(values, axis=1)[:, -1] / counted
+        means: FloatArray = sums / weights
     return means
 
 
@@ -208,7 +233,12 @@ def mean_loss_of_each_row(messages: FloatArray) -> list[float]:
 
 
 def all_ready_us(
-    resolved: ResolvedSteps, own: OwnMessages, messages: FloatArray | None, *, buckets: int, offset_us: float
+    resolved: ResolvedSteps,
+    own: OwnMessages,
+    messages: FloatArray | None,
+    *,
+    columns: ReadyColumns,
+    offset_us: float,
 ) -> FloatArray:
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
@@ -220,22 +250,22 @@ def all_ready_us(
         return np.zeros(len(resolved.traces))
     sections, bucket, _, _ = resolved.trace_times
     about, outside = _message_of(own.rows, resolved)[sections // 2], sections % 2 > 0
-    at = READY_AT + np.searchsorted(reported_buckets(buckets), bucket)
-    known = (about >= 0) & (outside | (bucket < buckets))
-    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, at)]
+    at = columns.column_of(bucket)
+    known = (about >= 0) & (outside | (at >= 0))
+    ready = messages.max(1)[about, np.where(outside | ~known, SYNC_READY_AT, READY_AT + at)]
     all_ready: FloatArray = np.where(known & (ready > 0), ready + offset_us, 0.0)
     return all_ready
 
 
 def _put_ready_times(
-    resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, buckets: int, offset_us: float
+    resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray, columns: ReadyColumns, offset_us: float
 ) -> None:
     """Put into this rank's messages when it had its buckets ready."""
     sections, bucket, ready, _ = resolved.trace_times
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
-    reported, at = np.array(reported_buckets(buckets)), ready - offset_us
-    mine = (about >= 0) & ~outside & np.isin(bucket, reported)
-    numbers[about[mine], READY_AT + np.searchsorted(reported, bucket[mine])] = at[mine]
+    at = ready - offset_us
+    mine = (about >= 0) & ~outside & np.isin(bucket, columns.buckets)
+    numbers[about[mine], READY_AT + columns.column_of(bucket[mine])] = at[mine]
     mine = (about >= 0) & outside
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
 

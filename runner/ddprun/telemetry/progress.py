@@ -153,7 +153,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
         ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
         *(
-            (f"mean {name}, last step", "-" if value is None else f"{value:.4f}")
+            (f"mean {name}, last step", "-" if value is None or math.isnan(value) else f"{value:.4f}")
             for name, value in (summary.values or {}).items()
         ),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),

@@ -38,6 +38,7 @@ from ddprun.telemetry.control_message import (
     Accumulator,
     HookOverflow,
     OwnMessages,
+    ReadyColumns,
     all_ready_us,
     empty_messages,
     find_overflow,
@@ -203,7 +204,7 @@ class StepRecorder:
         self.value_names: Sequence[str] = ()  # of the numbers beside the loss; the same on all ranks
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
-        self._buckets = 0  # gradient buckets of the stage
+        self._columns = ReadyColumns([])  # of the stage's gradient buckets in messages
         self._buffer = MarkBuffer()  # of the running step, and of those before it that are not resolved
         self._step: StepMarks | None = None
         self._last_end: Any = None  # mark of the last step's end, within a stage
@@ -214,11 +215,15 @@ class StepRecorder:
         self._accumulator = Accumulator()
         self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
 
-    def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it."""
-        self._buckets, self.steps_per_post, self._steps_since_post = len(params), 1, 0
+    def begin_stage(self, turns: Sequence[Mapping[int, tuple[str, ...]]]) -> None:
+        """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it, by the
+        bucket's number; of each turn, in the order in which backward fills them.
+        """
+        self._columns = ReadyColumns([list(params) for params in turns])
+        self.steps_per_post, self._steps_since_post = 1, 0
         if self.stragglers is not None:
-            self.stragglers.begin_stage(params)
+            params = {number: names for params in turns for number, names in params.items()}
+            self.stragglers.begin_stage(params, self._columns)
 
     # In a step.
 
@@ -260,7 +265,7 @@ class StepRecorder:
         self._buffer.drop_running()
 
     def note_loss(
-        self, mean: Tensor, samples: int, weight: float | None = None, values: Sequence[Tensor] = ()
+        self, mean: Tensor, samples: int, weight: float | None = None, values: Sequence[Tensor | None] = ()
     ) -> None:
         """Note a micro-batch's mean loss, shape (), how many samples it is of, its weight in means (None:
         that is the number of samples), and the numbers of `value_names`; none: they are not known. On a
@@ -271,8 +276,9 @@ class StepRecorder:
         self._buffer.samples.append(samples)
         self._buffer.loss_weights.append(samples if weight is None else weight)
         if self.value_names:
-            values = values or [torch.tensor(math.nan)] * len(self.value_names)
-            self._buffer.values.append([self._clock.copy_to_host(one) for one in values])
+            values = values or [None] * len(self.value_names)
+            copies = [None if one is None else self._clock.copy_to_host(one) for one in values]
+            self._buffer.values.append(copies)
 
     @property
     def records_step(self) -> bool:
@@ -288,7 +294,9 @@ class StepRecorder:
         if not self.records_step:
             return
         step, copy_to_host = self.current, self._clock.copy_to_host
-        step.lr = [float(group["lr"]) for group in optimizer.param_groups]
+        rates = [group.get("lr") for group in optimizer.param_groups]  # Adafactor's may be None
+        if any(rate is not None for rate in rates):
+            step.lr = [None if rate is None else float(rate) for rate in rates]
         step.grad_norm = None if grad_norm is None else copy_to_host(grad_norm.float())
         if group_norms is not None:
             step.group_grad_norms = [copy_to_host(norm.float()) for norm in group_norms]
@@ -377,7 +385,7 @@ class StepRecorder:
         """What has been added up; after `wait_for_messages`."""
         return {
             "totals": self.totals.numbers(),
-            "round": self._accumulator.state_dict(),
+            "round": self._accumulator.state_dict(self.value_names),
             "own_loss": self.own_loss,
             "stragglers": [] if self.stragglers is None else self.stragglers.state_dict(),
         }
@@ -385,7 +393,7 @@ class StepRecorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
         self.totals = Totals.of(state["totals"])
-        self._accumulator = Accumulator.from_state_dict(state["round"])
+        self._accumulator = Accumulator.from_state_dict(state["round"], self.value_names)
         self.own_loss = state["own_loss"]
         if self.stragglers is not None:
             self.stragglers.load_state_dict(state["stragglers"])
@@ -403,7 +411,7 @@ class StepRecorder:
         buffer.drop_running()
         if buffer.steps:
             resolved = resolve_steps(buffer, self._clock, every=self._every)
-            self.deferred.add(self._split_and_record(resolved, empty_messages(0), None))
+            self.deferred.add(self._split_and_record(resolved, empty_messages(ReadyColumns([])), None))
         self.deferred.do_all()
 
     # Steps that are over.
@@ -443,7 +451,7 @@ class StepRecorder:
         self._resolved_at = now_us()
         buffer = self._buffer
         self._buffer = buffer.split_off(len(buffer.steps) - keep)
-        own, last_step = empty_messages(self._buckets, len(self.value_names)), self._accumulator.last_step
+        own, last_step = empty_messages(self._columns, 2 * len(self.value_names)), self._accumulator.last_step
         resolved = None
         if buffer.steps:
             last_step = buffer.steps[-1].number
@@ -458,7 +466,7 @@ class StepRecorder:
                 losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
                 nonfinite = (one for one in losses if not math.isfinite(one[1]))
                 self.first_nonfinite_loss = next(nonfinite, None)
-            own = self._accumulator.make_messages(resolved, buckets=self._buckets, offset_us=self.offset_us)
+            own = self._accumulator.make_messages(resolved, columns=self._columns, offset_us=self.offset_us)
         if post_remainder:
             own.add_remainder(self._accumulator, last_step)
             self._accumulator = Accumulator()
@@ -482,7 +490,7 @@ class StepRecorder:
                 gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
                 if self.value_names:
-                    means = mean_values_over_ranks(messages, values).tolist()
+                    means = mean_values_over_ranks(values).tolist()
                     mean_values = [dict(zip(self.value_names, one, strict=True)) for one in means]
                 steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
                 per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
@@ -509,7 +517,7 @@ class StepRecorder:
         all ranks, shape (messages, ranks, numbers of a message); None: there are none. `mean_values`: the
         means over ranks of the numbers beside the loss, for each message.
         """
-        all_ready = all_ready_us(resolved, own, messages, buckets=self._buckets, offset_us=self.offset_us)
+        all_ready = all_ready_us(resolved, own, messages, columns=self._columns, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
         in_flight = in_flight_us(resolved.trace_times, len(resolved.steps))
         self._count_traffic(resolved.traces, int(np.maximum(in_flight, exposed).sum()))

@@ -100,7 +100,7 @@ class StepMarks:
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
-    lr: Sequence[float] | None = None  # of each parameter group, if the optimizer has stepped
+    lr: Sequence[float | None] | None = None  # of each parameter group, if the optimizer has stepped by rates
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
     group_grad_norms: list[Any] | None = None  # the same of each parameter group
     machine: MachineRecord | None = None  # memory and load after it; None: not measured
@@ -119,9 +119,8 @@ class MarkBuffer:
     losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.copy_to_host`
     samples: list[int] = field(default_factory=list)  # of each micro-batch
     loss_weights: list[float] = field(default_factory=list)  # what its loss counts in means
-    values: list[Sequence[Any]] = field(
-        default_factory=list
-    )  # numbers beside it, in the order of their names
+    values: list[Sequence[Any]] = field(default_factory=list)
+    """The numbers beside it, in the order of their names; None: it has none of the name."""
 
     def end_step(self, step: StepMarks) -> None:
         """End the running step: its marks, traces and losses end here."""
@@ -177,7 +176,9 @@ class ResolvedSteps:
     in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
     loss_sums: list[float]  # of this rank, over what counts in the step
     loss_weights: list[float]  # how much that is
-    value_sums: FloatArray  # of each number beside the loss, as `loss_sums`; shape (steps, numbers)
+    value_sums: FloatArray
+    """Of numbers beside the loss: `loss_sums`, and after them `loss_weights`; shape (steps, 2 * numbers)."""
+
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
@@ -187,7 +188,8 @@ class ResolvedSteps:
 
     def values(self, row: int) -> list[float]:
         """This rank's means of the numbers beside the loss in a step; NaN where nothing counts."""
-        return [total / (self.loss_weights[row] or math.nan) for total in self.value_sums[row].tolist()]
+        pairs = self.value_sums[row].reshape(2, -1).T.tolist()
+        return [total / (weight or math.nan) for total, weight in pairs]
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -239,10 +241,11 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
                 sections += [section] * (end - first)
                 traces += backward[of_pass]
                 in_hooks += (section, sum(handed_over[of_pass]) - sum(ready[of_pass]))
-                until = times[mark]
+                start, until = max(handed_over[of_pass]), times[mark]
                 if end < step.traces_end:  # another pass follows: what came after the last bucket is no wait
-                    until = min(until, max(trace.done or trace.ready for trace in backward[of_pass]))
-                waits += (section, max(handed_over[of_pass]), until)
+                    done = max(trace.done or trace.ready for trace in backward[of_pass])
+                    until = min(until, max(start, done))
+                waits += (section, start, until)
             first = end
         if step.sync is not None:
             section += 1
@@ -389,17 +392,19 @@ def _loss_sums_weights_samples(
 
 
 def _value_sums(buffer: MarkBuffer, clock: Clock) -> FloatArray:
-    """This rank's numbers beside the loss, as its losses: shape (steps, numbers)."""
+    """This rank's numbers beside the loss, summed over what counts, and how much that is for each."""
     count = len(buffer.values[0]) if buffer.values else 0
-    sums, first = np.zeros((len(buffer.steps), count)), 0
-    if count:
-        numbers = clock.read_numbers([one for of_micro in buffer.values for one in of_micro])
-        means, weights = np.reshape(numbers, (-1, count)), buffer.loss_weights
-        for row, step in enumerate(buffer.steps):
-            for index in range(first, step.losses_end):
-                if weights[index]:
-                    sums[row] += means[index] * weights[index]
-            first = step.losses_end
+    sums, first = np.zeros((len(buffer.steps), 2 * count)), 0
+    known = iter(clock.read_numbers([one for values in buffer.values for one in values if one is not None]))
+    for row, step in enumerate(buffer.steps if count else ()):
+        for values, weight in zip(
+            buffer.values[first : step.losses_end], buffer.loss_weights[first : step.losses_end], strict=True
+        ):
+            for index, one in enumerate(values):
+                mean = math.nan if one is None else next(known)
+                if one is not None and weight:
+                    sums[row, [index, count + index]] += mean * weight, weight
+        first = step.losses_end
     return sums
 
 

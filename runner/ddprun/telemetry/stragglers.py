@@ -14,13 +14,19 @@ ended later than theirs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
-from ddprun.telemetry.control_message import OWN_COLUMNS, READY_COLUMNS, SYNC_READY_AT, reported_buckets
+from ddprun.telemetry.control_message import (
+    OWN_COLUMNS,
+    READY_AT,
+    READY_COLUMNS,
+    SYNC_READY_AT,
+    ReadyColumns,
+)
 from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
 from ddprun.telemetry.steps import FloatArray
 
@@ -54,17 +60,19 @@ class StragglerDetector:
         self._window, self._min_share = window, min_share
         self._steps: deque[_StepMessages] = deque(maxlen=window)
         self._steps_since_judgement = 0
-        self._params: Sequence[tuple[str, ...]] = ()
+        self._params: Mapping[int, tuple[str, ...]] = {}
+        self._columns = ReadyColumns([])
         self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
         self._suspect_since_us = 0.0
         self.current: Straggler | None = None  # found by the last judgement, and lasting
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
 
-    def begin_stage(self, params: Sequence[tuple[str, ...]]) -> None:
-        """Forget the steps of the stage before; `params` are those of each gradient bucket."""
+    def begin_stage(self, params: Mapping[int, tuple[str, ...]], columns: ReadyColumns) -> None:
+        """Forget the steps of the stage before; `params` are those of each gradient bucket, by its number."""
         self._steps.clear()
-        self._steps_since_judgement, self._params, self._suspect, self.current = 0, params, None, None
+        self._params, self._columns = params, columns
+        self._steps_since_judgement, self._suspect, self.current = 0, None, None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """All episodes."""
@@ -82,7 +90,8 @@ class StragglerDetector:
             Each change of `current`: the step, and who is late from then on (None: nobody any more).
         """
         messages = messages[: len(steps)]
-        last_ready = messages[..., sorted({SYNC_READY_AT, messages.shape[2] - 1})]  # outside backward, in it
+        ends = [SYNC_READY_AT, *(READY_AT + end for end in self._columns.ends)]
+        last_ready = messages[..., ends]  # outside backward, and in each backward pass
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
@@ -149,12 +158,16 @@ class StragglerDetector:
         if skews[(len(skews) - 1) // 2] <= _MIN_LATE_US / _HYSTERESIS:
             return None
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
-        # Where ranks exchange buckets in backward and outside it, they wait for each other twice in a step.
-        ready = (numbers[..., READY_COLUMNS], numbers[..., SYNC_READY_AT : SYNC_READY_AT + 1])
-        last_ready = [at[..., -1] for at in ready if at.shape[2] and at.all()]
+        # Where ranks exchange buckets in several backward passes, and outside them, they wait for each other
+        # as often in a step. A turn need not run in each step; outside backward it is every step, or none.
+        ends = [numbers[..., READY_AT + end] for end in self._columns.ends]
+        outside = numbers[..., SYNC_READY_AT]
+        last_ready = [at for at in (*ends, outside) if at.all()]
         if not last_ready:
             return None
-        late: FloatArray = np.sum([_above_others_median(at) for at in last_ready], axis=0)  # (steps, ranks)
+        lateness = [np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in ends]
+        outside_late = [_above_others_median(outside)] if outside.all() else []
+        late: FloatArray = np.sum([*lateness, *outside_late], axis=0)  # (steps, ranks)
         typical = _median(late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
@@ -168,32 +181,35 @@ class StragglerDetector:
             return None
         if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
             return None  # late in too few of the steps
-        cause, index = _find_cause(rank, late_us, numbers, None if before is None else before.cause)
-        bucket = None if index is None else reported_buckets(len(self._params))[index]
+        cause, index = self._find_cause(rank, late_us, numbers, None if before is None else before.cause)
+        bucket = None if index is None else self._columns.buckets[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
 
-
-def _find_cause(
-    rank: int, late_us: float, numbers: FloatArray, last_cause: Cause | None
-) -> tuple[Cause, int | None]:
-    """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
-    backward also the position of the late bucket among the reported ones.
-    """
-    more = _median(_above_others_median(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
-    parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
-    for name, us in zip(OWN_PARTS, more, strict=True):
-        parts[_CAUSES[name]] += us
-    parts["communication"] += late_us - sum(more)
-    cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == last_cause else 1.0))
-    ready = numbers[..., READY_COLUMNS]
-    if cause != "backward" or not ready.any():
-        return cause, None
-    # From one bucket to the next; what is left of backward lies before its first bucket.
-    above = _median(_above_others_median(np.diff(ready))[:, rank]).tolist()
-    shares = [parts["backward"] - sum(above), *above]
-    return cause, shares.index(max(shares))
+    def _find_cause(
+        self, rank: int, late_us: float, numbers: FloatArray, last_cause: Cause | None
+    ) -> tuple[Cause, int | None]:
+        """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
+        backward also the column of the late bucket.
+        """
+        more = _median(_above_others_median(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
+        parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
+        for name, us in zip(OWN_PARTS, more, strict=True):
+            parts[_CAUSES[name]] += us
+        parts["communication"] += late_us - sum(more)
+        cause = max(parts, key=lambda part: parts[part] * (_HYSTERESIS if part == last_cause else 1.0))
+        ready, ends = numbers[..., READY_COLUMNS], self._columns.ends
+        if cause != "backward" or not ready.any():
+            return cause, None
+        above = _median(_above_others_median(ready)[:, rank])  # (columns,)
+        end = max(ends, key=above.__getitem__)  # of the turn in which it is latest
+        first = max((1 + one for one in ends if one < end), default=0)
+        # From one bucket to the next; what is left of backward lies before its first bucket.
+        more = _median(_above_others_median(np.diff(ready[..., first : end + 1]))[:, rank]).tolist()
+        whole = parts["backward"] if len(ends) == 1 else float(above[end])
+        shares = [whole - sum(more), *more]
+        return cause, first + shares.index(max(shares))
 
 
 def _above_others_median(values: FloatArray) -> FloatArray:

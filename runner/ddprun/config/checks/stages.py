@@ -64,6 +64,15 @@ def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
 
 
+@register_check("freeze", "optimizer", "stages")
+def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    freezes = pipeline.frozen_patterns()
+    if pipeline.optimizer.name == "LBFGS" and len(set(freezes.values())) > 1:
+        text = '"optimizer: LBFGS" clashes with stages that freeze different parameters: what it keeps of '
+        text += "earlier steps would change frozen ones"
+        yield KeyConflict("optimizer", text, "choose another optimizer, or freeze the same in all stages")
+
+
 @register_check("loss", "optimizer", "stages")
 def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():

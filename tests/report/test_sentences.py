@@ -1,0 +1,329 @@
+"""What a report says: where the time went, and what to try."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddprun.cli import main
+from ddprun.report import html
+from ddprun.report.digest import digest_run
+from ddprun.report.sentences import hook_balance, sentences_by_stage, step_time_difference
+from ddprun.telemetry.reader import Run
+from ddprun.telemetry.records import PARTS
+from tests.report.made_up import make, over_a_link
+from tests.report.pages import everything, page_of, rewrite, with_hooks, words
+
+
+def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
+    """On made-up runs: one with a late rank, one without."""
+    late = sentences_by_stage(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
+    assert late[""] == [
+        "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
+        "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
+        "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
+        "others waited for it.",
+        "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "
+        "runs on the late rank's cores or GPU (saves at most 22% of a step).",
+    ]
+    assert sentences_by_stage(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
+        "No rank was late for long.",
+        "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
+        "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training.",
+    ]
+    assert sentences_by_stage(digest_run(Run(make(tmp_path / "alone", ranks=1))))[""][1] == (
+        "There was one rank, so no rank waited for another."
+    )
+
+
+def test_a_run_that_does_not_tell_where_its_time_went_has_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that take time, of which no part is known."""
+    folder = make(tmp_path / "run")
+    for file in (folder / "steps").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        nothing = dict.fromkeys(PARTS, 0)
+        file.write_text("".join(json.dumps(line | nothing) + "\n" for line in lines))
+    assert sentences_by_stage(digest_run(Run(folder)))[""][0] == (
+        "A step took 10.0 ms on average; the records do not tell where the time went."
+    )
+    assert main(["report", str(folder)]) == 0, capsys.readouterr().err
+
+
+def test_runs_whose_parts_do_not_tell_what_differs(tmp_path: Path) -> None:
+    """One takes longer, and its records have the same parts: none of them is named."""
+    even, slow = make(tmp_path / "even"), make(tmp_path / "slow")
+    for file in (slow / "steps").iterdir():
+        file.write_text(file.read_text().replace('"step_us": 10000', '"step_us": 50000'))
+    before, after = (digest_run(Run(folder)).times for folder in (even, slow))
+    assert step_time_difference("even", before, after) == "A step took 40.0 ms longer than with even."
+
+
+def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
+    """Advice, step time and communication of each; no mean is taken over two stages."""
+    folder = everything(tmp_path / "run")
+    slower = folder / "steps" / "rank-00000.jsonl"
+    records = [json.loads(line) for line in slower.read_text().splitlines()]
+    for record in records[20:40]:
+        record["step_us"] += 10_000
+        record["data_us"] += 10_000
+    slower.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = digest_run(Run(folder))
+    told = sentences_by_stage(found)
+    assert list(told) == ["stage 0, train", "stage 1, train (int8)", "stage 2, train (int8)"]
+    assert [told[name][0].split(" on average")[0] for name in told] == [
+        "A step took 10.0 ms",
+        "A step took 15.0 ms",
+        "A step took 10.0 ms",
+    ]
+    assert told["stage 1, train (int8)"][2].startswith(
+        "To try first, since nothing is lost: more `loader.workers`"
+    )
+    assert [[(sent.hooks, len(sent.steps)) for sent in stage.traffic] for stage in found.stages] == [
+        [((), 20)],
+        [(("int8",), 20)],
+        [(("int8",), 20)],
+    ]
+    assert [us["steps"] for us in found.times.total_us_by_rank] == [60, 60]
+    page = words(page_of(found))
+    assert "0 gradient none: all-reduce 100%" in page
+    assert "1 gradient int8 100%" in page
+    assert "stage 1, rank 0 10.5" in page
+
+
+@pytest.mark.parametrize(
+    ("slow", "part", "advice"),
+    [
+        (
+            0,
+            "exposed_wire_us",
+            "To try next, although it changes training: hooks as in stage 1, where a step took 10.0 ms; "
+            "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`).",
+        ),
+        (
+            1,
+            "exposed_hook_us",
+            "To try first, since nothing is lost: no hooks, as in stage 0 (saves at most 50% of a step).",
+        ),
+    ],
+)
+def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, part: str, advice: str) -> None:
+    """It names the stage that does so already, and how long a step took there."""
+    folder = make(tmp_path / "run", steps=40, stages=((), ("int8",)))
+    for file in (folder / "steps").iterdir():
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records[20 * slow : 20 * slow + 20]:
+            record["step_us"] += 10_000
+            record[part] += 10_000
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    told = sentences_by_stage(digest_run(Run(folder)))
+    assert list(told.values())[slow][-1] == advice
+
+
+@pytest.mark.parametrize(
+    ("part", "advice"),
+    [
+        ("exposed_wire_us", "To try next, although it changes training: sending less (`ddprun compare`"),
+        ("exposed_hook_us", "To try first, since nothing is lost: no hooks, or cheaper ones"),
+    ],
+)
+def test_advice_puts_nothing_down_to_hooks_that_the_policy_does(
+    tmp_path: Path, part: str, advice: str
+) -> None:
+    """A stage that seldom synchronises is fast with any hooks, and without any."""
+    stacks = ((), ("int8",)) if part == "exposed_wire_us" else (("int8",), ())
+    folder = make(tmp_path / "run", steps=40, stages=stacks)
+    for file in (folder / "steps").iterdir():
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        for record in records[:20]:
+            record["step_us"] += 10_000
+            record[part] += 10_000
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    events = folder / "events.jsonl"
+    seldom = '"stage": 1, "kind": "train", "sync": {"local_sgd": {"every": 8}}'
+    text = events.read_text().replace('"stage": 1, "kind": "train", "sync": "every_step"', seldom)
+    assert seldom in text
+    events.write_text(text)
+    told = sentences_by_stage(digest_run(Run(folder)))
+    assert next(iter(told.values()))[-1].startswith(advice)
+
+
+def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
+    """How each synchronises and through which hooks: the names of folders do not say it."""
+    plain = make(tmp_path / "plain")
+    told = words(page_of(*(digest_run(Run(folder)) for folder in (plain, everything(tmp_path / "several")))))
+    assert "stages that take steps train train; train (int8); train (int8)" in told
+
+
+def test_episodes_of_a_late_rank_are_summed_up(tmp_path: Path) -> None:
+    """In words and in a table, the single ones behind it; one that cost little is not what to try first."""
+    run = make(tmp_path / "run", ranks=4, late=1)
+    summary = json.loads((run / "summary.json").read_text())
+    (whole,) = summary["stragglers"]
+
+    def told(*episodes: dict[str, Any]) -> tuple[list[str], str]:
+        (run / "summary.json").write_text(json.dumps({**summary, "stragglers": episodes}))
+        found = digest_run(Run(run))
+        return sentences_by_stage(found)[""], words(page_of(found))
+
+    parts = [{**whole, "first_step": first, "last_step": first + 3} for first in (1, 11)]
+    other = {**whole, "rank": 0, "cause": "data", "bucket": None, "params": []}
+    some, page = told(*parts, {**other, "last_step": 2})
+    assert some[1] == (
+        "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in 8 steps (2 episodes), "
+        "and the others waited for it; 1 more episode of late ranks below."
+    )
+    assert "a look at the layers of that bucket" in some[2]
+    assert (
+        "rank late by, ms share of a step cause bucket parameters steps from step to step 1 3 30% backward"
+        in page
+    )
+    assert "1.weight, 1.bias 8 1 14 0 3 30% data" in page
+    assert "Each of 3 episodes" in page
+    assert "Each of" not in told(whole, other)[1], "there is nothing to sum up"
+    assert told({**whole, "last_step": 4})[0][2].startswith("To try next, although it changes training"), (
+        "one step in five"
+    )
+
+
+def test_words_of_records_do_not_command_a_terminal(tmp_path: Path) -> None:
+    """Names of hooks are what the records say."""
+    folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
+    rewrite(folder, "buckets", lambda record: record.update(hooks=["\x1b[2Jint8"]))
+    told = html.terminal_summary(digest_run(Run(folder)))
+    assert "Hooks (`\ufffd[2Jint8`) sent" in told
+    assert "\x1b" not in told
+
+
+@pytest.mark.parametrize(("us_per_byte", "paid"), [(0.08, True), (0.48, False), (0.295, None)])
+def test_whether_hooks_paid_follows_from_their_break_even(
+    tmp_path: Path, us_per_byte: float, paid: bool | None
+) -> None:
+    """Two hosts with 80 Mbit/s between them: what went through is a bound, and so is that without latency."""
+    found = digest_run(Run(with_hooks(over_a_link(tmp_path / "run"), us_per_byte)))
+    balance = hook_balance(found, found.stages[0])
+    assert balance is not None
+    assert balance.break_even_bits_per_s == pytest.approx(24e6 / us_per_byte, rel=0.01)
+    least, most = balance.link_bits_per_s
+    assert least == pytest.approx(80e6, rel=0.01)
+    assert least * 1.05 < most < least * 1.2
+    assert balance.paid is paid
+    (told,) = [text for text in sentences_by_stage(found)[""] if text.startswith("Hooks")]
+    assert told.startswith(
+        "Hooks (`int8`) sent 75% less than plain all-reduce, 4.88 MB a step and rank, and took"
+    )
+    verdict = {
+        True: "Here they saved time",
+        False: "Here they cost more than they saved",
+        None: "The records cannot tell whether they saved time here",
+    }[paid]
+    assert verdict in told
+    if paid is False:
+        assert "80 Mbit/s went through, latency included, so they saved at most 488 ms." in told
+
+
+def test_nothing_is_said_of_hooks_where_records_cannot_tell(tmp_path: Path) -> None:
+    """Without any, within a part of the ranks, over another number of ranks, or with nothing saved."""
+    plain = digest_run(Run(over_a_link(tmp_path / "plain")))
+    assert hook_balance(plain, plain.stages[0]) is None
+    changes: tuple[Callable[[dict[str, Any]], None], ...] = (
+        lambda record: record["legs"][0].update(group="world across.0"),
+        lambda record: record.update(encode_us=0, decode_us=0),
+        lambda record: record.update(bytes=record["wire_bytes"]),
+    )
+    for number, change in enumerate(changes):
+        folder = with_hooks(over_a_link(tmp_path / f"{number}"), 0.08)
+        found = digest_run(Run(rewrite(folder, "buckets", change)))
+        assert hook_balance(found, found.stages[0]) is None
+    folder = with_hooks(over_a_link(tmp_path / "resumed"), 0.08)
+    events = (folder / "events.jsonl").read_text()
+    started = next(line for line in events.splitlines() if '"started"' in line)
+    resumed = started.replace('"world_size": 2', '"world_size": 4')
+    (folder / "events.jsonl").write_text(f"{events}{resumed}\n")
+    found = digest_run(Run(folder))
+    assert hook_balance(found, found.stages[0]) is None
+
+
+def test_between_ranks_of_one_host_hooks_are_never_said_to_have_paid(tmp_path: Path) -> None:
+    """There is no link; memory and cores carry plain sums faster than casts."""
+    folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"hosts": ["a", "b"]', '"hosts": ["a", "a"]'))
+    found = digest_run(Run(folder))
+    balance = hook_balance(found, found.stages[0])
+    assert balance is not None
+    assert balance.paid is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "bucket_bytes", "lossless"),
+    [
+        (
+            "aa",
+            2000,
+            "`shared_memory` as the last hook, since all ranks are on one host",
+        ),
+        ("aabb", 2000, "the hook `hierarchical`, since hosts have several ranks"),
+        (
+            "ab",
+            8 << 20,
+            "`ddp: {bucket_cap_mb: 2}`, since all gradients are in one bucket and nothing overlaps",
+        ),
+        ("ab", 2000, None),
+    ],
+)
+def test_advice_names_first_what_loses_nothing(
+    tmp_path: Path, hosts: str, bucket_bytes: int, lossless: str | None
+) -> None:
+    """With what it gains at most; what changes training comes after it, and says so."""
+    folder = make(tmp_path / "run", ranks=len(hosts))
+
+    def wait_for_the_wire(record: dict[str, Any]) -> None:
+        record["step_us"] += 10_000
+        record["exposed_wire_us"] += 10_000
+
+    rewrite(folder, "steps", wait_for_the_wire)
+    if bucket_bytes > 2000:
+        rewrite(folder, "buckets", lambda record: record.update(bucket=0, bytes=bucket_bytes))
+    events = folder / "events.jsonl"
+    names = json.dumps(list(hosts))
+    events.write_text(
+        events.read_text().replace(f'"hosts": {json.dumps(["a"] * len(hosts))}', f'"hosts": {names}')
+    )
+    *_, before, last = sentences_by_stage(digest_run(Run(folder)))[""]
+    if lossless is None:
+        assert before == "No rank was late for long."
+    else:
+        gain = "saves at most 50% of a step"
+        assert before == f"To try first, since nothing is lost: {lossless} ({gain})."
+    assert last == (
+        "To try next, although it changes training: sending less (`ddprun compare` with `--vary "
+        "'hooks=[[], [fp16], [int8]]'`); "
+        "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)."
+    )
+
+
+def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
+    """And every error; but for stragglers, which have a part of their own."""
+    folder = make(tmp_path / "run", late=1)
+    assert "Nothing went wrong." in words(page_of(digest_run(Run(folder))))
+    levels = {"resumed": "info", "hang": "error", "best_kept": "info"}
+    kinds = [
+        "checkpoint_left_out",
+        "overflow",
+        "step_skipped",
+        "data_lost",
+        "tracker_failed",
+        "frozen_differ",
+    ]
+    with (folder / "events.jsonl").open("a") as file:
+        for kind in (*levels, *kinds):
+            event = {"event": kind, "level": levels.get(kind, "warning"), "reason": f"why-{kind}"}
+            file.write(json.dumps(event) + "\n")
+    page = words(page_of(digest_run(Run(folder))))
+    assert "Nothing went wrong." not in page
+    told = [kind for kind in (*levels, *kinds, "straggler") if f"reason: why-{kind}" in page]
+    assert told == ["resumed", "hang", *kinds]
