@@ -10,8 +10,8 @@ from torch import nn
 
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
-from ddprun.engine import build
 from ddprun.engine.build import ChoiceBuilder
+from ddprun.engine.optimizers import build_optimizer
 from ddprun.engine.turns import build_turns
 from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import ddprun_here
@@ -217,9 +217,7 @@ def test_only_groups_with_lr_scale_are_scaled(tmp_path: Path, name: str) -> None
     loaded = load(tmp_path / "p.yaml")
     model = nn.Linear(2, 2)
     with patch.object(ChoiceBuilder, "import_target", lambda _: module()[name]):
-        assert (
-            build.build_optimizer(loaded, model, build_turns(loaded, model)).param_groups[0].get("lr") is None
-        )
+        assert build_optimizer(loaded, model, build_turns(loaded, model)).param_groups[0].get("lr") is None
 
 
 @pytest.mark.parametrize("optimizer", ["{mine.Relative: {lr: null}}", "mine.WithoutRate"])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ddprun.config import load
 from ddprun.engine import build
+from ddprun.engine.optimizers import build_optimizer, settings_of_stages
 from ddprun.engine.turns import build_turns
 from ddprun.engine.worker import run_worker
 from ddprun.host.pipeline_folder import prepare_imports
@@ -170,7 +171,7 @@ def test_its_own_numbers_live_through_stages_and_resumes(folder: Path, optimizer
     loaded = load(folder / "p.yaml")
     model = build.build_model(loaded)
     turns = build_turns(loaded, model)
-    settings = build.optimizer_settings(loaded, model, turns, build.build_optimizer(loaded, model, turns))
+    settings = settings_of_stages(loaded, model, turns, build_optimizer(loaded, model, turns))
     assert [settings[index][0]["lr"] for index in (0, 1)] == [0.2, 0.5]
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from ddprun.config import PipelineError, load
 from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.engine import build
+from ddprun.engine.optimizers import build_optimizer
 from ddprun.engine.save import _replace_atomically
 from ddprun.engine.turns import build_turns
 from ddprun.engine.weights import load_weights
@@ -262,7 +263,7 @@ def test_a_group_without_a_parameter_is_a_fault(folder: Path) -> None:
     (folder / "p.yaml").write_text(pipeline(more))
     loaded = load(folder / "p.yaml")
     with pytest.raises(PipelineError) as refused:
-        build.build_optimizer(loaded, model := build.build_model(loaded), build_turns(loaded, model))
+        build_optimizer(loaded, model := build.build_model(loaded), build_turns(loaded, model))
     assert [(found.path, found.problem.partition(" ")[0]) for found in refused.value.faults] == [
         ("groups[1].match[0]", "no"),
         ("groups[2].match[1]", "no"),

@@ -13,6 +13,7 @@ from torch import nn
 
 from ddprun.config import LoadedPipeline, PipelineError, load
 from ddprun.engine import build
+from ddprun.engine.optimizers import build_optimizer, build_schedule
 from ddprun.engine.stacks import build_stack
 from ddprun.engine.turns import build_turns
 from ddprun_hooks import HookSetupError, registry
@@ -486,8 +487,8 @@ def test_built_in_and_torchs_own_are_always_allowed(
     trusted("")
     loaded = pipeline("schedule={StepLR: {step_size: 5}}", "loss=mse")
     model = build.build_model(loaded)
-    optimizer = build.build_optimizer(loaded, model, build_turns(loaded, model))
-    assert build.build_schedule(loaded, "schedule", loaded.pipeline.schedule, optimizer, 5) is not None
+    optimizer = build_optimizer(loaded, model, build_turns(loaded, model))
+    assert build_schedule(loaded, "schedule", loaded.pipeline.schedule, optimizer, 5) is not None
     assert build.build_loss(loaded) is not None
 
 
@@ -532,7 +533,7 @@ def test_check_refuses_by_name_wherever_a_name_may_stand(
         ("loss=tests.security.lab.computed_shell", build.build_loss),
         (
             "optimizer=tests.security.lab.computed_shell",
-            lambda loaded: build.build_optimizer(loaded, net := nn.Linear(1, 1), build_turns(loaded, net)),
+            lambda loaded: build_optimizer(loaded, net := nn.Linear(1, 1), build_turns(loaded, net)),
         ),
         (
             "hooks=[{tests.security.lab.computed_shell: {command: 'touch ran'}}]",

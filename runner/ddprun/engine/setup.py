@@ -27,6 +27,7 @@ from ddprun.engine.objective import (
     settle_layout,
     warmup_pass,
 )
+from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError
@@ -107,9 +108,9 @@ def build_session(
     feed = feeds.main
     turns = build_turns(loaded, model)
     initialize_lazy_parameters(model, objective, feed, turns)
-    optimizer = build.build_optimizer(loaded, model, turns)
-    optimizer_settings = build.optimizer_settings(loaded, model, turns, optimizer)
-    build.check_closure(loaded, optimizer)
+    optimizer = build_optimizer(loaded, model, turns)
+    optimizer_settings = settings_of_stages(loaded, model, turns, optimizer)
+    check_closure(loaded, optimizer)
     stacks = open_stacks(loaded)
     signals.reinstall_handlers()  # after the imports; again before step 1
     build.check_sync(loaded, turns, ranks.size)

@@ -13,6 +13,7 @@ from ddprun.config import AverageStage, BroadcastStage, EvaluateStage, SaveStage
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.data import StepBatches, reweight_step
+from ddprun.engine.optimizers import build_schedule, takes_closure
 from ddprun.engine.resume import fail_on_all_ranks
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
@@ -141,7 +142,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
             group.pop("initial_lr", None)
             group.update(own)
         length = update_steps_of_run(session) if settings.has_schedule_of_run else steps
-        state.schedule = build.build_schedule(
+        state.schedule = build_schedule(
             loaded, stage.key_path("schedule"), settings.schedule, runtime.optimizer, length
         )
         if settings.has_schedule_of_run and state.schedule is not None and saved is None:
@@ -182,8 +183,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         buffers=settings.buffers.to_plain_data(),
     )
     log_event(session.reporter.events, event)
-    takes_closure = build.takes_closure(loaded, runtime.optimizer)
-    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, takes_closure)
+    closure = takes_closure(loaded, runtime.optimizer)
+    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, closure)
     synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):

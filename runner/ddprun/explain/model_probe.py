@@ -27,6 +27,7 @@ from ddprun.engine.objective import (
     settle_layout,
     warmup_pass,
 )
+from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.host.device import gpu_count
@@ -158,11 +159,9 @@ def _probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bo
         if feeds is not None:
             initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main, turns)
         if not unknown.optimizer:
-            optimizer = build.build_optimizer(loaded, model, turns)
-            build.check_closure(loaded, optimizer)
-            build.optimizer_settings(
-                loaded, model, turns, optimizer
-            )  # refuses those of stages that do not fit
+            optimizer = build_optimizer(loaded, model, turns)
+            check_closure(loaded, optimizer)
+            settings_of_stages(loaded, model, turns, optimizer)  # refuses those of stages that do not fit
         build.check_sync(loaded, turns, world.ranks)
 
     verdict = compiled = None

@@ -1,0 +1,207 @@
+"""The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddprun.config import Choice, LoadedPipeline, length_option_to_fill
+from ddprun.config.signatures import torch_options_model
+from ddprun.config.stages import better_values
+from ddprun.engine.build import ChoiceBuilder
+from ddprun.engine.model_with_loss import model_alone
+from ddprun.engine.turns import Turns, check_groups_of_turns
+from ddprun.engine.weights import has_train_eval_modes, parameter_groups
+from ddprun.parallel.ddp import sparse_parameters
+from ddprun.sync.exchanger import requires_closure
+from ddprun.sync.frozen import trainable_parameters
+from ddprun.units import abbreviated_list
+
+
+def build_optimizer(
+    loaded: LoadedPipeline,
+    model: nn.Module,
+    turns: Turns,
+    choice: Choice | None = None,
+    path: str = "optimizer",
+) -> Optimizer:
+    """The optimizer over all parameters that require a gradient, in the file's groups, each of one turn; in
+    training mode.
+    """
+    choice = choice or loaded.pipeline.optimizer
+    options = []
+    for index, group in enumerate(loaded.pipeline.groups):
+        own = loaded.expand_env_and_folder(f"groups[{index}]", dict(group.options))
+        if choice.source == "torch":  # lists become what torch takes
+            model_of = torch_options_model("optimizer", choice.name)
+            read = model_of.model_validate({**choice.options, **own})
+            own = {key: getattr(read, key) for key in own}
+        options.append(own)
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options, turns.apart))
+    optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
+    # Of timm's layer decay, which only its own schedules apply; groups of other packages are scaled already.
+    scaled = [group for group in optimizer.param_groups if "lr_scale" in group and "lr" in group]
+    if len({group["lr"] for group in scaled}) == 1:
+        for group in scaled:
+            group["lr"] *= group["lr_scale"]
+    _check_optimizer(chosen, optimizer)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
+        text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
+        raise chosen.error(text, "freeze them, or have it take all that require a gradient")
+    _check_sparse(loaded, model, chosen, optimizer)
+    check_groups_of_turns(loaded, turns, optimizer)
+    if has_train_eval_modes(optimizer):
+        if loaded.pipeline.ema is not None:
+            text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'
+            raise loaded.error("ema", text, "remove one of the two")
+        optimizer.train()
+    return cast("Optimizer", optimizer)
+
+
+def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
+    """What an optimizer is made over, by the name of its first argument: `model` or `model_or_params`,
+    `named_parameters`, or anything else for parameters or their groups.
+    """
+    if chosen.source != "dotted":
+        return params
+    try:
+        first = next(iter(inspect.signature(chosen.import_target()).parameters), "")
+    except (TypeError, ValueError):  # written in C, or no function
+        return params
+    if first not in ("model", "model_or_params", "named_parameters"):
+        return params
+    if chosen.loaded.pipeline.groups:
+        text = f'"{chosen.name}" takes {first}, and makes groups of its own'
+        raise chosen.loaded.error("groups", text, "remove groups, or name an optimizer that takes parameters")
+    return list(trainable_parameters(model).items()) if first == "named_parameters" else model_alone(model)
+
+
+def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
+    """Raise a PipelineError if an optimizer's step takes arguments, or checkpoints would miss its state."""
+    kind = type(optimizer)
+    try:
+        inspect.signature(optimizer.step).bind(*([abs] if requires_closure(optimizer) else []))
+    except TypeError as error:
+        raise chosen.error(f"its step() is called without arguments: {error}") from None
+    if not {"state", "param_groups"}.issubset(held := optimizer.state_dict()):
+        has = f"its state_dict() holds {', '.join(map(str, held)) or 'nothing'}"
+        raise chosen.error(has, "a checkpoint needs torch's form: state and param_groups")
+    for name, inner in vars(optimizer).items():
+        same = isinstance(inner, Optimizer) and inner.state is optimizer.state
+        if isinstance(inner, Optimizer) and kind.state_dict is Optimizer.state_dict and not same:
+            text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
+            raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
+
+
+def takes_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
+    """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
+    return "closure" in loaded.pipeline.optimizer.beside or requires_closure(optimizer)
+
+
+def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
+    """Raise a PipelineError for what an optimizer that takes a closure does not go with."""
+    if not takes_closure(loaded, optimizer):
+        return
+    name = f'"optimizer: {loaded.pipeline.optimizer.name}", which takes a closure'
+    for stage in loaded.pipeline.stages_with_steps():
+        settings, path, why = stage.effective_settings(loaded.pipeline), "", ""
+        if settings.turns:
+            path, why = f"{stage.path}.turns", "a closure is of one loss"
+        elif settings.update is not None:
+            path, why = f"{stage.path}.update", "the update makes the gradients"
+        elif settings.has_backward and loaded.pipeline.precision.endswith("fp16"):
+            path, why = "precision", "a loss scaler knows nothing of its passes; write bf16"
+        elif settings.has_backward and (settings.plan.gradients != "all" or settings.uses_noop):
+            path, why = stage.key_path("sync"), "ranks that do not average all gradients decide differently"
+        if path:
+            raise loaded.error(path, f"it clashes with {name}: {why}")
+
+
+def _check_sparse(
+    loaded: LoadedPipeline, model: nn.Module, chosen: ChoiceBuilder, optimizer: Optimizer
+) -> None:
+    """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
+    sparse = {id(param) for param in sparse_parameters(model).values() if param.requires_grad}
+    if sparse and takes_closure(loaded, optimizer):
+        text = "it takes a closure, and an embedding of the model has sparse=True"
+        raise chosen.error(text, "remove one of the two")
+    for group in optimizer.param_groups if chosen.source == "torch" else ():
+        kinds = {id(param) in sparse for param in group["params"]}
+        if True in kinds:  # a step of a group like it, whose parameters are one number each
+            params = [nn.Parameter(torch.zeros(1, 1)) for _ in kinds]
+            for param, kind in zip(params, kinds, strict=True):
+                param.grad = torch.ones(1, 1).to_sparse(1) if kind else torch.ones(1, 1)
+            trial = chosen.construct(torch.optim, [{**group, "params": params}], Optimizer)
+            try:
+                trial.step()
+            except RuntimeError as error:
+                text = "remove sparse=True from the embedding, or choose another optimizer, such as sgd"
+                raise chosen.error(str(error), text) from None
+    for stage in loaded.pipeline.stages_with_steps() if sparse else ():
+        for key in ("clip_norm", "clip_value"):
+            if getattr(stage.effective_settings(loaded.pipeline), key) is not None:
+                text = "torch clips no sparse gradients, and an embedding of the model has sparse=True"
+                raise loaded.error(stage.key_path(key), text, "remove one of the two")
+
+
+def settings_of_stages(
+    loaded: LoadedPipeline, model: nn.Module, turns: Turns, optimizer: Optimizer
+) -> dict[int, list[dict[str, Any]]]:
+    """The optimizer's settings in each stage that takes steps, by its index, for each parameter group: what
+    constructors take, and what stages differ in. Whatever else a group holds is the optimizer's own state, as
+    schedule-free ones count their steps there.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+    for stage in loaded.pipeline.stages_with_steps():
+        made = optimizer
+        if "optimizer" in stage.model_fields_set and stage.optimizer is not None:
+            made = build_optimizer(loaded, model, turns, stage.optimizer, f"{stage.path}.optimizer")
+        found[stage.index] = [dict(group) for group in made.param_groups]
+        warmup_steps = stage.effective_settings(loaded.pipeline).warmup_steps
+        if warmup_steps and any(group.get("lr") is None for group in found[stage.index]):
+            text = f'"{type(made).__name__}" has no learning rate that could rise: "lr" is null or not there'
+            raise loaded.error(stage.key_path("warmup_steps"), text, "remove it, or give the optimizer an lr")
+    kept = {"lr", "betas", "momentum"}  # which schedules change
+    makers = (vars(one).get("__init__") for one in type(optimizer).__mro__)
+    kept.update(*(inspect.signature(make).parameters for make in makers if make is not None))
+    for of_stages in zip(*found.values(), strict=True):  # a group's
+        for key in of_stages[0]:
+            if len({repr(settings.get(key)) for settings in of_stages}) > 1:
+                kept.add(key)
+    kept.discard("params")
+    return {
+        index: [{key: value for key, value in group.items() if key in kept} for group in groups]
+        for index, groups in found.items()
+    }
+
+
+def build_schedule(
+    loaded: LoadedPipeline, path: str, choice: Choice | None, optimizer: Optimizer, steps: int | None
+) -> LRScheduler | None:
+    """A schedule; a length that is left out becomes the `steps` of the stage, or of the run."""
+    if choice is None:
+        return None
+    chosen = ChoiceBuilder.from_path(loaded, path, choice)
+    length = length_option_to_fill(chosen.name, chosen.options) if chosen.source == "torch" else None
+    metric = choice.beside.get("metric")
+    if metric and chosen.source == "torch":
+        chosen.options.setdefault("mode", better_values(metric))
+    if length is not None:
+        if steps is None:
+            problem = (
+                f"{length} is left out, but the number of steps in an epoch of iterable data is not known"
+            )
+            raise chosen.error(problem, f"write {length}, or give the stage steps instead of epochs")
+        chosen.options[length] = steps
+    schedule = chosen.construct(torch.optim.lr_scheduler, optimizer, LRScheduler)
+    try:
+        inspect.signature(schedule.step).bind(*([0.0] if metric else []))
+    except TypeError as error:
+        hint = "a schedule with metric: beside it gets that, any other no argument"
+        raise chosen.error(f"its step(): {error}", hint) from None
+    return schedule
