@@ -69,6 +69,26 @@ class Required(torch.optim.SGD):
         super().step(closure)
 
 
+class Wrapped(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr=lr)
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
 class CountsSteps(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -315,6 +335,21 @@ def test_gradual_unfreezing_is_bitwise_a_plain_ddp_loop(tmp_path: Path, bucket: 
         assert torch.equal(weights(run)[name], torch.from_numpy(value)), name
 
 
+def test_an_optimizer_whose_groups_are_another_s_trains_without_turns(tmp_path: Path) -> None:
+    """Its `param_groups` cannot be set."""
+    found = []
+    for name, optimizer in (("plain", "sgd"), ("wrapped", "turn_nets.Wrapped")):
+        (tmp_path / name).mkdir()
+        text = (
+            freezing(tmp_path / name)
+            .replace("sgd", optimizer)
+            .replace(", momentum: 0.9, weight_decay: 0.01", "")
+        )
+        found.append(weights(run_pipeline(tmp_path / name, text, 2)))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 @pytest.mark.parametrize(
     "sync",
     [
@@ -414,6 +449,11 @@ def resumed_as_whole(tmp_path: Path, text: str, killed_in_step: int) -> None:
         ('["generator.*"]', "encoder.*", 'turns[1].match[0]: no parameter is called "encoder.*"'),
         ("seed: 5", 'freeze: ["generator.*"]', "turns[1].match: each parameter that it matches is frozen"),
         ("seed: 5", 'freeze: ["*"]', "freeze: no parameter is left to train"),
+        (
+            "{adam: {lr: 0.01, betas: [0.5, 0.9]}}",
+            "{turn_nets.Wrapped: {lr: 0.01}}",
+            'optimizer: "turn_nets.Wrapped" does not let turns step their own parameter groups',
+        ),
         (
             "stages:",
             'stages:\n  - train: {steps: 1, freeze: ["g*"], sync: {diloco: {every: 5, fragments: 5}}}',
