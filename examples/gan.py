@@ -39,7 +39,7 @@ class Gan(nn.Module):
     def forward(self, images: Tensor, label: Tensor, turn: str = "generator") -> dict[str, Tensor]:
         """The loss of a turn; the labels are not used."""
         fakes = self.generate(len(images))
-        if turn == "generator":  # it is better when the discriminator takes more fakes for images
+        if turn == "generator":  # it falls as the discriminator takes more fakes for images
             of_fakes = self.discriminator(fakes)
             return {"loss": binary_cross_entropy_with_logits(of_fakes, torch.ones_like(of_fakes))}
         logits = self.discriminator(torch.cat([images, fakes.detach()]))

@@ -23,7 +23,7 @@ class BucketDispatcher:
 
     DDP takes a communication hook once in a model's life
     (https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html); this is the one it gets. Its buckets are
-    counted from `first_index`: several DDPs of one model have no number in common.
+    counted from `first_index`, so that no two DDPs of one model use the same number.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class BucketDispatcher:
             actual = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
             expected = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
             error = ExchangeError(
-                f"bucket {index} has {actual}, but the frozen layout says {expected}: "
+                f"bucket {self._first_index + index} has {actual}, but the frozen layout says {expected}: "
                 "DDP has rebuilt its buckets in mid-run"
             )
             self._queue.error = self._queue.error or error

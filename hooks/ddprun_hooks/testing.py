@@ -158,8 +158,8 @@ def check_hooks(
         hooks: as `ddprun_hooks.register` takes them.
         ranks: how many to run.
         hosts: name of each rank's host; all are on one if left out.
-        relative_error: largest |lost| / |mean| that is allowed; None: what float32 rounds off (1e-6), or the
-            widest of the stack's casts that sum in 16 bits (`torch.finfo(...).eps`).
+        relative_error: largest |lost| / |mean| that is allowed; None: the rounding error of
+            float32 (1e-6), or of the stack's coarsest cast that sums in 16 bits (`torch.finfo(...).eps`).
 
     Raises:
         AssertionError: says which promise does not hold.

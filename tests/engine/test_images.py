@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddprun.config import load
+from ddprun.config import PipelineError, load
 from ddprun.engine import build
 from ddprun.engine.worker import run_worker
-from tests.engine.running import run_pipeline, run_to_end, weights
+from tests.engine.running import events, run_pipeline, run_to_end, weights
 from tests.ranks import as_processes
 
 MODULE = """
@@ -77,11 +77,25 @@ def test_channels_last_trains_alike_and_resumes_to_the_same_bits(folder: Path) -
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8)
     whole = run_pipeline(folder, PIPELINE.replace("CHANNELS_LAST", "true"), 2, "whole")
     broken = shutil.copytree(whole, folder / "broken")
-    for step in (12, 16):
+    for step in (12, 16, 18):
         shutil.rmtree(broken / "checkpoints" / f"step-{step:08d}")
+    (broken / "model.safetensors").unlink()
     assert as_processes(2, go_on, folder / "whole.yaml", broken, cwd=folder) == [0, 0]
+    assert next(one for one in events(broken) if one["event"] == "resumed")["step"] == 8
     for name, value in weights(whole).items():
         assert torch.equal(weights(broken)[name], value)
+
+
+def test_channels_last_is_for_what_has_four_dimensions(folder: Path) -> None:
+    """A 3D convolution keeps its layout; lazy parameters have none yet."""
+    (folder / "p.yaml").write_text(PIPELINE.replace("CHANNELS_LAST", "true"))
+    loaded, cpu = load(folder / "p.yaml"), torch.device("cpu")
+    model = build.place_model(loaded, nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv2d(2, 4, 3)), cpu, None)
+    volumes, images = (param for param in model.parameters() if param.dim() > 1)
+    assert volumes.is_contiguous()
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(PipelineError, match="channels_last: lazy parameters have no memory format"):
+        build.place_model(loaded, nn.Sequential(nn.LazyConv2d(4, 3)), cpu, None)
 
 
 def test_sync_batchnorm_on_cpus_is_one_clear_error(folder: Path) -> None:

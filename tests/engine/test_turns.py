@@ -452,7 +452,7 @@ def resumed_as_whole(tmp_path: Path, text: str, killed_in_step: int) -> None:
         (
             "{adam: {lr: 0.01, betas: [0.5, 0.9]}}",
             "{turn_nets.Wrapped: {lr: 0.01}}",
-            'optimizer: "turn_nets.Wrapped" does not let turns step their own parameter groups',
+            "optimizer: it does not let turns step their own parameter groups",
         ),
         (
             "stages:",

@@ -19,7 +19,7 @@ _UNCHANGEABLE_KEYS = {
     "data": "the saved position would not fit the data",
     "loss": "the optimizer's state belongs to it",
     "precision": "weights and loss scale belong to it",
-    "freeze": "the optimizer's state belongs to what stages freeze",
+    "freeze": "the optimizer's state belongs to what is not frozen",
     "groups": "the optimizer's state belongs to them",
     "stages": "the optimizer's state belongs to their turns",
     "optimizer": "the checkpoint holds no state for it",

@@ -231,17 +231,24 @@ def build_model(loaded: LoadedPipeline) -> nn.Module:
 def place_model(
     loaded: LoadedPipeline, model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
-    """A model on its device, in the file's memory format, with its BatchNorm over all ranks if the file says
-    so; torch has that on no CPU.
+    """A model on its device, in the file's memory format. With `sync_batchnorm`, its BatchNorm is
+    converted, except on a CPU, where torch has no SyncBatchNorm.
     """
     pipeline = loaded.pipeline
     if pipeline.sync_batchnorm and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        text = "torch converts no module of lazy parameters"
+        text = "torch cannot convert modules with lazy parameters"
         raise loaded.error("sync_batchnorm", text, "give the modules their numbers of features")
     if pipeline.sync_batchnorm and device.type != "cpu":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    memory_format: dict[str, Any] = {"memory_format": torch.channels_last} if pipeline.channels_last else {}
-    return model.to(device=device, dtype=dtype, **memory_format)
+    model = model.to(device=device, dtype=dtype)
+    held = [*model.parameters(), *model.buffers()] if pipeline.channels_last else []
+    if any(map(is_lazy, held)):
+        text = "lazy parameters have no memory format"
+        raise loaded.error("channels_last", text, "give the modules their numbers of features")
+    for tensor in held:
+        if tensor.dim() == 4:  # torch's own conversion fails on those of 3D convolutions
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
+    return model
 
 
 @dataclass(slots=True)

@@ -227,7 +227,7 @@ def _check_modes(
     wanted: EvaluateStage | StageEvaluation,
     metrics: Mapping[str, MeanMetric | StatefulMetric],
 ) -> None:
-    """Raise a PipelineError where larger values would count as better, and a metric says the contrary."""
+    """Raise a PipelineError where the file gives no `mode`, and a metric says that smaller is better."""
     for stage in loaded.pipeline.stages_with_steps():
         schedule = stage.effective_settings(loaded.pipeline).schedule
         modes = {f"{stage.path}.{key}": getattr(stage, key) for key in ("keep_best", "stop")}
@@ -263,11 +263,11 @@ def evaluate_metrics(
     mine = _measure(session, batches, metrics, wanted.gradients)
     *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
     sums = zip(totals[::2], totals[1::2], strict=True)
-    values: dict[str, float] = {}
+    values, listed = dict[str, float](), metric_names(wanted.metrics)
     for name, metric in metrics.items():
         if isinstance(metric, MeanMetric):
             value, count = next(sums)
-            if count or name not in session.runtime.objective.value_names:  # no batch has had that number
+            if count or name == "loss" or name in listed:  # else no batch has had that number beside the loss
                 values[name] = metric.finish(value / count) if count else math.nan
         else:
             values[name] = metric.compute(control)
@@ -313,7 +313,7 @@ def _metrics(
     mean_loss = partial(_mean_loss, objective.loss_is_sum)
     found: dict[str, MeanMetric | StatefulMetric]
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
-    for index, name in enumerate(objective.value_names or ()):
+    for index, name in enumerate(objective.value_names):
         if name not in RESERVED_METRIC_NAMES:
             found[name] = MeanMetric(partial(_mean_value, mean_loss, index))
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):

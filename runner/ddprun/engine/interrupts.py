@@ -73,8 +73,8 @@ class SignalRequests:
             report(dict(sorted(new)))
 
     def await_unless_stopped(self, call: Callable[[], _T]) -> _T | None:
-        """What a call on a background thread gives; None if a stop is requested first. For what waits for
-        other ranks in torch's C++ code, where a handler would run only after it.
+        """The result of a call on a background thread; None if a stop is requested first. For calls that wait
+        for other ranks in torch's C++ code: on the main thread, a signal handler would run only after them.
         """
         future = run_in_daemon_thread(call)
         while not wait([future], _TICK_S).done:

@@ -92,7 +92,7 @@ def run_stage(session: Session, stage: StepStage) -> dict[str, Any]:
                 evaluate_in_stage(run, at_end=True)
     else:
         if end == "stopped":  # a failed run takes none: its weights are broken
-            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `sequence.stop`
+            take_checkpoint(session, at_end=True)  # with the exchanges in flight, so before `end_early`
         run.synchronizer.run(run.sequence.end_early())  # nothing may be in flight when the process groups go
     state.synchronizer = None
     runtime.turns.select(None)

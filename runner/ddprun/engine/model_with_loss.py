@@ -19,7 +19,7 @@ class ModelWithLoss(nn.Module):
         self._ddp_params_and_buffers_to_ignore = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
 
     def forward(self, call: Callable[[nn.Module, nn.Module], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What `call` gives of both, in one pass, so that DDP sees which parameters it used."""
+        """What `call` returns for the two modules, in one pass, so that DDP sees which parameters it used."""
         return call(self.model, self.loss)
 
     def named_modules(

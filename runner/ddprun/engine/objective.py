@@ -190,8 +190,8 @@ class Objective:
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     `transform` changes the batches of training.
-    Either may return a mapping with `loss` and other numbers. In a turn, the model's forward gets its name,
-    and the loss is one of these numbers, too.
+    The model or the loss may return a mapping with `loss` and other numbers. In a turn, the model's forward
+    gets the name of the turn, and the loss is also one of these numbers, under this name.
     """
 
     def __init__(

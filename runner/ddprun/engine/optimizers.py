@@ -54,7 +54,7 @@ def build_optimizer(
         text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
         raise chosen.error(text, "freeze them, or have it take all that require a gradient")
     _check_sparse(loaded, model, chosen, optimizer)
-    check_groups_of_turns(loaded, turns, optimizer)
+    check_groups_of_turns(loaded, turns, optimizer, chosen.error)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
             text = f'"ema" clashes with "optimizer: {choice.name}", which averages the weights itself'

@@ -90,7 +90,9 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
 
 
 class SeparateRng:
-    """Each `with rng():` has the CPU's generators to itself: seeded in the first, they go on in the next."""
+    """Blocks `with rng():` share a state of the CPU's generators of their own: the first block seeds it, and
+    each later one continues it.
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed, self._device = seed, torch.device("cpu")

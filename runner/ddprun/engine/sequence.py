@@ -107,12 +107,12 @@ class StageActions:
         """All actions of one step, for `explain`. A run asks for `after_step` alone; what comes before it is
         in the order of `loop.train_step`.
         """
-        turns = self.settings.due_turns(step)
-        for _ in range(self.settings.accumulate * len(turns)):
-            if names := self.buffers.before_forward():
-                yield "before_forward", SendBuffers(names)
-        if self.settings.plan.gradients is not None:
-            yield from (("backward", SendGradients(turn)) for turn in turns)
+        for turn in self.settings.due_turns(step):
+            for _ in range(self.settings.accumulate):
+                if names := self.buffers.before_forward():
+                    yield "before_forward", SendBuffers(names)
+            if self.settings.plan.gradients is not None:
+                yield "backward", SendGradients(turn)
         if self.settings.updates_weights:
             self.note_update()
         for action in self.after_step(step):

@@ -160,6 +160,7 @@ def build_session(
         if not clock.lag_steps:  # else marks of the step before would have to be waited for
             replica.dispatcher.on_last_bucket_sent = recorder.deferred.do_some
         turn.replica = replica
+    # No pass has called the model with these yet, so the numbers beside their losses are not known.
     if not_called := [name for name in turns.names if name not in objective.called]:
         with preserve_state(device, model, objective.loss), torch.enable_grad():
             model.train()

@@ -72,8 +72,8 @@ class StatefulMetric:
         return float(control.all_gather([self._compute_number(metric)], "a metric")[0, 0])
 
     def check_compute(self, ranks: int) -> None:
-        """Raise a PipelineError if the value is no number, or what merging the states of ranks raises. Other
-        errors may be for want of samples.
+        """Raise a PipelineError if the value is not a number, and whatever merging states raises. Other
+        errors are ignored: there may be too few samples.
         """
         metric = self._metric if ranks == 1 else self._merge_states([self._encode_state()] * 2)
         try:

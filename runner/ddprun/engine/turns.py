@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline
 from ddprun.config.patterns import matches
+from ddprun.engine.data import ErrorFactory
 from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.weights import matching_parameters, plain_name
 from ddprun.parallel.ddp import DdpReplica
@@ -25,7 +26,7 @@ class Turn:
 
     name: str | None  # what the model's forward gets as `turn`; None: nothing, and it is the whole step
     params: Mapping[str, Tensor]  # by name; no others require gradients in it
-    replica: DdpReplica | None = None  # the model under DDP, for these; None: no stage exchanges gradients
+    replica: DdpReplica | None = None  # the model under DDP, for these; None: their gradients are never sent
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -79,7 +80,9 @@ class Turns:
                 param.requires_grad_(params is None or name in params)
 
     def select_each(self, turns: Iterable[Turn]) -> Iterator[Turn]:
-        """These turns, each with its parameters selected while it is the newest; afterwards none are."""
+        """Yield these turns, each while only its own parameters require gradients; at the end, all that some
+        stage trains require them.
+        """
         for turn in turns:
             self.select(turn.params)
             yield turn
@@ -87,7 +90,7 @@ class Turns:
 
 
 def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of a turn; each is of one (`check_groups_of_turns`)."""
+    """The parameter groups of a turn; no group is of two turns of a stage (`check_groups_of_turns`)."""
     if turn.name is None:
         return optimizer.param_groups
     ids = set(map(id, turn.params.values()))
@@ -100,7 +103,7 @@ def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> l
         return [", ".join(group.match) for group in loaded.pipeline.groups]
     names, found = {id(param): name for name, param in turns.trained.items()}, list[str]()
     for group in optimizer.param_groups:
-        name = plain_name(names[id(group["params"][0])])
+        name = plain_name(next((names[id(one)] for one in group["params"] if id(one) in names), ""))
         match = next((one.match for one in loaded.pipeline.groups if matches(name, one.match)), ())
         of_turns = dict.fromkeys(turn.name for turn in turns.all() if turn.name and name in turn.params)
         found.append(", ".join([*match, *of_turns]))
@@ -109,7 +112,7 @@ def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> l
 
 @contextmanager
 def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer has the parameter groups of a turn alone, as one of its own would."""
+    """Inside, the optimizer has only the parameter groups of a turn, as the turn's own optimizer would."""
     if turn.name is None:
         yield
         return
@@ -166,21 +169,22 @@ def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Modul
     parameters = inspect.signature(alone.forward).parameters
     if "turn" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         text = f"the forward of {type(alone).__name__} takes no argument called turn"
-        raise loaded.error(path, text, "have it return the loss of the turn of that name")
+        raise loaded.error(path, text, "give it one, and return the loss of the turn of that name")
 
 
-def check_groups_of_turns(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> None:
+def check_groups_of_turns(
+    loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer, make_error: ErrorFactory
+) -> None:
     """Raise a PipelineError if a parameter group of the optimizer belongs to two turns of a stage, or its
     groups cannot be replaced by those of a turn.
     """
     if turns.apart and isinstance(getattr(type(optimizer), "param_groups", None), property):
-        text = f'"{loaded.pipeline.optimizer.name}" does not let turns step their own parameter groups'
-        raise loaded.error("optimizer", text, "name an optimizer that holds its param_groups itself")
+        text = "it does not let turns step their own parameter groups"
+        raise make_error(text, "name an optimizer that holds its param_groups itself")
     for stage in loaded.pipeline.stages_with_steps():
         several = turns.by_stage[stage.index]
         for group in optimizer.param_groups if len(several) > 1 else ():
             ids = set(map(id, group["params"]))
             shared = [one.name for one in several if any(id(param) in ids for param in one.params.values())]
             if len(shared) > 1:
-                text = f'"{loaded.pipeline.optimizer.name}" makes groups that span turns'
-                raise loaded.error("optimizer", text, "name an optimizer that takes parameters")
+                raise make_error("it makes groups that span turns", "name an optimizer that takes parameters")

@@ -101,8 +101,8 @@ def parameter_groups(
     apart: Sequence[Collection[Tensor]] = (),
 ) -> list[Any]:
     """What an optimizer is made over: all that is trained; with `groups`, those of each with its `options`,
-    then all others. Parameters that are in one of `apart` are in no group with others. A PipelineError: a
-    pattern has no parameter, or a group none that is trained.
+    then all others. No group holds parameters of one set in `apart` together with others. A PipelineError:
+    a pattern has no parameter, or a group none that is trained.
     """
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = loaded.pipeline.groups

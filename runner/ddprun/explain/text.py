@@ -69,7 +69,8 @@ def _head(explained: Explanation) -> Iterator[str]:
         if is_external_code(one)
     ]
     if external:
-        what = f"What {' and '.join(external)} sends itself, if it calls torch.distributed."
+        sends = "sends itself, if it calls" if len(external) == 1 else "send themselves, if they call"
+        what = f"What {' and '.join(external)} {sends} torch.distributed."
         yield from paragraph("Not counted", what)
     if pipeline.sync_batchnorm:
         yield from paragraph("Not counted", "What sync_batchnorm exchanges in forward and backward passes.")

@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -42,7 +44,7 @@ class Agent(LocalElasticAgent):
     pipeline `loaded` leave notes in `scratch`, this launcher's folder.
     """
 
-    _store: Any  # of all hosts, with nothing in it at each start of the ranks
+    _store: Any  # shared by all hosts; empty at each start of the ranks
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, scratch: Path, loaded: LoadedPipeline) -> None:
         assert config.logs_specs is not None
@@ -77,7 +79,8 @@ class Agent(LocalElasticAgent):
         """Look after the ranks. What starting them again would not change is the end of the run."""
         if self.leaving_signal is not None:
             self._checkpoint_and_restart_text()
-            self._store.set(_LEFT_KEY, "")  # before this host's ranks end, and those of the others with them
+            with suppress(DistError):  # the host of the store may have left before
+                self._store.set(_LEFT_KEY, "")  # before this host's ranks end, and the others' with them
             raise SignalException(f"left by {self.leaving_signal.name}", self.leaving_signal)
         result: RunResult = super()._monitor_workers(worker_group)
         going_well = result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED)

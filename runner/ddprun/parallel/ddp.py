@@ -56,8 +56,8 @@ class DdpReplica:
     """This rank's copy of the model under DDP, with the dispatcher as its communication hook.
 
     Backward passes through `ddp` average gradients over the ranks of `begin_stage`, bucket by bucket, by the
-    hooks of that stage: of the parameters that require gradients now. The model's parameters and buffers are
-    the same on all ranks already.
+    hooks of that stage. The gradients are of those parameters that require them when the replica is made. The
+    model's parameters and buffers are the same on all ranks already.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class Costs:
 
 
 def check_one_set_of_parameters(pipeline: Pipeline) -> None:
-    """Raise CostsUnknownError if steps train different parameters: each kind of them costs something else."""
+    """Raise CostsUnknownError if steps train different parameters: then their costs differ, too."""
     if any(stage.turns for stage in pipeline.train_stages()):
         raise CostsUnknownError("a stage has turns, and only steps with one backward pass can be predicted")
     if len(set(pipeline.frozen_patterns().values())) > 1:

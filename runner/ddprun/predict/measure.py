@@ -29,7 +29,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 """Overrides of a short run: it does nothing beside training."""
 
 _LOG_LINES = 12
-_FULL_SHARE, _FOREIGN_SHARE = 0.9, 0.1  # of the cores' time: from where on they are all busy, and by others
+_FULL_SHARE, _FOREIGN_SHARE = 0.9, 0.1  # of the cores' time: above it, all are busy; others keep them busy
 
 
 def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]:
@@ -92,7 +92,7 @@ def run_measurement(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ""  # of ranks that were killed nobody knows their CPU time
+        return ""  # the CPU time of killed ranks is not known
     if done.returncode:
         output = "\n".join(done.stdout.strip().splitlines()[-_LOG_LINES:])
         raise MeasurementRunError(
@@ -123,7 +123,7 @@ def contention_warning(before: CpuTimes, after: CpuTimes) -> str:
     if cores <= 0 or cores - idle < _FULL_SHARE * cores or foreign < _FOREIGN_SHARE * cores:
         return ""
     text = "this machine was busy while its costs were measured: other processes took "
-    return f"{text}{foreign / cores:.0%} of its cores' time, so steps are predicted too long"
+    return f"{text}{foreign / cores:.0%} of its cores' time, so the predicted step times are too long"
 
 
 def identify_run(run_dir: Path) -> dict[str, str]:
@@ -132,7 +132,7 @@ def identify_run(run_dir: Path) -> dict[str, str]:
 
 
 def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
-    """As `cost_models_of_run`, the first."""
+    """The first model of `cost_models_of_run`."""
     return cost_models_of_run(run_dir, links, cores=cores, halves=False)[0]
 
 
@@ -140,7 +140,7 @@ def cost_models_of_run(
     run_dir: Path, links: Links, *, cores: float | None = None, halves: bool = True
 ) -> list[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
-    After it, with `halves`, those of each half of a run that takes the same stages twice, as the short one.
+    After it, with `halves`, those of each half, if the run takes the same stages twice, as a short run does.
     Raises NoRunError, CostsUnknownError if its records do not tell, PipelineError if its file cannot be read.
     """
     run = Run(run_dir)

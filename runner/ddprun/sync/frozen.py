@@ -16,7 +16,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 class FrozenParameters:
-    """The parameters that are not trained: of the run, or of a stage that freezes more.
+    """The parameters that are not trained in the run, or in a stage that freezes more of them.
 
     All ranks hold those of rank 0, and nothing is sent while that stays so. Something may change them all
     the same: a forward pass, `mutate`, `update`, or code of the user's that trains them after all. Where

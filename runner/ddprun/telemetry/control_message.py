@@ -38,19 +38,19 @@ OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 
 class ReadyColumns:
-    """Where a stage's messages say when its gradient buckets were ready: each bucket in a column, counted
-    from `READY_AT`; of very many every n-th, and the last of each turn.
+    """The columns of a stage's messages that say when its gradient buckets were ready, counted from
+    `READY_AT`. Each bucket has one; of very many buckets, every n-th and the last of each turn have one.
 
     `turns`: the numbers of the buckets of each turn of the stage, in the order in which backward fills them.
     """
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
-        self.turns = [numbers for numbers in turns if numbers]
+        turns = [numbers for numbers in turns if numbers]
         self.buckets: list[int] = []  # by column
         self.ends: list[int] = []  # the column of the last bucket of each turn
-        self._column_of = np.full(1 + max((max(numbers) for numbers in self.turns), default=0), -1)
-        for numbers in self.turns:
-            count, most = len(numbers), max(1, MAX_READY_TIMES // len(self.turns))
+        self._column_of = np.full(1 + max((max(numbers) for numbers in turns), default=0), -1)
+        for numbers in turns:
+            count, most = len(numbers), max(1, MAX_READY_TIMES // len(turns))
             most = min(count, most)
             places = [math.ceil((index + 1) * count / most) - 1 for index in range(most)]
             self._column_of[list(numbers)] = len(self.buckets) + np.searchsorted(places, range(count))

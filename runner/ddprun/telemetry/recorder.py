@@ -94,7 +94,7 @@ class AgreedSteps(NamedTuple):
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
-    mean_values: Sequence[tuple[str, float]] = ()  # of the newest step: numbers beside the loss, as its mean
+    mean_values: Sequence[tuple[str, float]] = ()  # of the newest step: of numbers beside the loss
 
 
 def combine_messages(
@@ -216,8 +216,8 @@ class StepRecorder:
         self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
 
     def begin_stage(self, turns: Sequence[Mapping[int, tuple[str, ...]]]) -> None:
-        """Begin another stage, with the parameters of each gradient bucket that ranks exchange in it, by the
-        bucket's number; of each turn, in the order in which backward fills them.
+        """Begin another stage. `turns`: for each of its turns, the parameters of the gradient buckets that
+        ranks exchange, by the bucket's number, in the order in which backward fills them.
         """
         self._columns = ReadyColumns([list(params) for params in turns])
         self.steps_per_post, self._steps_since_post = 1, 0

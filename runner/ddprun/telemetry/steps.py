@@ -100,7 +100,7 @@ class StepMarks:
     exchanged: bool = True  # ranks exchanged something in it; alike on all of them
     cpu_us: int = 0  # processor time of this process, all threads
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
-    lr: Sequence[float | None] | None = None  # of each parameter group, if the optimizer has stepped by rates
+    lr: Sequence[float | None] | None = None  # of each parameter group; None: no step, or no rates
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
     group_grad_norms: list[Any] | None = None  # the same of each parameter group
     machine: MachineRecord | None = None  # memory and load after it; None: not measured
@@ -120,7 +120,7 @@ class MarkBuffer:
     samples: list[int] = field(default_factory=list)  # of each micro-batch
     loss_weights: list[float] = field(default_factory=list)  # what its loss counts in means
     values: list[Sequence[Any]] = field(default_factory=list)
-    """The numbers beside it, in the order of their names; None: it has none of the name."""
+    """Of each micro-batch, the numbers beside its loss, in the order of their names; None: it lacks one."""
 
     def end_step(self, step: StepMarks) -> None:
         """End the running step: its marks, traces and losses end here."""
@@ -177,7 +177,8 @@ class ResolvedSteps:
     loss_sums: list[float]  # of this rank, over what counts in the step
     loss_weights: list[float]  # how much that is
     value_sums: FloatArray
-    """Of numbers beside the loss: `loss_sums`, and after them `loss_weights`; shape (steps, 2 * numbers)."""
+    """For the numbers beside the loss: sums like `loss_sums`, then weights like `loss_weights`; shape
+    (steps, 2 * numbers)."""
 
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
@@ -247,6 +248,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
                     until = min(until, max(start, done))
                 waits += (section, start, until)
             first = end
+        assert first == step.traces_end, "gradients were exchanged in backward passes that ended"
         if step.sync is not None:
             section += 1
             completed = clock.read_traces(step.sync.completed)

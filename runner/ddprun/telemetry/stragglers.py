@@ -158,8 +158,8 @@ class StragglerDetector:
         if skews[(len(skews) - 1) // 2] <= _MIN_LATE_US / _HYSTERESIS:
             return None
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
-        # Where ranks exchange buckets in several backward passes, and outside them, they wait for each other
-        # as often in a step. A turn need not run in each step; outside backward it is every step, or none.
+        # Ranks wait for each other in each backward pass that exchanges buckets, and once more outside it. A
+        # turn need not run in every step; exchanges outside backward count only if every step has them.
         ends = [numbers[..., READY_AT + end] for end in self._columns.ends]
         outside = numbers[..., SYNC_READY_AT]
         last_ready = [at for at in (*ends, outside) if at.all()]

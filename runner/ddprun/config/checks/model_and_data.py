@@ -366,12 +366,15 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if mode not in ("reduce-overhead", "max-autotune"):
         return
     for stage in pipeline.train_stages():
-        accumulate = stage.effective_settings(pipeline).accumulate
+        accumulate, clash = stage.effective_settings(pipeline).accumulate, ""
         if accumulate > 1:
-            text = f'"mode: {mode}" clashes with {setting_text(stage, "accumulate", accumulate)}: CUDA '
-            text += "graphs overwrite gradients that accumulate, without an error"
+            clash = f"{setting_text(stage, 'accumulate', accumulate)}: CUDA graphs overwrite gradients that "
+            clash += "accumulate, without an error"
+        elif stage.turns:
+            clash = f'"turns" of {stage.path}: CUDA graphs overwrite the loss of the turn before'
+        if clash:
             hint = "write max-autotune-no-cudagraphs, or default"
-            yield KeyConflict("compile.mode", text, hint)
+            yield KeyConflict("compile.mode", f'"mode: {mode}" clashes with {clash}', hint)
             return
 
 

@@ -75,20 +75,17 @@ def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("loss", "optimizer", "stages")
 def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    optimizer, loss = pipeline.optimizer, pipeline.loss
     for stage in pipeline.train_stages():
-        closure = "closure" in pipeline.optimizer.beside or pipeline.optimizer.name == "LBFGS"
-        if stage.turns and closure:
-            text = (
-                f'"turns" of {stage.path} clashes with "optimizer: {pipeline.optimizer.name}", which takes a '
-            )
-            text += "closure: that is of one loss"
+        clash = f'"turns" of {stage.path} clashes with'
+        if stage.turns and ("closure" in optimizer.beside or optimizer.name == "LBFGS"):
+            text = f'{clash} "optimizer: {optimizer.name}", which takes a closure: that is of one loss'
             yield KeyConflict(f"{stage.path}.turns", text, "choose another optimizer")
-        if stage.turns and pipeline.loss.name != "model":
+        if stage.turns and loss.name != "model":
             text = (
-                f'"turns" of {stage.path} clashes with "loss: {pipeline.loss.name}": each turn has a loss of '
+                f'{clash} "loss: {loss.name}": each turn has a loss of its own, which the model\'s forward '
             )
-            text += "its own, which the model's forward returns"
-            yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
+            yield KeyConflict(f"{stage.path}.turns", f"{text}returns", "write loss: model")
 
 
 @register_check("ema", "stages")
