@@ -82,10 +82,8 @@ def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'{clash} "optimizer: {optimizer.name}", which takes a closure: that is of one loss'
             yield KeyConflict(f"{stage.path}.turns", text, "choose another optimizer")
         if stage.turns and loss.name != "model":
-            text = (
-                f'{clash} "loss: {loss.name}": each turn has a loss of its own, which the model\'s forward '
-            )
-            yield KeyConflict(f"{stage.path}.turns", f"{text}returns", "write loss: model")
+            text = f'{clash} "loss: {loss.name}": each turn has its own, which the model\'s forward returns'
+            yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
 
 
 @register_check("ema", "stages")
