@@ -293,7 +293,7 @@ def test_the_short_run_has_what_a_forecast_wants(cases: Explanation) -> None:
     file.write_text(only_forward)
     with pytest.raises(CostsUnknownError, match="no stage trains"):
         measurement_stages_yaml(load(file), [[]])
-    file.write_text(PIPELINE.format(stages='[{train: {steps: 4}}, {train: {steps: 4, freeze: ["0.*"]}}]'))
+    file.write_text(PIPELINE.format(stages='[{train: {steps: 4}}, {train: {steps: 4, freeze: ["1.*"]}}]'))
     with pytest.raises(CostsUnknownError, match="stages freeze different parameters"):
         measurement_stages_yaml(load(file), [[]])
 
