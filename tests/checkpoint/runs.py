@@ -105,6 +105,23 @@ def prepare(folder: Path, sync: str, hooks: str, model: str = MLP, precision: st
     (folder / "p.yaml").write_text(text.replace("PRECISION", precision))
 
 
+def assert_killed_run_ends_alike(folder: Path, files: dict[str, str], kill: str) -> None:
+    """Run `p.yaml` of these files twice on two ranks, to its end and killed as the file `kill` says, and
+    compare the last checkpoints.
+    """
+    for name in ("whole", "broken"):
+        (folder / name).mkdir()
+        for file, text in {**files, "samples.py": MODULE + files.get("samples.py", "")}.items():
+            (folder / name / file).write_text(text)
+        if name == "broken":
+            (folder / name / "kill").write_text(kill)
+            done = ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=folder / name)
+            assert done.code == 1, done.stderr
+            (folder / name / "kill").unlink()
+        run(folder / name, 2, resuming=True)
+    assert final(folder / "broken" / "run") == final(folder / "whole" / "run")
+
+
 def final(run_dir: Path) -> dict[str, str]:
     """Hash of every file of tensors in the last checkpoint: weights, optimizer, hooks, generators."""
     newest = max((run_dir / "checkpoints").glob("step-*"))

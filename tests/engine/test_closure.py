@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from tests.checkpoint.runs import MODULE as KILLED
-from tests.checkpoint.runs import final
+from tests.checkpoint.runs import assert_killed_run_ends_alike
 from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
-from tests.ranks import as_processes, ddprun
+from tests.ranks import as_processes
 
 MODULE = """
 import numpy as np
@@ -215,19 +214,8 @@ stages: [{train: {steps: 12}}, save]
 def test_hooks_keep_what_the_last_call_has_left(tmp_path: Path, optimizer: str) -> None:
     """A run that was killed ends with the same bits."""
     sam = MODULE[MODULE.index("class SAM") : MODULE.index("class Required")]
-    for name, kill in (("whole", ""), ("broken", f"1 {2 * 8 + 3}")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "samples.py").write_text(KILLED + "\n\n" + sam)
-        (folder / "p.yaml").write_text(KEPT.replace("OPTIMIZER", optimizer))
-        if kill:
-            (folder / "kill").write_text(kill)
-            done = ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=folder)
-            assert done.code == 1, done.stderr
-            (folder / "kill").unlink()
-        done = ddprun("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2", cwd=folder)
-        assert done.code == 0, done.stderr
-    assert final(tmp_path / "broken" / "run") == final(tmp_path / "whole" / "run")
+    files = {"samples.py": "\n\n" + sam, "p.yaml": KEPT.replace("OPTIMIZER", optimizer)}
+    assert_killed_run_ends_alike(tmp_path, files, f"1 {2 * 8 + 3}")
 
 
 @pytest.mark.parametrize(

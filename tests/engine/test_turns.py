@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
-from tests.checkpoint.runs import MODULE as KILLED
-from tests.checkpoint.runs import final
+from tests.checkpoint.runs import assert_killed_run_ends_alike
 from tests.engine.running import events, lines, run_pipeline, run_to_end, weights
-from tests.ranks import as_processes, ddprun
+from tests.ranks import as_processes
 
 MODULE = """
 from pathlib import Path
@@ -424,20 +423,8 @@ def test_a_gan_that_was_killed_ends_with_the_same_bits(tmp_path: Path, options: 
 
 
 def resumed_as_whole(tmp_path: Path, text: str, killed_in_step: int) -> None:
-    for name, kill in (("whole", ""), ("broken", f"1 {4 * killed_in_step + 3}")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "turn_nets.py").write_text(MODULE)
-        (folder / "samples.py").write_text(KILLED)
-        (folder / "p.yaml").write_text(text)
-        if kill:
-            (folder / "kill").write_text(kill)
-            done = ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=folder)
-            assert done.code == 1, done.stderr
-            (folder / "kill").unlink()
-        done = ddprun("p.yaml", "--run-dir=run", "--or-resume", "--nproc-per-node=2", cwd=folder)
-        assert done.code == 0, done.stderr
-    assert final(tmp_path / "broken" / "run") == final(tmp_path / "whole" / "run")
+    files = {"turn_nets.py": MODULE, "p.yaml": text}
+    assert_killed_run_ends_alike(tmp_path, files, f"1 {4 * killed_in_step + 3}")
 
 
 @pytest.mark.parametrize(

@@ -365,3 +365,18 @@ class Net(nn.Linear):
     monkeypatch.setattr(model_probe, "_LARGE_BYTES", 0)
     gradients = buckets_of(explain(load(file), hosts=1, ranks_per_host=2).probe)
     assert [param.name for param in gradients.layouts[0].params] == ["bias", "weight"]
+
+
+def test_a_probe_serves_only_pipelines_whose_buckets_it_knows(tmp_path: Path) -> None:
+    """A stage that freezes more has buckets of its own; they are looked at where it sends gradients."""
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "model: {mlp: {inputs: 64, hidden: [8], outputs: 10}}\ndata: digits\noptimizer: sgd\nstages:\n"
+        '  - train: {steps: 2}\n  - train: {steps: 2, freeze: ["1.*"], sync: independent}\n'
+    )
+    probe = explain(load(file), hosts=1, ranks_per_host=2).probe
+    assert len(probe.gradient_buckets) == 1
+    sent = load(file, ["stages[1].train.sync=every_step"])
+    assert not probe.suffices_for(sent)
+    found = explain(sent, hosts=1, ranks_per_host=2, probe=probe)
+    assert [[one.bucket for _, _, one in stage.step_buckets()] for stage in found.stages] == [[0], [1]]

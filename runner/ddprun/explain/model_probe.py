@@ -120,10 +120,11 @@ class ModelProbe:
         """Whether all is known that explaining another pipeline of the same model and data takes: one that
         differs in its hooks, its policies or the size of its buckets.
         """
-        if self.unknown_reasons.batch or not _any_gradients(loaded):
+        if self.unknown_reasons.batch or self.model is None:
             return True
         known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
-        return bool(known) and None not in [one.layouts_for(caps) for one in known.values()]
+        wanted = [turn.key for turn in build_turns(loaded, self.model).exchanging(loaded)]
+        return all(key in known and known[key].layouts_for(caps) is not None for key in wanted)
 
 
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
@@ -225,12 +226,6 @@ def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
         reason(**data),
         reason(model=pipeline.model, loss=pipeline.loss, transform=pipeline.batch.transform, **data),
         reason(optimizer=pipeline.optimizer),
-    )
-
-
-def _any_gradients(loaded: LoadedPipeline) -> bool:
-    return any(
-        stage.effective_settings(loaded.pipeline).plan.gradients for stage in loaded.pipeline.train_stages()
     )
 
 
