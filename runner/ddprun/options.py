@@ -57,9 +57,6 @@ class CustomValidator:
     allowed_names: Callable[[], Iterable[str]] | None = None
     """Gives the names that a message lists if the key is missing."""
 
-    section: Callable[[], type[BaseModel]] | None = None
-    """Gives the model of a section of the file that is imported only where it is needed."""
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.validate)
 

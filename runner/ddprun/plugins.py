@@ -8,6 +8,7 @@ the names imports nothing. A class is imported when a pipeline names it, or to l
 import functools
 import importlib
 import pkgutil
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,19 +60,14 @@ class PluginRegistry:
 
     @property
     def reserved_names(self) -> frozenset[str]:
-        """Names that installed packages cannot use."""
         found = _import_attribute(self.reserved_by) if self.reserved_by else ()
         return frozenset(getattr(found, "model_fields", found))
 
     def built_in(self) -> tuple[str, ...]:
-        """Names of the built-in ones."""
         return _modules(self.package) if self.package else ()
 
     def installed(self) -> tuple[str, ...]:
-        """Names that installed packages add."""
         found = installed_entry_points(self.entry_point_group)
-        if not found:
-            return ()
         return tuple(name for name in found if name not in self.reserved_names | {*self.built_in()})
 
     def __contains__(self, name: str) -> bool:
@@ -79,7 +75,6 @@ class PluginRegistry:
         return name in self.built_in() or (name not in self.reserved_names and name in self.installed())
 
     def names(self) -> tuple[str, ...]:
-        """All names."""
         return (*self.built_in(), *self.installed())
 
     def import_paths(self, name: str) -> tuple[str, ...]:
@@ -108,10 +103,8 @@ class PluginRegistry:
         """Import all plug-ins that are trusted and can be imported; gives the classes by name."""
         found: dict[str, type[Any]] = {}
         for name in self.names() if self.base_class_name else ():
-            try:
+            with suppress(ImportPathError, TrustSettingError):
                 found[name] = self.load(name)
-            except (ImportPathError, TrustSettingError):
-                continue
         return found
 
     def options_of_installed(self) -> dict[str, type[BaseModel] | None]:

@@ -82,11 +82,8 @@ class JunkBudget:
         """Count bytes of a line that is no record, at least 1 KiB; raises OSError if it is too much."""
         self._left_bytes -= max(count, _MIN_LINE_BYTES)
         if self._left_bytes < 0:
-            raise OSError(
-                errno.EFBIG,
-                f"more than {_MAX_JUNK_BYTES >> 20} MiB of {self._name} are not records",
-                str(self._name),
-            )
+            problem = f"more than {_MAX_JUNK_BYTES >> 20} MiB of {self._name} are not records"
+            raise OSError(errno.EFBIG, problem, self._name)
 
 
 def open_file(folder: Path, name: str | Path, mode: Mode = "rb", *, make_folders: bool = False) -> IO[bytes]:
@@ -109,7 +106,6 @@ def names_in(folder: Path, name: str | Path = "") -> list[str]:
 
 
 def resume_command(run_dir: Path) -> str:
-    """What to type to resume a run."""
     return f"ddprun resume {shlex.quote(str(run_dir))}"
 
 

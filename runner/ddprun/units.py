@@ -16,20 +16,20 @@ def format_bytes(count: float) -> str:
 
 def format_binary_bytes(count: float) -> str:
     """Bytes with three significant digits, in units of 1024, in which file systems are sized: `64 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+    return _in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), step=1024, limit=1024)
 
 
 def format_bit_rate(bits_per_s: float) -> str:
     """Bits a second with three significant digits: `10 Gbit/s`."""
-    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
-        if bits_per_s < 999.5 or unit == "Gbit/s":
+    return _in_units(bits_per_s, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"), step=1000, limit=999.5)
+
+
+def _in_units(value: float, units: Sequence[str], *, step: int, limit: float) -> str:
+    for unit in units:
+        if value < limit or unit == units[-1]:
             break
-        bits_per_s /= 1000
-    return f"{bits_per_s:.3g} {unit}" if bits_per_s < 999.5 else f"{bits_per_s:.0f} {unit}"
+        value /= step
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
 def format_count(number: int, thing: str) -> str:

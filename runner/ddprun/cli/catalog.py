@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
-from click.types import StringParamType
 
 from ddprun import EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import format_option
+from ddprun.config.catalog import KIND_HEADINGS, KINDS, entries_named, entries_of_kind
+from ddprun.config.json_schema import json_schema
+from ddprun_hooks.config.messages import closest_match, format_message
 
 _WIDTH = 100
 
@@ -26,59 +27,46 @@ _YAML_FORMS = {
 }
 
 
-class _KindOrName(StringParamType):
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [
-            CompletionItem(name) for name in dict.fromkeys(_kinds_and_names()) if name.startswith(incomplete)
-        ]
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in dict.fromkeys(_kinds_and_names()) if name.startswith(incomplete)]
 
 
 def _kinds_and_names() -> list[str]:
-    from ddprun.config.catalog import KINDS
-
     return [*KINDS, *(name for kind in KINDS.values() for name in kind.names())]
 
 
 @click.command()
-@click.argument("what", metavar="[KIND | NAME]", type=_KindOrName(), required=False)
+@click.argument("what", metavar="[KIND | NAME]", shell_complete=_complete, required=False)
 @format_option("text", "json")
 def catalog(what: str | None, form: str) -> int:
     """List everything that a pipeline can choose, with options, types and defaults.
 
     KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
-    from ddprun.config.catalog import KIND_HEADINGS, KINDS, entries_named, entries_of_kind
-    from ddprun_hooks.config.messages import closest_match, format_message
-
-    if what is not None and what not in KIND_HEADINGS:
-        entries = entries_named(what)
-        if not entries:
-            text = f'"{what}" is neither a kind nor the name of an entry'
-            text = format_message(text, suggestion=closest_match(what, _kinds_and_names()))
-            raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
-        if form == "json":
-            click.echo(json.dumps(entries, indent=1))
-        else:
-            click.echo("\n\n".join(map(_format_entry, entries)))
-        return EXIT_SUCCESS
-    kinds = [what] if what else list(KIND_HEADINGS)
-    if form == "json":
-        click.echo(json.dumps([entry for name in kinds for entry in entries_of_kind(name)], indent=1))
-        return EXIT_SUCCESS
-    for index, name in enumerate(kinds):
-        if index:
-            click.echo()
-        click.echo(KIND_HEADINGS[name])
-        for entry in entries_of_kind(name):
-            click.echo(f"  {entry['name']}: {entry['description']}")
-            for option in entry["options"]:
-                text = f".  {option['description']}" if option["description"] else "."
-                click.echo(f"      {option['name']}: {option['type']}; {_default(option)}{text}")
-        if dotted := KINDS[name].dotted_description:
-            click.echo(f"  package.module.name: {dotted}; its options are keyword arguments")
+    if what is None or what in KIND_HEADINGS:
+        by_kind = {kind: entries_of_kind(kind) for kind in ([what] if what else KIND_HEADINGS)}
+        entries = [entry for of_kind in by_kind.values() for entry in of_kind]
+        shown = (_format_kind(kind, of_kind) for kind, of_kind in by_kind.items())
+    elif entries := entries_named(what):
+        shown = (_format_entry(entry) for entry in entries)
+    else:
+        text = f'"{what}" is neither a kind nor the name of an entry'
+        text = format_message(text, suggestion=closest_match(what, _kinds_and_names()))
+        raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
+    click.echo(json.dumps(entries, indent=1) if form == "json" else "\n\n".join(shown))
     return EXIT_SUCCESS
+
+
+def _format_kind(kind: str, entries: list[dict[str, Any]]) -> str:
+    lines = [KIND_HEADINGS[kind]]
+    for entry in entries:
+        lines.append(f"  {entry['name']}: {entry['description']}")
+        for option in entry["options"]:
+            text = f".  {option['description']}" if option["description"] else "."
+            lines.append(f"      {option['name']}: {option['type']}; {_default(option)}{text}")
+    if dotted := KINDS[kind].dotted_description:
+        lines.append(f"  package.module.name: {dotted}; its options are keyword arguments")
+    return "\n".join(lines)
 
 
 def _format_entry(entry: dict[str, Any]) -> str:
@@ -116,8 +104,6 @@ def _default(option: dict[str, Any]) -> str:
 )
 def schema(output: Path | None) -> int:
     """Print the JSON Schema of pipeline files, for editors to complete and check as you type."""
-    from ddprun.config.json_schema import json_schema
-
     text = json.dumps(json_schema(), indent=1)
     if output is None:
         click.echo(text)

@@ -7,8 +7,10 @@ from pathlib import Path
 import click
 
 from ddprun import EXIT_BAD_INPUT, EXIT_SUCCESS
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import format_option, override_option
+from ddprun.config import PipelineError, PipelineFault, load
 
 
 @click.command()
@@ -26,14 +28,10 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
 
     Exit code 0 if every file can run (warnings do not count), 2 if not.
     """
-    from ddprun.cli import printing
-    from ddprun.config import PipelineError, PipelineFault, load
-
     if resolved and (len(pipelines) > 1 or form != "text"):
         raise click.UsageError("--resolved takes one pipeline and no --format")
     faults: list[PipelineFault] = []
     for path in pipelines:
-        found: tuple[PipelineFault, ...]
         try:
             loaded = load(path, overrides)
             found, good = loaded.warnings, True
@@ -46,9 +44,8 @@ def check(pipelines: tuple[Path, ...], overrides: tuple[str, ...], form: str, re
         if good:
             click.echo(loaded.resolved_yaml() if resolved else f"{path}: ok", nl=not resolved)
     if form == "json":
-        click.echo(
-            json.dumps([printing.to_json_data(fault) for fault in faults], indent=2, ensure_ascii=False)
-        )
+        found_data = [printing.to_json_data(fault) for fault in faults]
+        click.echo(json.dumps(found_data, indent=2, ensure_ascii=False))
     elif form == "github":
         for fault in faults:
             click.echo(printing.github_annotation(fault))

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, override_option, rendezvous_flags
+from ddprun.config.overrides import parse_alternatives
+from ddprun.config.resolved import flow_yaml
 from ddprun.run_files import replace_atomically
 from ddprun.standard_streams import is_terminal, say
 
@@ -79,10 +82,7 @@ def compare(
     equally. A table is printed, and a page with all runs is written. On several hosts, run the same command
     on each with --nnodes and --rdzv-endpoint. Exit code 0; 1 if a run failed; 2 if the input is wrong.
     """
-    from ddprun.cli import printing
     from ddprun.compare import runs as comparing
-    from ddprun.config.overrides import parse_alternatives
-    from ddprun.config.resolved import flow_yaml
 
     keys = [(key, list(map(flow_yaml, values))) for key, values in parse_alternatives(vary, "--vary")]
     shared_overrides = [*overrides, *([f"timings.fidelity_every={turn}"] if fidelity else [])]
@@ -94,9 +94,8 @@ def compare(
     printing.print_faults(dict.fromkeys(fault for one in own for fault in one.warnings))
     first_seed = loaded[0].pipeline.seed
     if seeds > 1 and any(one.pipeline.seed != first_seed for one in loaded):
-        raise click.BadParameter(
-            "the runs already differ in their seed: take it out of --vary and the files", param_hint="--seeds"
-        )
+        text = "the runs already differ in their seed: take it out of --vary and the files"
+        raise click.BadParameter(text, param_hint="--seeds")
     run_seeds = [None] if seeds == 1 else [*range(first_seed, first_seed + seeds)]
     for key in ("seed", "data"):
         if any(getattr(one.pipeline, key) != getattr(loaded[0].pipeline, key) for one in loaded[1:]):
@@ -133,7 +132,6 @@ def _compare(
     hosts: "HostCoordinator | None",
 ) -> int:
     """Run the variants, and show on the first host what differs; gives the exit code."""
-    from ddprun.cli import printing
     from ddprun.compare import runs as comparing
     from ddprun.compare.hosts import HostMessage
 
@@ -158,7 +156,6 @@ def _compare(
 
 
 def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds: int, form: str) -> int:
-    """Print what differs, and write a page; gives the exit code."""
     from ddprun.compare import learning
     from ddprun.compare import runs as comparing
     from ddprun.report import blocks, html

@@ -9,6 +9,10 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
+from ddprun.config.errors import section_model_of
+from ddprun.config.schema import pipeline_with_cluster_keys
+from ddprun.plugins import CLUSTERS
+
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -23,8 +27,6 @@ class _Bash(BashComplete):
 
 
 class PipelineFile(click.Path):
-    """The path of a pipeline's file."""
-
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
@@ -48,10 +50,6 @@ def complete_pipeline_file(incomplete: str) -> list[CompletionItem]:
 
 def complete_setting(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Keys of a pipeline that begin like `incomplete`, with what follows a key."""
-    from ddprun.config.errors import section_model_of
-    from ddprun.config.schema import pipeline_with_cluster_keys
-    from ddprun.plugins import CLUSTERS
-
     keys = []
     for name, field in pipeline_with_cluster_keys(CLUSTERS.names()).model_fields.items():
         section = section_model_of(field)

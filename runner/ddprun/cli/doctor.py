@@ -5,17 +5,16 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ddprun import EXIT_FAILURE, EXIT_SUCCESS, standard_streams
+from ddprun.cli import printing
 from ddprun.cli.run import FlagValue, add_torchrun_flags, format_option, given_flags
+from ddprun.doctor import Finding, Report
 from ddprun.standard_streams import say
 from ddprun.units import format_count
-
-if TYPE_CHECKING:
-    from ddprun.doctor import Finding, Report
 
 _LEVEL_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _WIDTH, _INDENT = 110, 24
@@ -39,7 +38,6 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     find each other as in a run, and the first one prints what was found and what to do. Exit code 0 if there
     is no problem, 1 if there is.
     """
-    from ddprun.cli import printing
     from ddprun.doctor.run import run
 
     done = run(given_flags(flags), timeout_s)
@@ -56,7 +54,7 @@ def doctor(form: str, timeout_s: float, **flags: FlagValue) -> int:
     return EXIT_SUCCESS
 
 
-def format_report(report: "Report") -> str:
+def format_report(report: Report) -> str:
     """Findings by host, then by pair of hosts; below each that is not ok, what to do. With colors."""
     lines = []
     for where in dict.fromkeys(finding.where for finding in report.findings):
@@ -73,7 +71,7 @@ def format_report(report: "Report") -> str:
     return "\n".join(lines)
 
 
-def _lines(finding: "Finding") -> Iterator[str]:
+def _lines(finding: Finding) -> Iterator[str]:
     style: dict[str, Any] = {"fg": _LEVEL_COLORS[finding.level], "bold": finding.level == "problem"}
     level = click.style(f"{finding.level:<9}", **style)
     first, *rest = _wrapped(finding.found)

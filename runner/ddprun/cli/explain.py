@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_SUCCESS, InputError
+from ddprun import EXIT_SUCCESS, InputError
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import as_bad_parameter, forecast_options, format_option, override_option
+from ddprun.config import PipelineError, load
+from ddprun.config.secrets import Secrets
+from ddprun.predict import MeasurementRunError
+from ddprun.predict.links import Links, parse_links
 from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.explain.explain import Explanation
     from ddprun.predict.forecast import StageForecast
-    from ddprun.predict.links import Links
 
 _MOST_HOSTS = 1 << 20
 
@@ -77,12 +81,6 @@ def explain(
     first, in a short run on this machine, or read from RUN. Exit code 0; 2 if the pipeline cannot run; 1 if
     code that it names, or the short run, fails.
     """
-    from ddprun.cli import printing
-    from ddprun.config import PipelineError, load
-    from ddprun.config.secrets import Secrets
-    from ddprun.predict import MeasurementRunError
-    from ddprun.predict.links import parse_links
-
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):
         raise click.UsageError("--from-link and --from-latency describe the link of a --from run: add --from")
@@ -115,12 +113,8 @@ def explain(
             )
     except (PipelineError, InputError, click.ClickException):
         raise
-    except MeasurementRunError as error:
-        say(secrets.redact(str(error)))
-        return EXIT_FAILURE
-    except Exception as error:  # of the user's own code, such as a model's forward
-        say(secrets.redact(printing.with_traceback(error)))
-        return EXIT_FAILURE
+    except Exception as error:
+        return printing.say_failure(error, (MeasurementRunError,), secrets)
     if form == "json":
         from ddprun.predict.measure import identify_run
 
@@ -141,8 +135,8 @@ def explain(
 
 def _measure_and_forecast(
     explained: "Explanation",
-    links: "Links",
-    measured_links: "Links",
+    links: Links,
+    measured_links: Links,
     measured: Path | None,
     cores: float | None,
     sweep: Sequence[int],

@@ -11,9 +11,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError, __version__
-from ddprun.cli import catalog, check, compare, doctor, explain, init, report, run, submit, tune
+from ddprun.cli import catalog, check, compare, doctor, explain, init, printing, report, run, submit, tune
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
+from ddprun.config import PipelineError
+from ddprun.config.secrets import Secrets
 from ddprun.standard_streams import failure_of_stdout, protect_standard_streams, say
+from ddprun_hooks.config.messages import closest_match, format_message
 
 _RUN_COMMANDS = ("run", "resume")
 # Environment variables whose paths this process and its children keep, wherever the user's code goes.
@@ -37,13 +40,11 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands, each with a whole sentence: click's own list cuts them at one line."""
+        texts = {name: one.get_short_help_str(limit=1000) for name, one in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, one.get_short_help_str(limit=1000)) for name, one in sorted(self.commands.items())]
-            )
+            formatter.write_dl(sorted(texts.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Commands, and pipeline files."""
         files = [] if incomplete.startswith("-") else complete_pipeline_file(incomplete)
         return [*files, *super().shell_complete(ctx, incomplete)]
 
@@ -60,8 +61,6 @@ class _Commands(click.Group):
         word = args[0]
         command = self.get_command(ctx, word)
         if command is None:
-            from ddprun_hooks.config.messages import closest_match, format_message
-
             problem = '"{}" is neither a command nor a pipeline file'
             if _is_key_value(word):
                 hint = f"write ddprun PIPELINE {_as_option(word)}"
@@ -99,8 +98,6 @@ def _positional_arguments(args: Sequence[str], command: click.Command) -> Iterat
 
 
 def _without_secret(setting: str) -> str:
-    from ddprun.config.secrets import Secrets
-
     return Secrets().redact_line(setting)
 
 
@@ -151,15 +148,12 @@ def main(args: Sequence[str] | None = None) -> int:
         if path := os.environ.get(name):
             os.environ[name] = os.path.abspath(path)
     try:
-        result: Any = cli.main(
-            args=None if args is None else list(args), prog_name="ddprun", standalone_mode=False
-        )
+        given = None if args is None else list(args)
+        result: Any = cli.main(args=given, prog_name="ddprun", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return EXIT_BAD_INPUT
     except click.ClickException as error:
-        from ddprun.config.secrets import Secrets
-
         message = " ".join(Secrets().redact(error.format_message()).split()).rstrip(".")
         command, hint = "ddprun", ""
         if isinstance(error, click.UsageError):
@@ -174,12 +168,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except InputError as error:
         say(error)
         return EXIT_BAD_INPUT
-    except Exception as error:
-        from ddprun.cli import printing
-        from ddprun.config import PipelineError
-
-        if not isinstance(error, PipelineError):
-            raise
+    except PipelineError as error:
         printing.print_faults(error.faults)
         return EXIT_BAD_INPUT
     return result if isinstance(result, int) else EXIT_SUCCESS

@@ -9,7 +9,9 @@ from typing import IO, Any, Self
 
 import click
 
+from ddprun import EXIT_FAILURE
 from ddprun.config.faults import PipelineFault
+from ddprun.config.secrets import Secrets
 from ddprun.standard_streams import is_terminal, say
 
 
@@ -44,9 +46,15 @@ def cannot_write(target: Path, error: OSError) -> click.ClickException:
     return click.ClickException(f"cannot write {target}: {why}")
 
 
-def with_traceback(error: Exception) -> str:
-    """What an error of the pipeline's own code says, and where it comes from."""
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+def say_failure(error: Exception, expected: tuple[type[Exception], ...], secrets: Secrets) -> int:
+    """Say what ended a command; of what is not expected, so of the pipeline's own code, such as a model's
+    forward, also where it comes from. Gives the exit code.
+    """
+    text = str(error)
+    if not isinstance(error, expected):
+        text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    say(secrets.redact(text))
+    return EXIT_FAILURE
 
 
 _FAULT_KEYS = (

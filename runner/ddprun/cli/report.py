@@ -47,9 +47,7 @@ def report(
     chosen = _parse_step_range(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
-        prediction = (
-            PredictionFile.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted is not None else None
-        )
+        prediction = PredictionFile.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted else None
         found = [Run(folder) for folder in runs]
         digests = [digest_run(run) for run in found]
         compared = [compare_stages(one, prediction) for one in digests] if prediction else []

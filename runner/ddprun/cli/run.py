@@ -1,7 +1,7 @@
 """`ddprun run` and `ddprun resume`, and the options that several commands take."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE, TURNS_VARIABLE
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile, complete_setting
+from ddprun.config import load
 from ddprun.run_files import ResumeMode, open_file, pipeline_folder
 from ddprun.standard_streams import say
 
@@ -29,24 +31,23 @@ TORCHRUN_FLAGS: dict[str, tuple[Any, str]] = {
     "max-restarts": (click.IntRange(min=0), "How many times ranks are restarted after a failure."),
     "monitor-interval": (click.FloatRange(min=0), "Seconds between two checks of the ranks."),
     "role": (str, "Name of the ranks' role in logs."),
+    "standalone": (bool, "One host with a rendezvous of its own on a free port."),
 }
+_RENDEZVOUS_FLAGS = ("rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr")
 
 
-def add_torchrun_flags(command: click.Command) -> click.Command:
+def add_torchrun_flags(command: click.Command, names: Iterable[str] = TORCHRUN_FLAGS) -> click.Command:
     """Add torchrun's own flags, spelled with - or with _."""
-    for name, (kind, text) in TORCHRUN_FLAGS.items():
-        command.params.append(click.Option([f"--{name}"], type=kind, help=text))
-    text = "One host with a rendezvous of its own on a free port."
-    command.params.append(click.Option(["--standalone"], is_flag=True, help=text))
+    for name in names:
+        kind, text = TORCHRUN_FLAGS[name]
+        is_flag = kind is bool or None  # None: it takes a value
+        command.params.append(click.Option([f"--{name}"], type=kind, is_flag=is_flag, help=text))
     return command
 
 
 def add_rendezvous_flags(command: click.Command) -> click.Command:
     """Add those of torchrun's flags by which several hosts find each other for a comparison."""
-    for name in ("rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr"):
-        kind, text = TORCHRUN_FLAGS[name]
-        command.params.append(click.Option([f"--{name}"], type=kind, help=text))
-    return command
+    return add_torchrun_flags(command, _RENDEZVOUS_FLAGS)
 
 
 def rendezvous_flags(flags: Mapping[str, FlagValue], hosts: int) -> dict[str, str] | None:
@@ -64,7 +65,6 @@ def rendezvous_flags(flags: Mapping[str, FlagValue], hosts: int) -> dict[str, st
 
 
 def given_flags(flags: Mapping[str, FlagValue]) -> dict[str, str | bool]:
-    """Torchrun's own flags that were given."""
     return {
         name: value if isinstance(value, bool) else str(value)
         for name, value in flags.items()
@@ -94,8 +94,7 @@ def override_option(text: str) -> Callable[[Any], Any]:
 
 def format_option(*names: str, text: str | None = None) -> Callable[[Any], Any]:
     """`--format`; the first is the default."""
-    choice = click.Choice(names)
-    return click.option("--format", "form", type=choice, default=names[0], help=text)
+    return click.option("--format", "form", type=click.Choice(names), default=names[0], help=text)
 
 
 def forecast_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,9 +184,6 @@ def _load_and_launch(
     """Load a pipeline and launch it, or join a launched run as a rank; gives the exit code. For a resumed
     run, `folder` is the folder of the original pipeline file, to which relative paths refer.
     """
-    from ddprun.cli import printing
-    from ddprun.config import load
-
     if LAUNCHED_VARIABLE in os.environ or TURNS_VARIABLE in os.environ:
         from ddprun.launch.launcher import inherited_overrides
 

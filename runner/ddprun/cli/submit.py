@@ -1,27 +1,29 @@
 """`ddprun submit`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from pydantic import ValidationError
 
 from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import override_option
+from ddprun.cluster import Cluster, ClusterError, Submission
+from ddprun.cluster.modules import used_local_modules
+from ddprun.config import LoadedPipeline, load
+from ddprun.config.secrets import REDACTED
+from ddprun.plugins import CLUSTERS
 from ddprun.standard_streams import say
-
-if TYPE_CHECKING:
-    from ddprun.cluster import Cluster
-    from ddprun.config import LoadedPipeline
+from ddprun.units import format_bytes
+from ddprun_hooks.errors import ImportPathError
 
 
 class _Submit(click.Command):
     """Offers every cluster backend, and the flags that each of them takes."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The command's own, and those of backends."""
-        from ddprun.plugins import CLUSTERS
-
         pipeline, *own = super().get_params(ctx)
         to = click.Option(
             ["--to"], type=click.Choice(CLUSTERS.names()), required=True, help="Where to send it."
@@ -60,12 +62,6 @@ def submit(
     The file says what to ask for, under `launch` and under the cluster's own name. The cluster schedules and
     runs the job: ddprun is not a scheduler.
     """
-    from ddprun.cli import printing
-    from ddprun.cluster import ClusterError, Submission
-    from ddprun.config import load
-    from ddprun.plugins import CLUSTERS
-    from ddprun_hooks.errors import ImportPathError
-
     loaded = load(pipeline, overrides)
     try:
         cluster: type[Cluster] = CLUSTERS.load(to)
@@ -105,12 +101,9 @@ def submit(
 
 
 def _collect_modules(
-    loaded: "LoadedPipeline", to: str, cluster: type["Cluster"], *, with_modules: bool
+    loaded: LoadedPipeline, to: str, cluster: type[Cluster], *, with_modules: bool
 ) -> dict[str, bytes]:
     """The module files beside the pipeline's that the job takes along, by path; warns of others needed."""
-    from ddprun.cluster.modules import used_local_modules
-    from ddprun.units import format_bytes
-
     if with_modules and not cluster.max_modules_bytes:
         why = "cannot send modules"
         if not cluster.job_contains_pipeline:
@@ -140,7 +133,7 @@ def _collect_modules(
     return found
 
 
-def _follow(job: "Cluster", job_id: str) -> int:
+def _follow(job: Cluster, job_id: str) -> int:
     try:
         outcome = job.follow(job_id, lambda text: click.echo(text, nl=False, err=True))
     except KeyboardInterrupt:
@@ -150,17 +143,13 @@ def _follow(job: "Cluster", job_id: str) -> int:
     return EXIT_SUCCESS if outcome.succeeded else EXIT_FAILURE
 
 
-def _holds_secret(loaded: "LoadedPipeline") -> bool:
-    from ddprun.config.secrets import REDACTED
-
+def _holds_secret(loaded: LoadedPipeline) -> bool:
     text = loaded.path.read_text("utf-8")
     return REDACTED in loaded.resolved_yaml() or loaded.secrets.redact(text) != text
 
 
-def _backend_options(loaded: "LoadedPipeline", to: str, cluster: type["Cluster"]) -> Any:
+def _backend_options(loaded: LoadedPipeline, to: str, cluster: type[Cluster]) -> Any:
     """What the pipeline says under the backend's key; the defaults if it has no such key."""
-    from pydantic import ValidationError
-
     try:
         return getattr(loaded.pipeline, to, None) or cluster.Options()
     except ValidationError as error:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddprun import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
+from ddprun import EXIT_INTERRUPTED, EXIT_SUCCESS, InputError
+from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile
 from ddprun.cli.run import (
     FlagValue,
@@ -21,12 +22,16 @@ from ddprun.cli.run import (
     override_option,
     rendezvous_flags,
 )
+from ddprun.config import LoadedPipeline, PipelineError, load
+from ddprun.config.overrides import parse_alternatives
+from ddprun.config.resolved import flow_yaml
+from ddprun.predict import MeasurementRunError
+from ddprun.predict.links import Links, parse_links
 from ddprun.standard_streams import say
+from ddprun.tune import TuneError
 
 if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
-    from ddprun.config import LoadedPipeline
-    from ddprun.predict.links import Links
     from ddprun.tune.choose import QualityFloors
     from ddprun.tune.search import SearchOutcome, SearchRequest
 
@@ -94,10 +99,6 @@ def tune(
     code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails; 130 after Ctrl-C: the same
     command continues. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
     """
-    from ddprun.cli import printing
-    from ddprun.config import load
-    from ddprun.predict.links import parse_links
-
     with as_bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
     loaded = load(pipeline, overrides)
@@ -129,11 +130,7 @@ def tune(
 
 
 def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoordinator | None") -> int:
-    from ddprun.cli import printing
-    from ddprun.config import PipelineError
     from ddprun.launch.meeting import HostsError
-    from ddprun.predict import MeasurementRunError
-    from ddprun.tune import TuneError
     from ddprun.tune import text as outcome_text
     from ddprun.tune.search import Search
 
@@ -153,12 +150,8 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise
-    except (TuneError, MeasurementRunError, InputError, OSError) as error:
-        say(secrets.redact(str(error)))
-        return EXIT_FAILURE
-    except Exception as error:  # of the user's own code, such as a model's forward
-        say(secrets.redact(printing.with_traceback(error)))
-        return EXIT_FAILURE
+    except Exception as error:
+        return printing.say_failure(error, (TuneError, MeasurementRunError, InputError, OSError), secrets)
     if form == "json":
         found = outcome_text.to_json_data(outcome, written)
         click.echo(json.dumps(secrets.redact_all(found), indent=2, ensure_ascii=False, allow_nan=False))
@@ -167,29 +160,23 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     return EXIT_SUCCESS
 
 
-def _parse_vary_options(loaded: "LoadedPipeline", vary: Sequence[str]) -> dict[str, list[Any]]:
+def _parse_vary_options(loaded: LoadedPipeline, vary: Sequence[str]) -> dict[str, list[Any]]:
     """Parse `--vary`; each value must be valid in the pipeline file."""
-    from ddprun.config import load
-    from ddprun.config.overrides import parse_alternatives
-    from ddprun.config.resolved import flow_yaml
     from ddprun.tune.candidates import TUNABLE_KEYS
 
     found: dict[str, list[Any]] = {}
     for key, values in parse_alternatives(vary, "--vary"):
         if key not in TUNABLE_KEYS or key in found:
-            problem = "is given twice" if key in found else "cannot be tuned"
-            raise click.BadParameter(
-                f'"{key}" {problem}; keys: {", ".join(TUNABLE_KEYS)}', param_hint="--vary"
-            )
+            text = f'"{key}" {"is given twice" if key in found else "cannot be tuned"}'
+            raise click.BadParameter(f"{text}; keys: {', '.join(TUNABLE_KEYS)}", param_hint="--vary")
         for value in values:
             load(loaded.path, (*loaded.overrides, f"{key}={flow_yaml(value)}"))
         found[key] = values
     return found
 
 
-def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floors: "QualityFloors") -> None:
+def _check_links_and_floors(hosts: int, here: bool, links: Links | None, floors: "QualityFloors") -> None:
     """Check that --link and --floor make sense for this number of hosts; `here`: whether they take part."""
-    from ddprun.predict.links import Links
     from ddprun.tune.search import why_not_run
 
     if hosts == 1 and links is not None and links.across.takes_time:
@@ -200,7 +187,7 @@ def _check_links_and_floors(hosts: int, here: bool, links: "Links | None", floor
         raise click.BadParameter(f"floors need real runs, and {reason}", param_hint="--floor")
 
 
-def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
+def _check_output(output: Path, loaded: LoadedPipeline) -> None:
     """Look whether the winner can be written there, before anything is measured."""
     problem = ""
     if output.suffix not in (".yaml", ".yml"):
@@ -212,14 +199,11 @@ def _check_output(output: Path, loaded: "LoadedPipeline") -> None:
     if problem:
         raise click.BadParameter(f"{output} {problem}", param_hint="--output")
     if output.parent.resolve() != loaded.folder:
-        say(
-            f"warning: {output} will be in another folder than {loaded.path}: relative paths and modules "
-            "beside the file are not found from there"
-        )
+        text = f"warning: {output} will be in another folder than {loaded.path}: relative paths and modules "
+        say(f"{text}beside the file are not found from there")
 
 
-def _write_winner(outcome: "SearchOutcome", loaded: "LoadedPipeline", output: Path) -> str:
-    from ddprun.config import load
+def _write_winner(outcome: "SearchOutcome", loaded: LoadedPipeline, output: Path) -> str:
     from ddprun.tune import write
     from ddprun.tune.text import winner_changes, winner_file_comment
 

@@ -5,7 +5,7 @@ The docstring of a class is its line in `ddprun catalog`, the one under a field 
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -22,6 +22,16 @@ from ddprun.options import (
     expected,
     problem,
 )
+
+_STRING_SCHEMA = {"type": "string", "minLength": 1}
+_Item = TypeVar("_Item")
+OneOrMore = Annotated[
+    tuple[_Item, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_STRING_SCHEMA, {"type": "array", "items": _STRING_SCHEMA, "minItems": 1}]}),
+]
+"""Strings that are not empty: a list, or one by itself."""
 
 
 class Mlp(Options):
@@ -118,19 +128,13 @@ def _check_placeholders(pattern: str) -> str:
     return pattern
 
 
-_NAME = {"type": "string", "minLength": 1}
 FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_placeholders)]
 
 
 class TextData(Options):
     """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
 
-    files: Annotated[
-        tuple[FilePattern, ...],
-        Field(strict=False, min_length=1),
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        WithJsonSchema({"anyOf": [_NAME, {"type": "array", "items": _NAME, "minItems": 1}]}),
-    ]
+    files: OneOrMore[FilePattern]
     """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""
 
     context: PositiveInt = 128
@@ -190,9 +194,10 @@ class Perplexity(NoOptions):
     """Exponential of the mean cross-entropy per target."""
 
 
-def parse_batch_key(value: Any) -> Any:
+def parse_batch_key(value: Any, *at: str | int) -> Any:
+    """The key itself; a ValidationError `at` its place below what is being validated."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise expected("the key of a mapping, or the place of an item", got=value)
+        raise expected("the key of a mapping, or the place of an item", at=at, got=value)
     return value
 
 

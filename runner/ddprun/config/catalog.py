@@ -37,10 +37,8 @@ def entries_of_kind(kind: str) -> list[Entry]:
     found = KINDS[kind]
     entries = [entry_from_model(kind, name, model) for name, model in found.built_in_options.items()]
     if found.torch_kind:
-        entries += [
-            _of_torch(kind, found.torch_kind, name)
-            for name in signatures.offered_class_names(found.torch_kind)
-        ]
+        names = signatures.offered_class_names(found.torch_kind)
+        entries += [_of_torch(kind, found.torch_kind, name) for name in names]
     installed = found.plugins.options_of_installed() if found.plugins else {}
     return entries + [_of_installed(kind, *added) for added in installed.items()]
 
@@ -49,11 +47,11 @@ def entries_named(name: str) -> list[Entry]:
     """The entries of every kind that a file may call so; torch's names in any spelling."""
     found = []
     for kind, known in KINDS.items():
-        of_torch = None
+        wanted = {name}
         if known.torch_kind and (torch_name := signatures.find_class(known.torch_kind, name)) is not None:
-            of_torch = signatures.written_name(known.torch_kind, torch_name)
-        if name in known.names() or of_torch is not None:
-            found += [entry for entry in entries_of_kind(kind) if entry["name"] in (name, of_torch)]
+            wanted.add(signatures.written_name(known.torch_kind, torch_name))
+        if not wanted.isdisjoint(known.names()):
+            found += [entry for entry in entries_of_kind(kind) if entry["name"] in wanted]
     return found
 
 

@@ -46,10 +46,8 @@ def check_and_list_changes(
         problem = "this version of ddprun cannot read the checkpoint's pipeline, for one its "
         problem += describe_invalid(error)
         raise loaded.error("", problem, "resume with the version that took the checkpoint") from None
-    if faults := [
-        *_unchangeable_key_faults(loaded, old),
-        *_stage_faults(loaded, old, next_stage, begun_stage),
-    ]:
+    faults = [*_unchangeable_key_faults(loaded, old), *_stage_faults(loaded, old, next_stage, begun_stage)]
+    if faults:
         raise PipelineError(faults)
     return [
         f"{format_path(path)}: {flow_yaml(was)} in the checkpoint, {flow_yaml(now)} now"

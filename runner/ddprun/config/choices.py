@@ -52,8 +52,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChoiceKind:
-    """A family of choices."""
-
     name: str  # as a message calls it: `unknown hook "fp61"`
     dotted_description: str = ""  # what an import path must name, for messages; empty: the kind takes none
     options: Mapping[str, type[BaseModel]] = field(default_factory=dict)  # of built-ins that are no plug-ins
@@ -82,7 +80,6 @@ class ChoiceKind:
         return found + list(self.plugins.installed() if self.plugins else ())
 
     def names_for_message(self) -> list[str]:
-        """What a message lists."""
         names, dotted = self.names(), "an import path such as package.module.name"
         return [*names, *([f"or {dotted}" if names else dotted] if self.dotted_description else [])]
 
@@ -231,10 +228,7 @@ def parse_metric(value: Any) -> Choice:
         missing = min({"output", "target"} - parts)
         raise problem(f'it has no "{missing}"', f"write {missing}, too: a key", at=min(parts), on_key=True)
     for key in parts:
-        try:
-            parse_batch_key(choice.beside[key])
-        except ValidationError as error:
-            raise combine([error], at=(key,)) from None
+        parse_batch_key(choice.beside[key], key)
     return choice
 
 
@@ -249,9 +243,12 @@ def _parse_with_keys_beside(kind: str, value: Any) -> Choice:
     return replace(parse_choice(kind, named, KEYS_BESIDE[kind]), beside=beside)
 
 
-def choice_validator(kind: str) -> CustomValidator:
-    """For `Annotated[Choice, …]`: a choice of this kind."""
-    return CustomValidator(functools.partial(parse_choice, kind), kind, CHOICE_KINDS[kind].names_for_message)
+def choice_validator(
+    kind: str, parse: Callable[[Any], Any] | None = None, definition: str = ""
+) -> CustomValidator:
+    """For `Annotated[Choice, …]`: a choice of this kind, or what `parse` reads and the schema calls so."""
+    read = parse or functools.partial(parse_choice, kind)
+    return CustomValidator(read, definition or kind, CHOICE_KINDS[kind].names_for_message)
 
 
 _MakeError = Callable[..., ValidationError]  # `problem` at the place of a choice's name

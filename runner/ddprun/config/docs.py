@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 
 def docstring_as_line(model: type[BaseModel]) -> str:
-    """A class's docstring as one line."""
     return " ".join((model.__doc__ or "").split())
 
 
@@ -39,15 +38,13 @@ def _field_docs_of_module(name: str) -> dict[str, dict[str, str]]:
 def _field_docs_of_classes(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
     for made in body:
         if isinstance(made, ast.ClassDef):
-            yield (
-                prefix + made.name,
-                {
-                    field.target.id: " ".join(str(text.value.value).split())
-                    for field, text in pairwise(made.body)
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-                    if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-                },
-            )
+            found = {
+                field.target.id: " ".join(str(text.value.value).split())
+                for field, text in pairwise(made.body)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            }
+            yield prefix + made.name, found
             yield from _field_docs_of_classes(made.body, f"{prefix}{made.name}.")
 
 
@@ -55,17 +52,11 @@ _DEFINITIONS = {
     "init": "{file, missing, unexpected}",
     "data": "a data set",
     "data_or_pair": "a data set, or {train, evaluate}",
-    "any_optimizer": "an optimizer",
-    "any_schedule": "a schedule",
-    "any_metric": "a metric",
-    "stage_schedule": "a schedule",
     "optimizer": "an optimizer",
     "mutate": "a mutation",
     "update": "an update",
     "weight": "samples or targets or an import path",
-    "transform": "an import path",
-    "collate": "an import path",
-    "sampler": "an import path",
+    **dict.fromkeys(("transform", "collate", "sampler"), "an import path"),
     "parts": "a key, or a list or mapping of keys",
     "group": "{match, options of the optimizer}",
     "key": "a key",
@@ -98,7 +89,8 @@ def type_words(schema: dict[str, Any], definitions: Mapping[str, Any] = MappingP
         keys = definitions.get(schema["$ref"].rpartition("/")[2], {}).get("properties", ())
         return f"{{{', '.join(keys)}}}" if keys else "anything"
     if "definition" in schema:
-        return _DEFINITIONS.get(schema["definition"], f"a {schema['definition']}")
+        name = schema["definition"].removeprefix("any_").removeprefix("stage_")
+        return _DEFINITIONS.get(name, f"a {name}")
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(type_words(item, definitions) for item in schema["anyOf"]))
     if "enum" in schema:

@@ -1,7 +1,6 @@
 """Pydantic's errors in plain sentences, each at its place in the file."""
 
 import re
-from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -9,18 +8,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ddprun.config.faults import PipelineFault, allowed_values, closest_match
+from ddprun.config.faults import PipelineFault, Redact, allowed_values, closest_match
 from ddprun.config.scalars import bool_hint, number_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
-from ddprun_hooks.config.messages import (
-    EXPECTED_BY_ERROR_TYPE,
-    MessageParts,
-    describe_value,
-    error_message_parts,
-    unknown_option,
-    validation_error_from_items,
-)
+from ddprun_hooks.config import messages
+from ddprun_hooks.config.messages import MessageParts
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -65,14 +58,11 @@ def with_key_hints(
         elif item["type"] == "missing" and (allowed := _allowed(section, name)):
             wrong = problem("is required", allowed_values(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
-    return validation_error_from_items(items, path)
+    return messages.validation_error_from_items(items, path)
 
 
 def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The model of a field that is a section of the file, or a list of such; None for any other field."""
-    for mark in field.metadata if field else ():
-        if isinstance(mark, CustomValidator) and mark.section is not None:
-            return mark.section()
     kind = field.annotation if field else None
     if get_origin(kind) in (UnionType, Union) and len(given := set(get_args(kind)) - {NoneType}) == 1:
         (kind,) = given  # a section that may be null
@@ -91,7 +81,7 @@ def _allowed(model: type[BaseModel], key: str) -> list[str]:
 
 def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationError:
     known = list(model.model_fields)
-    text, allowed, near = unknown_option(owner, key, known)
+    text, allowed, near = messages.unknown_option(owner, key, known)
     if not owner:
         text = f'unknown key "{key}"'
         sections = ((name, section_model_of(field)) for name, field in model.model_fields.items())
@@ -104,9 +94,7 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
     return problem(text, hint or allowed, None if hint else near, on_key=True)
 
 
-def validation_faults(
-    error: ValidationError, root: Node, redact: Callable[[str], str]
-) -> list[PipelineFault]:
+def validation_faults(error: ValidationError, root: Node, redact: Redact) -> list[PipelineFault]:
     """Errors of a validation as faults, but mere consequences; `redact` gets values before they are cut."""
     made = []
     for item in error.errors(include_url=False):
@@ -128,9 +116,7 @@ def validation_faults(
     return made
 
 
-def _message_parts(
-    item: Any, path: KeyPath, node: Node | None, value: Any, redact: Callable[[str], str]
-) -> MessageParts:
+def _message_parts(item: Any, path: KeyPath, node: Node | None, value: Any, redact: Redact) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     got = _shown_value(node, value, redact)
@@ -151,8 +137,8 @@ def _message_parts(
             return "must not be empty", None, None
         case "string_too_long":
             return f"is longer than {context['max_length']} characters", None, None
-    text, allowed, near = error_message_parts(item, got)
-    if wanted := EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
+    text, allowed, near = messages.error_message_parts(item, got)
+    if wanted := messages.EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
         form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
         if form and len(path) > 1 and isinstance(path[-2], int):  # an item of `stages`
             form = _EVALUATE_STAGE_HINT
@@ -160,15 +146,15 @@ def _message_parts(
     return text, allowed, near
 
 
-def _shown_value(node: Node | None, value: Any, redact: Callable[[str], str]) -> str:
+def _shown_value(node: Node | None, value: Any, redact: Redact) -> str:
     """A value as a message shows it, in the file's own words where there are any."""
     if value is None and node:
         return node.text or "nothing"
     if isinstance(value, str):
-        return describe_value(redact(value))
+        return messages.describe_value(redact(value))
     if node and node.text:
         return f"{node.text} (a boolean)" if isinstance(value, bool) else node.text
-    return describe_value(value)
+    return messages.describe_value(value)
 
 
 def _hint(wanted: str, node: Node | None, value: Any) -> str | None:

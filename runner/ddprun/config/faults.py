@@ -11,6 +11,7 @@ from ddprun_hooks.config.messages import closest_match as closest_match
 from ddprun_hooks.config.messages import format_message
 
 Severity = Literal["error", "warning"]
+Redact = Callable[[str], str]  # a text without the secrets in it
 
 _MAX_QUOTED_COLUMNS = 110  # columns of a quoted line; a longer line is cut around the fault
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
@@ -46,9 +47,7 @@ class PipelineFault:
         path = f"{self.path}: " if self.path else ""
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
-    def redacted(
-        self, redact_text: Callable[[str], str], redact_line: Callable[[str], str]
-    ) -> "PipelineFault":
+    def redacted(self, redact_text: Redact, redact_line: Redact) -> "PipelineFault":
         """The fault with its words and its quoted line passed through these functions."""
         quoted = redact_line(self.source_line)
         caret = 0

@@ -123,9 +123,8 @@ def _stage_schema(stage: type[Stage], definitions: dict[str, Schema]) -> Schema:
 
 
 def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
-    options: dict[str, Schema] = {
-        name: _model_schema(model, definitions) for name, model in kind.built_in_options.items()
-    }
+    built_in = kind.built_in_options.items()
+    options = {name: _model_schema(model, definitions) for name, model in built_in}
     if kind.torch_kind:
         for name in signatures.offered_class_names(kind.torch_kind):
             schema = _model_schema(signatures.torch_options_model(kind.torch_kind, name), definitions)
@@ -139,10 +138,8 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
             written = signatures.written_name(kind.torch_kind, name)
             options |= dict.fromkeys((name, name.lower(), written), reference)
     installed = kind.plugins.options_of_installed() if kind.plugins else {}
-    for name, options_model in installed.items():
-        options[name] = (
-            {"type": "object"} if options_model is None else _model_schema(options_model, definitions)
-        )
+    for name, added in installed.items():
+        options[name] = _model_schema(added, definitions) if added else {"type": "object"}
     return _choice_schema(options, dotted=bool(kind.dotted_description))
 
 

@@ -35,9 +35,7 @@ from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_tr
 FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder
 _PLACEHOLDERS: dict[str, Any] = {
     "model": Choice("model", "mlp", {}, "built-in", Mlp(inputs=1, outputs=1)),
-    "data": Choice("data", "placeholder.data", {}, "dotted"),
-    "loss": Choice("loss", "placeholder.loss", {}, "dotted"),
-    "optimizer": Choice("optimizer", "placeholder.optimizer", {}, "dotted"),
+    **{kind: Choice(kind, f"placeholder.{kind}", {}, "dotted") for kind in ("data", "loss", "optimizer")},
 }  # stand-ins for faulty keys while rules across the other keys are checked
 
 
@@ -93,11 +91,8 @@ class LoadedPipeline:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
         path = _segments(key_path)
         if isinstance(value, Choice):
-            return replace(value, options=self._expand_env_and_folder((*path, value.name), value.options))
-        return self._expand_env_and_folder(path, value)
-
-    def _expand_env_and_folder(self, path: KeyPath, value: Any) -> Any:
-        """Plain data with its placeholders replaced; a PipelineError names variables that are not set."""
+            at = format_path((*path, value.name))
+            return replace(value, options=self.expand_env_and_folder(at, value.options))
         faults: list[PipelineFault] = []
 
         def fill(at: KeyPath, text: str) -> str:
@@ -117,12 +112,11 @@ class LoadedPipeline:
     def referenced_variables(self) -> tuple[str, ...]:
         """Environment variables that the pipeline takes, each once."""
         strings = pipeline_strings(self.root.data())
-        names = (name for found in strings for name in referenced_variables(found.text))
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(name for found in strings for name in referenced_variables(found.text)))
 
     def check_environment(self) -> None:
         """Raise a PipelineError that names every variable of the pipeline that is not set."""
-        self._expand_env_and_folder((), self.root.data())
+        self.expand_env_and_folder("", self.root.data())
 
     def resolved_yaml(self) -> str:
         """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""

@@ -76,8 +76,8 @@ def read_file(path: Path) -> ReadResult:
         return None, [_unreadable_file_fault(path, error)]
     if len(raw) > MAX_BYTES:
         size = f"{MAX_BYTES // 1024} KiB"
-        fault = PipelineFault(file=name, problem=f"the file is longer than {size}", allowed=f"at most {size}")
-        return None, [fault]
+        problem = f"the file is longer than {size}"
+        return None, [PipelineFault(file=name, problem=problem, allowed=f"at most {size}")]
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -169,9 +169,8 @@ class _Builder:
             return self.resolve_alias(str(event.anchor), place, path, depth)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.add_fault(
-                place, path, f'the tag "{tag}" is not allowed', "a pipeline may not have tags; remove it"
-            )
+            hint = "a pipeline may not have tags; remove it"
+            self.add_fault(place, path, f'the tag "{tag}" is not allowed', hint)
         self.count_nodes(place, path, 1)
         if isinstance(event, yaml.ScalarEvent):
             node = self.build_scalar(event, place, path)
@@ -180,8 +179,7 @@ class _Builder:
         else:
             if event.anchor is not None:
                 self.anchors[event.anchor] = None
-            is_list = isinstance(event, yaml.SequenceStartEvent)
-            node = Node(place, [] if is_list else {})
+            node = Node(place, [] if isinstance(event, yaml.SequenceStartEvent) else {})
             self.fill_collection(node, path, depth + 1)
         node.has_fault = node.has_fault or event.tag is not None
         if event.anchor is not None:

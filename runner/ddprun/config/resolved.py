@@ -27,10 +27,9 @@ def to_plain_data(value: Any) -> Any:
         # Without its key a built-in cluster backend has its defaults, and an installed one is left out.
         if isinstance(value, Pipeline):
             found |= {key: CLUSTERS.options_model(key)() for key in CLUSTERS.built_in() if found[key] is None}
-        hidden = {key for key, field in type(value).model_fields.items() if field.exclude}
-        return {
-            key: to_plain_data(item) for key, item in found.items() if item is not None or key not in hidden
-        }
+        fields = type(value).model_fields.items()
+        hidden = {key for key, field in fields if field.exclude and found[key] is None}
+        return {key: to_plain_data(item) for key, item in found.items() if key not in hidden}
     if isinstance(value, dict):
         return {key: to_plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -87,10 +86,9 @@ def flow_yaml(value: Any) -> str:
 
 def _origin(path: KeyPath, root: Node) -> str:
     found = find_nearest(root, path)
-    exact = not found.missing_path
-    bare_name = (
-        len(found.missing_path) == 1 and is_choice_path(path[:-1]) and isinstance(found.node.value, str)
-    )
+    missing = found.missing_path
+    exact = not missing
+    bare_name = len(missing) == 1 and is_choice_path(path[:-1]) and isinstance(found.node.value, str)
     if not exact and not bare_name:
         return "  # default"
     place = found.key_place if exact and isinstance(found.node.value, dict) else found.node.place

@@ -7,9 +7,7 @@ import re
 Scalar = None | bool | int | float | str
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
-_BOOL = {
-    spelling: word == "true" for word in ("true", "false") for spelling in (word, word.title(), word.upper())
-}
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER_PATTERNS = (
     (re.compile(r"[-+]?(?:0|[1-9][0-9]*)"), 10),
     (re.compile(r"0x[0-9a-fA-F]+"), 16),

@@ -6,33 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
 
-from ddprun.config.choices import CHOICE_KINDS, Choice, choice_validator, trusted_options_model
-from ddprun.config.errors import validate
-from ddprun.config.sections import (
-    AnySchedule,
-    Audit,
-    Batch,
-    BuffersField,
-    Checkpoint,
-    Compile,
-    DataPair,
-    Ddp,
-    HookStack,
-    Init,
-    Launch,
-    Loader,
-    LossChoice,
-    ModelChoice,
-    OptimizerChoice,
-    ParameterGroups,
-    Patterns,
-    SyncChoice,
-    Timings,
-    Trackers,
-    parse_compile,
-    parse_data,
-    parse_init,
+from ddprun.config import sections
+from ddprun.config.choices import (
+    Choice,
+    choice_validator,
+    parse_optimizer,
+    parse_schedule,
+    trusted_options_model,
 )
+from ddprun.config.errors import validate
 from ddprun.config.stages import (
     AverageStage,
     BroadcastStage,
@@ -40,6 +22,7 @@ from ddprun.config.stages import (
     Stage,
     Stages,
     StepStage,
+    StepStageSettings,
     TrainStage,
 )
 from ddprun.options import (
@@ -75,42 +58,40 @@ class Pipeline(Options):
     seed: NonNegativeInt = 0
     """Seed of weights, shuffling and dropout."""
 
-    model: ModelChoice
+    model: Annotated[Choice, choice_validator("model")]
     """What is trained."""
 
-    init: Annotated[Init, CustomValidator(parse_init, "init")] | None = None
+    init: Annotated[sections.Init, CustomValidator(sections.parse_init, "init")] | None = None
     """A file of weights to start from; null keeps the weights that the model is created with."""
 
-    freeze: Patterns = ()
+    freeze: sections.Patterns = ()
     """Parameters that are not trained: patterns of their names."""
 
-    data: Annotated[
-        Choice | DataPair, CustomValidator(parse_data, "data_or_pair", CHOICE_KINDS["data"].names_for_message)
-    ]
+    data: Annotated[Choice | sections.DataPair, choice_validator("data", sections.parse_data, "data_or_pair")]
     """What the model is trained on; a built-in data set has a held-out part of its own."""
 
-    loader: Loader = Field({}, validate_default=True)
+    loader: sections.Loader = Field({}, validate_default=True)
     """How samples reach a rank."""
 
-    batch: Batch = Field({}, validate_default=True)
+    batch: sections.Batch = Field({}, validate_default=True)
     """Which parts of a batch the model and the loss get."""
 
     weight_by: Annotated[Choice, choice_validator("weight")] | None = None
     """The weight of a batch's mean loss in means over batches, micro-steps and ranks; null counts samples,
     and in evaluate stages the targets of a cross-entropy."""
 
-    loss: LossChoice = Field("cross_entropy", validate_default=True)
+    loss: Annotated[Choice, choice_validator("loss")] = Field("cross_entropy", validate_default=True)
     """A torch loss, the import path of a function of (output, target), or `model` if the model returns its
     own."""
 
-    optimizer: OptimizerChoice
+    optimizer: Annotated[Choice, choice_validator("optimizer", parse_optimizer, "any_optimizer")]
     """A torch optimizer, or an import path."""
 
-    groups: ParameterGroups = ()
+    groups: sections.ParameterGroups = ()
     """Parameter groups: patterns of names, and optimizer options for these parameters; the first group
     that matches counts."""
 
-    schedule: AnySchedule | None = None
+    schedule: Annotated[Choice, choice_validator("schedule", parse_schedule, "any_schedule")] | None = None
     """A torch schedule, stepped once per optimizer step; a length that is left out is the stage's steps. With
     `over: run` beside it, one schedule and one warm-up span all stages; with `metric` beside it, it is
     stepped by that metric after each evaluation of its stage."""
@@ -143,41 +124,41 @@ class Pipeline(Options):
     deterministic: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
 
-    compile: Annotated[Compile, CustomValidator(parse_compile, "compile")] | None = None
+    compile: Annotated[sections.Compile, CustomValidator(sections.parse_compile, "compile")] | None = None
     """Compile the model with `torch.compile`: true, or how; null and false do not compile it."""
 
-    ddp: Ddp = Field({}, validate_default=True)
+    ddp: sections.Ddp = Field({}, validate_default=True)
     """Options of DistributedDataParallel."""
 
     accumulate: PositiveInt = 1
     """Micro-steps per optimizer step; only the last one synchronises."""
 
-    sync: SyncChoice = Field("every_step", validate_default=True)
+    sync: sections.SyncChoice = Field("every_step", validate_default=True)
     """When ranks synchronise."""
 
-    hooks: HookStack = ()
+    hooks: sections.HookStack = ()
     """How gradients and changes of parameters are sent: hooks, in the order in which they are applied; an
     empty list is plain all-reduce."""
 
-    buffers: BuffersField = Field("auto", validate_default=True)
+    buffers: sections.BuffersField = Field("auto", validate_default=True)
     """When and how ranks make their buffers equal, such as BatchNorm's running statistics."""
 
     stages: Stages = Field(default=[{"train": {"epochs": 1}}], validate_default=True)
     """What is done, in order."""
 
-    launch: Launch = Field({}, validate_default=True)
+    launch: sections.Launch = Field({}, validate_default=True)
     """Where the ranks run."""
 
-    checkpoint: Checkpoint = Field({}, validate_default=True)
+    checkpoint: sections.Checkpoint = Field({}, validate_default=True)
     """When the whole state of the run is saved."""
 
-    timings: Timings = Field({}, validate_default=True)
+    timings: sections.Timings = Field({}, validate_default=True)
     """What is recorded."""
 
-    audit: Audit = Field({}, validate_default=True)
+    audit: sections.Audit = Field({}, validate_default=True)
     """Whether parameters are compared between ranks."""
 
-    track: Trackers = ()
+    track: Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)] = ()
     """Where else rank 0 sends curves and metrics; `ddprun catalog tracker` lists them."""
 
     def train_stages(self) -> list[TrainStage]:
@@ -186,16 +167,20 @@ class Pipeline(Options):
     def stages_with_steps(self) -> list[TrainStage | ForwardStage]:
         return [stage for stage in self.stages if isinstance(stage, (TrainStage, ForwardStage))]
 
+    def stages_and_settings(self) -> list[tuple[TrainStage | ForwardStage, StepStageSettings]]:
+        """The stages with steps, each with the settings that hold in it."""
+        return [(stage, stage.effective_settings(self)) for stage in self.stages_with_steps()]
+
     def frozen_patterns(self) -> dict[str, tuple[str, ...]]:
         """What each stage freezes that updates weights, by the place where it stands."""
-        settings = [(stage, stage.effective_settings(self)) for stage in self.stages_with_steps()]
-        found = {stage.key_path("freeze"): one.freeze for stage, one in settings if one.updates_weights}
+        of_stages = self.stages_and_settings()
+        found = {stage.key_path("freeze"): one.freeze for stage, one in of_stages if one.updates_weights}
         return found or {"freeze": self.freeze}
 
     @property
     def has_automatic_buffers(self) -> bool:
         """Whether, in some stage, `buffers` goes by what training does with them."""
-        of_stages = (stage.effective_settings(self).buffers for stage in self.stages_with_steps())
+        of_stages = [settings.buffers for _, settings in self.stages_and_settings()]
         return any(setting.when == "auto" for setting in (self.buffers, *of_stages))
 
     def averages_at_end_of(self, stage: Stage) -> bool:
@@ -210,12 +195,12 @@ class Pipeline(Options):
         return not isinstance(following, AverageStage | BroadcastStage)
 
     def train_data(self) -> Choice:
-        return self.data.train if isinstance(self.data, DataPair) else self.data
+        return self.data.train if isinstance(self.data, sections.DataPair) else self.data
 
 
 def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
     """`Pipeline` with a key for each cluster backend; for installed ones, if one of the file's `keys` may be
-    theirs. A backend is imported only if its key is in the file; without it, the field is None.
+    theirs. An installed backend is imported only if its key is in the file; without it, the field is None.
     """
     return _with_clusters(not {*Pipeline.model_fields, *CLUSTERS.built_in()}.issuperset(keys))
 
@@ -224,9 +209,8 @@ def pipeline_with_cluster_keys(keys: Iterable[str] = ()) -> type[Pipeline]:
 def _with_clusters(installed: bool) -> type[Pipeline]:
     fields: dict[str, Any] = {}
     for name in CLUSTERS.built_in():
-        section = functools.partial(CLUSTERS.options_model, name)
-        parse = CustomValidator(functools.partial(_parse_cluster, name), {}, section=section)
-        fields[name] = (Annotated[Any, parse], None)
+        parse = CustomValidator(functools.partial(_parse_cluster, name), {})
+        fields[name] = (Annotated[CLUSTERS.options_model(name) | None, parse], None)
     for name in CLUSTERS.installed() if installed else ():
         if name.isidentifier():
             parse = CustomValidator(functools.partial(_parse_cluster, name), {})

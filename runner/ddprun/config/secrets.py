@@ -73,10 +73,8 @@ class PipelineString:
 
     @property
     def is_literal_secret(self) -> bool:
-        """Whether it is a secret in plain text."""
-        return (
-            self.has_secret_key_name and len(self.text) >= MIN_SECRET_LENGTH and _ENV_PREFIX not in self.text
-        )
+        taken = _ENV_PREFIX in self.text
+        return self.has_secret_key_name and len(self.text) >= MIN_SECRET_LENGTH and not taken
 
 
 def secret_or_reference_problem(found: PipelineString) -> tuple[str, str] | None:
@@ -143,7 +141,6 @@ class Secrets:
         return self.redact(_KEY_AND_VALUE.sub(_masked, line))
 
     def redact_faults(self, faults: Iterable[PipelineFault]) -> list[PipelineFault]:
-        """The faults as they may be shown."""
         # Cached: many faults quote the same line.
         redact, redact_line = functools.cache(self.redact), functools.cache(self.redact_line)
         return [fault.redacted(redact, redact_line) for fault in faults]

@@ -4,27 +4,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from ddprun.config.built_ins import parse_batch_key
-from ddprun.config.choices import (
-    CHOICE_KINDS,
-    Choice,
-    choice_validator,
-    parse_choice,
-    parse_metric,
-    parse_optimizer,
-    parse_schedule,
-)
+from ddprun.config.built_ins import OneOrMore, parse_batch_key
+from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
 from ddprun.config.errors import validate
 from ddprun.config.faults import closest_match
 from ddprun.options import (
@@ -35,7 +18,6 @@ from ddprun.options import (
     PositiveFloat,
     PositiveInt,
     PositiveInts,
-    combine,
     expected,
     pattern_constraint,
     problem,
@@ -48,36 +30,10 @@ SAFETENSORS_CONSTRAINT = pattern_constraint(
 )
 _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}, {auto: {reduce: mean}}"
 
-ModelChoice = Annotated[Choice, choice_validator("model")]
-LossChoice = Annotated[Choice, choice_validator("loss")]
-OptimizerChoice = Annotated[
-    Choice, CustomValidator(parse_optimizer, "any_optimizer", CHOICE_KINDS["optimizer"].names_for_message)
-]
-
-
-def _parse_stage_schedule(value: Any) -> Choice:
-    if isinstance(value, dict) and "over" in value:
-        text = "a stage's own schedule always spans that stage"
-        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
-    return parse_schedule(value)
-
-
-ScheduleChoice = Annotated[
-    Choice,
-    CustomValidator(_parse_stage_schedule, "stage_schedule", CHOICE_KINDS["schedule"].names_for_message),
-]
-AnySchedule = Annotated[
-    Choice, CustomValidator(parse_schedule, "any_schedule", CHOICE_KINDS["schedule"].names_for_message)
-]
 SyncChoice = Annotated[Choice, choice_validator("sync")]
-MutateChoice = Annotated[Choice, choice_validator("mutate")]
-UpdateChoice = Annotated[Choice, choice_validator("update")]
 HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
-AnyMetric = Annotated[
-    Choice, CustomValidator(parse_metric, "any_metric", CHOICE_KINDS["metric"].names_for_message)
-]
+AnyMetric = Annotated[Choice, choice_validator("metric", parse_metric, "any_metric")]
 Metrics = Annotated[tuple[AnyMetric, ...], Field(strict=False)]
-Trackers = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
 
 
 def _parse_data_without_held_out(value: Any) -> Choice:
@@ -113,15 +69,9 @@ def parse_data(value: Any) -> Choice | DataPair:
     return parse_choice("data", value)
 
 
-Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]  # as a shell's
-
-_PATTERN = {"type": "string", "minLength": 1}
-Match = Annotated[
-    Patterns,
-    Field(min_length=1),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [_PATTERN, {"type": "array", "items": _PATTERN, "minItems": 1}]}),
-]
+_Pattern = Annotated[str, Field(min_length=1)]  # as a shell's
+Patterns = Annotated[tuple[_Pattern, ...], Field(strict=False)]
+Match = OneOrMore[_Pattern]
 
 
 class Init(Options):
@@ -168,10 +118,8 @@ def _parse_parameter_group(value: Any) -> ParameterGroup:
     return ParameterGroup(validate(_ParameterPatterns, {"match": value["match"]}).match, options)
 
 
-ParameterGroups = Annotated[
-    tuple[Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")], ...],
-    Field(strict=False),
-]
+_Group = Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")]
+ParameterGroups = Annotated[tuple[_Group, ...], Field(strict=False)]
 
 
 class Loader(Options):
@@ -215,17 +163,10 @@ def _parse_batch_keys(value: Any) -> Any:
         if wrong := next((name for name in value if not name.isidentifier()), None):
             text = f'"{wrong}" is not an argument name'
             raise problem(text, "write argument: key", at=wrong, on_key=True)
-        return {name: _parse_batch_key_at(key, name) for name, key in value.items()}
+        return {name: parse_batch_key(key, name) for name, key in value.items()}
     if isinstance(value, list | tuple):
-        return tuple(_parse_batch_key_at(key, index) for index, key in enumerate(value))
+        return tuple(parse_batch_key(key, index) for index, key in enumerate(value))
     return parse_batch_key(value)
-
-
-def _parse_batch_key_at(value: Any, at: str | int) -> Any:
-    try:
-        return parse_batch_key(value)
-    except ValidationError as error:
-        raise combine([error], at=(at,)) from None
 
 
 BatchParts = Annotated[Any, CustomValidator(_parse_batch_keys, "parts")]

@@ -53,8 +53,6 @@ _LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 @dataclass(frozen=True)
 class TorchOption:
-    """One option of a torch class."""
-
     name: str
     schema: Schema
     required: bool
@@ -156,9 +154,7 @@ def _check_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
 def length_option_to_fill(name: str, options: Mapping[str, Any] | None = None) -> str | None:
     """The option to fill with the stage's steps; None: `options` give a length, or the schedule has none."""
     given = options or {}
-    if "epochs" in given and "steps_per_epoch" in given:
-        return None
-    if name not in _classes("schedule"):
+    if given.keys() >= {"epochs", "steps_per_epoch"} or name not in _classes("schedule"):
         return None
     for parameter in torch_options("schedule", name):
         if parameter.name in _LENGTH_OPTIONS:
@@ -212,19 +208,17 @@ def _classes(kind: TorchKind) -> dict[str, Path]:
             if alias.name[0].isupper() and alias.name != "Optimizer"
         }
     path = folder / ("optim/lr_scheduler.py" if kind == "schedule" else "nn/modules/loss.py")
-    return {name: path for name in _names_in_all(_parse(path)) if name != "LRScheduler"}
+    exported = next(
+        node.value
+        for node in _parse(path).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return {name: path for name in ast.literal_eval(exported) if name != "LRScheduler"}
 
 
 @functools.cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _names_in_all(tree: ast.Module) -> list[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
-    return []
 
 
 def _method(tree: ast.Module, name: str, method: str) -> ast.FunctionDef | None:

@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from ddprun.config.choices import RESERVED_METRIC_NAMES, Choice, choice_validator
+from ddprun.config import sections
+from ddprun.config.choices import RESERVED_METRIC_NAMES, Choice, choice_validator, parse_schedule
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values
-from ddprun.config.sections import (
-    SAFETENSORS_CONSTRAINT,
-    BuffersField,
-    HookStack,
-    Match,
-    Metrics,
-    MutateChoice,
-    Patterns,
-    ScheduleChoice,
-    SyncChoice,
-    UpdateChoice,
-    WholeData,
-)
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
@@ -108,7 +96,7 @@ class Turn(Options):
     name: Annotated[str, pattern_constraint(r"^[A-Za-z_]\w*$", "a name of letters, digits and _")]
     """What the model's forward gets as `turn`, and what the loss is called in records."""
 
-    match: Match
+    match: sections.Match
     """Patterns of the names of the parameters that are updated."""
 
     every: PositiveInt = 1
@@ -116,8 +104,6 @@ class Turn(Options):
 
 
 class Stage(Options):
-    """Base of all stages."""
-
     name: ClassVar[str]
     _index: int = PrivateAttr(default=0)
 
@@ -142,7 +128,7 @@ class StageEvaluation(Options):
     steps: PositiveInt | None = None
     """Forward passes of each rank at most, for data without an end; null takes all of it."""
 
-    metrics: Metrics = ()
+    metrics: sections.Metrics = ()
     """What to measure besides the loss."""
 
     gradients: bool = False
@@ -207,6 +193,13 @@ OVERRIDABLE_KEYS = (
 )  # keys of the pipeline that a train stage may name for itself; a forward stage all but `accumulate`
 
 
+def _parse_schedule(value: Any) -> Choice:
+    if isinstance(value, dict) and "over" in value:
+        text = "a stage's own schedule always spans that stage"
+        raise problem(text, "write over: run beside the schedule at the top", at="over", on_key=True)
+    return parse_schedule(value)
+
+
 class StepStage(Stage):
     """Base of the stages that take steps. Their keys apply to this stage only."""
 
@@ -219,24 +212,24 @@ class StepStage(Stage):
     epochs: PositiveInt | None = None
     """Passes over the training data."""
 
-    data: WholeData | None = None
+    data: sections.WholeData | None = None
     """What this stage reads, used whole; null is what `data` above gives for training."""
 
     # What these keys of a stage leave out holds from above (`keys_from_above`).
-    sync: SyncChoice = Field("every_step", validate_default=True)
-    hooks: HookStack = ()
-    buffers: BuffersField = Field("auto", validate_default=True)
+    sync: sections.SyncChoice = Field("every_step", validate_default=True)
+    hooks: sections.HookStack = ()
+    buffers: sections.BuffersField = Field("auto", validate_default=True)
     optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
     """Other settings for the same optimizer, which keeps its state."""
 
-    schedule: ScheduleChoice | None = None
+    schedule: Annotated[Choice, choice_validator("schedule", _parse_schedule, "stage_schedule")] | None = None
     warmup_steps: NonNegativeInt = 0
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     on_nan: Literal["continue", "stop"] = "stop"
-    freeze: Patterns = ()
+    freeze: sections.Patterns = ()
 
-    mutate: MutateChoice | None = None
+    mutate: Annotated[Choice, choice_validator("mutate")] | None = None
     """Change each rank's weights, at the stage's start and after each synchronisation but the last."""
 
     evaluate: StageEvaluation | None = None
@@ -260,16 +253,14 @@ class StepStage(Stage):
 
     def effective_settings(self, pipeline: "Pipeline") -> StepStageSettings:
         """The settings of this stage; those that it does not name are the pipeline's."""
-        trains = isinstance(self, TrainStage)
-        settings: dict[str, Any] = {
-            key: getattr(self if key in self.model_fields_set else pipeline, key) for key in OVERRIDABLE_KEYS
-        }
+        trains, given = isinstance(self, TrainStage), self.model_fields_set
+        settings = {key: getattr(self if key in given else pipeline, key) for key in OVERRIDABLE_KEYS}
         if not trains:
             settings["accumulate"] = 1
-        settings |= {key: getattr(self, key) for key in ("steps", "epochs", "mutate", "data")}
-        settings["turns"] = (self.turns or ()) if isinstance(self, TrainStage) else ()
-        update = self.update if isinstance(self, ForwardStage) else None
-        return StepStageSettings(update=update, has_backward=trains, **settings)
+        for key in ("steps", "epochs", "mutate", "data", "update"):
+            settings[key] = getattr(self, key, None)  # a train stage has no `update`
+        turns = getattr(self, "turns", None) or ()  # a forward stage has none
+        return StepStageSettings(turns=turns, has_backward=trains, **settings)
 
     def key_path(self, key: str) -> str:
         """Where a setting of this stage stands in the file: in the stage, or above."""
@@ -310,7 +301,7 @@ class ForwardStage(StepStage):
         "accumulate": "remove it: without a backward pass nothing accumulates"
     }
 
-    update: UpdateChoice | None = None
+    update: Annotated[Choice, choice_validator("update")] | None = None
     """What changes the weights in each step; null changes nothing."""
 
 
@@ -334,13 +325,13 @@ class EvaluateStage(Stage):
 
     name: ClassVar[str] = "evaluate"
 
-    data: WholeData | None = None
+    data: sections.WholeData | None = None
     """What to measure on, used whole; null is what `data` above holds out."""
 
     steps: PositiveInt | None = None
     """Forward passes of each rank at most, for data without an end; null takes all of it."""
 
-    metrics: Metrics = ()
+    metrics: sections.Metrics = ()
     """What to measure besides the loss."""
 
     gradients: bool = False
@@ -352,7 +343,7 @@ class SaveStage(Stage):
 
     name: ClassVar[str] = "save"
 
-    to: Annotated[str, SAFETENSORS_CONSTRAINT] = "model.safetensors"
+    to: Annotated[str, sections.SAFETENSORS_CONSTRAINT] = "model.safetensors"
     """A file, relative to the run's folder; the only key that may write outside of that folder."""
 
     only: Literal["trainable"] | None = None

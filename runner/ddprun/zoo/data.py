@@ -59,9 +59,7 @@ def text(*, files: Sequence[str], context: int, held_out: float | None, folder: 
     bytes is held out. A DataError: no file matches or can be read, or the bytes are too few for a window.
     """
     data = b"".join(_read(path) for path in _matching_files(files, folder))
-    stored = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    )
+    stored = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
     keep = len(stored) - round(len(stored) * (held_out or 0))
     train, rest = Windows(stored[:keep], context), Windows(stored[keep:], context)
     if not len(train):

@@ -10,6 +10,7 @@ from ddprun.config.checks.registry import (
     setting_text,
     sync_plans,
     values_of_key,
+    warning,
 )
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Ddp
@@ -22,8 +23,7 @@ from ddprun_hooks.config import grammar
 
 @register_check("ddp", "accumulate", "sync", "stages")
 def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.train_stages():
-        settings = stage.effective_settings(pipeline)
+    for stage, settings in pipeline.stages_and_settings():
         if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.plan.gradients is not None:
             accumulate = setting_text(stage, "accumulate", settings.accumulate)
             text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
@@ -39,29 +39,26 @@ def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("ddp", "sync", "stages")
 def _wasteful_ddp_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    stages = [(stage, stage.effective_settings(pipeline)) for stage in pipeline.train_stages()]
+    stages = pipeline.stages_and_settings()
     gradients = {settings.plan.gradients for _, settings in stages}
     by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
     if pipeline.ddp.find_unused_parameters and by_host:
         text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
         text += "parameters were used, so hosts wait for each other"
-        hint = "remove it if every parameter is used"
-        yield KeyConflict("ddp.find_unused_parameters", text, hint, "warning")
+        yield warning("ddp.find_unused_parameters", text, "remove it if every parameter is used")
     for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
         value = getattr(pipeline.ddp, key)
         if gradients <= {None} and value != getattr(Ddp(), key):
             text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
-            yield KeyConflict(f"ddp.{key}", text, "remove it", "warning")
+            yield warning(f"ddp.{key}", text, "remove it")
 
 
 @register_check("timings", "sync", "stages")
 def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     every = pipeline.timings.fidelity_every
-    if every and all(
-        stage.effective_settings(pipeline).plan.gradients != "all" for stage in pipeline.train_stages()
-    ):
+    if every and all(settings.plan.gradients != "all" for _, settings in pipeline.stages_and_settings()):
         text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
-        yield KeyConflict("timings.fidelity_every", text, "remove it", "warning")
+        yield warning("timings.fidelity_every", text, "remove it")
 
 
 @register_check("launch")
@@ -77,10 +74,10 @@ def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
     restarts = pipeline.launch.max_restarts
     if least < most and not restarts:
         text = f'"nnodes: {pipeline.launch.nnodes}" needs "max_restarts": losing a host would end the run'
-        yield KeyConflict("launch.nnodes", text, "write max_restarts: 3", "warning")
+        yield warning("launch.nnodes", text, "write max_restarts: 3")
     if restarts and not pipeline.checkpoint.keep:
         text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
-        yield KeyConflict("launch.max_restarts", text, "keep at least 1", "warning")
+        yield warning("launch.max_restarts", text, "keep at least 1")
 
 
 @register_check()
@@ -113,7 +110,7 @@ def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 setting = f'"precision: {pipeline.precision}"'
                 text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
                 hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
-                yield KeyConflict(f"{path}[{number}]", text, hint, "warning")
+                yield warning(f"{path}[{number}]", text, hint)
 
 
 def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Iterator[KeyConflict]:
@@ -125,16 +122,15 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Ite
 
 @register_check("hooks", "sync", "stages")
 def _hooks_ignored_by_sync(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    inherit = [stage for stage in pipeline.stages_with_steps() if "hooks" not in stage.model_fields_set]
     unused = {
         settings.sync.name: _why_hooks_unused(settings.plan)
-        for settings in (stage.effective_settings(pipeline) for stage in inherit)
+        for stage, settings in pipeline.stages_and_settings()
+        if "hooks" not in stage.model_fields_set
     }
     if pipeline.hooks and unused and all(unused.values()):
         by = " and ".join(f'"sync: {name}" {why}' for name, why in sorted(unused.items()))
-        yield KeyConflict("hooks", f'"hooks" has no effect: {by}', "remove it", "warning")
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+        yield warning("hooks", f'"hooks" has no effect: {by}', "remove it")
+    for stage, settings in pipeline.stages_and_settings():
         if stage.hooks and (why := _why_hooks_unused(settings.plan)):
             text = f'"hooks" clashes with {setting_text(stage, "sync", settings.sync)}, which {why}'
             yield KeyConflict(stage.key_path("hooks"), text, "remove one of the two")
@@ -170,17 +166,14 @@ def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
         within, across = (sync.options.get(key) for key in ("within", "across"))
         if within is not None and within == across:
             text = f'"within: {within}" has no effect with "across: {across}": all average equally often'
-            hint = "lengthen across, or use local_sgd"
-            yield KeyConflict(f"{path}.{sync.name}.within", text, hint, "warning")
+            yield warning(f"{path}.{sync.name}.within", text, "lengthen across, or use local_sgd")
 
 
 @register_check("sync", "stages")
 def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+    for stage, settings in pipeline.stages_and_settings():
         policy, period = settings.sync.settings, settings.plan.period
         assert isinstance(policy, SyncPolicy)
-        key = policy.period_key
         if settings.steps is None or period <= settings.steps:
             continue
         effect = "ranks synchronise only at its end"
@@ -188,10 +181,10 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
             effect = "ranks do not synchronise in it"
         elif len({transfer.fragment for transfer in settings.plan.transfers}) > 1:
             effect = "some fragments are exchanged only at its end"
+        key = policy.period_key
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = f"sync.{settings.sync.name}.{key}" if "sync" in stage.model_fields_set else "steps"
-        hint = "shorten the period or lengthen the stage"
-        yield KeyConflict(f"{stage.path}.{own}", text, hint, "warning")
+        yield warning(f"{stage.path}.{own}", text, "shorten the period or lengthen the stage")
 
 
 @register_check("sync", "hooks", "stages")
@@ -200,8 +193,7 @@ def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.stages:
         if isinstance(stage, (AverageStage, BroadcastStage)):
             if equal:
-                text = f'"{stage.name}" has no effect: {why}'
-                yield KeyConflict(f"stages[{stage.index}]", text, None, "warning")
+                yield warning(f"stages[{stage.index}]", f'"{stage.name}" has no effect: {why}')
             equal = True
         elif isinstance(stage, StepStage):
             equal = _parameters_equal_after(pipeline, stage, before=equal)
@@ -233,7 +225,7 @@ def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if buffers.when not in ("auto", "never"):
             when = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
             text = f'"buffers: {when}" has no effect: "model: {pipeline.model.name}" has no buffers'
-            yield KeyConflict(path, text, "remove it", "warning")
+            yield warning(path, text, "remove it")
 
 
 @register_check("buffers", "model", "stages")
@@ -248,4 +240,4 @@ def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if measures and last and last.effective_settings(pipeline).buffers.when == "never":
             text = f"{setting_text(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates "
             text += f'with its own running statistics of "model: {pipeline.model.name}"'
-            yield KeyConflict(last.key_path("buffers"), text, "use before_evaluate", "warning")
+            yield warning(last.key_path("buffers"), text, "use before_evaluate")

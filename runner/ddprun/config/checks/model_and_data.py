@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ddprun.config import signatures
 from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
-from ddprun.config.checks.registry import KeyConflict, register_check, setting_text, values_of_key
+from ddprun.config.checks.registry import KeyConflict, register_check, setting_text, values_of_key, warning
 from ddprun.config.choices import Choice
 from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
@@ -54,7 +54,7 @@ def _check_model_fits(pipeline: Pipeline, data: Choice) -> Iterator[KeyConflict]
         yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}, or shorten the samples")
     elif isinstance(model, Transformer) and shape[-1] < model.context:
         text = f'of "context: {model.context}" only {shape[-1]} are ever used: samples of {what} are shorter'
-        yield KeyConflict(f"{at}.context", text, f"write context: {shape[-1]}", "warning")
+        yield warning(f"{at}.context", text, f"write context: {shape[-1]}")
 
 
 def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, bool]:
@@ -87,7 +87,7 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, optimizer in values_of_key(pipeline, "optimizer"):
         options, at = optimizer.options, f"{path}.SGD"
-        if optimizer.name != "SGD" or optimizer.source != "torch" or not options.get("nesterov"):
+        if optimizer.name != "SGD" or not options.get("nesterov"):
             continue
         if not options.get("momentum"):
             text = '"nesterov: true" needs "momentum", which is 0'
@@ -113,9 +113,8 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text, allowed, near = error_message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
                     text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
-                yield KeyConflict(
-                    format_path(("groups", index, *item["loc"])), text, allowed, suggestion=near
-                )
+                path = format_path(("groups", index, *item["loc"]))
+                yield KeyConflict(path, text, allowed, suggestion=near)
 
 
 @register_check("model", "freeze", "groups", "stages")
@@ -144,7 +143,7 @@ def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.optimizer.name == "Muon" and pipeline.optimizer.source == "torch" and pipeline.model.settings:
+    if pipeline.optimizer.name == "Muon" and pipeline.model.settings:
         text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
         yield KeyConflict("optimizer", text, "use another optimizer, such as adamw")
 
@@ -152,7 +151,7 @@ def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("batch", "loss")
 def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     batch, loss = pipeline.batch, pipeline.loss
-    own = loss.name == "model" and loss.source == "built-in"
+    own = loss.name == "model"
     if batch.target is not None and own:
         text = '"target" clashes with "loss: model": the model returns its loss'
         yield KeyConflict("batch.target", text, "list all of the model's arguments in inputs")
@@ -198,7 +197,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if metric.source != "built-in":
             continue
         clash = f'"{metric.name}" clashes with "loss: {loss.name}"'
-        own = loss.name == "model" and loss.source == "built-in"
+        own = loss.name == "model"
         if own and metric.name == "accuracy" and "output" not in metric.beside:
             text = f"{clash}: what the model returns besides its loss is not known"
             hint = "write the keys of its class scores and of the labels, as output: logits, target: labels"
@@ -207,10 +206,8 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f'{clash} without "weight_by": the loss is averaged over samples, not over targets'
             inputs = pipeline.batch.inputs
             key = inputs.get("labels", "labels") if isinstance(inputs, Mapping) else "labels"
-            hint = (
-                f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}, without shift for an encoder-decoder"
-            )
-            yield KeyConflict(path, text, hint, "warning")
+            hint = f"write weight_by: {{targets: {{of: {key}, shift: 1}}}}"
+            yield warning(path, text, f"{hint}, without shift for an encoder-decoder")
             warned = True  # once, however many evaluations there are
         elif own:
             continue
@@ -265,15 +262,15 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = '"data.evaluate" has no effect: no stage of "stages" is "evaluate", or has it'
         if any(isinstance(stage, EvaluateStage) for stage in pipeline.stages):
             text = '"data.evaluate" has no effect: every evaluate stage has "data" of its own'
-        yield KeyConflict("data.evaluate", text, "add an evaluate stage", "warning")
+        yield warning("data.evaluate", text, "add an evaluate stage")
 
 
 @register_check("sync", "schedule", "stages")
 def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.stages_with_steps():
-        settings, evaluation = stage.effective_settings(pipeline), stage.evaluate
-        monitors = {key: one for key in ("keep_best", "stop") if (one := getattr(stage, key)) is not None}
-        metrics = {key: one.metric for key, one in monitors.items()}
+    for stage, settings in pipeline.stages_and_settings():
+        evaluation = stage.evaluate
+        monitors = {"keep_best": stage.keep_best, "stop": stage.stop}
+        metrics = {key: one.metric for key, one in monitors.items() if one is not None}
         if settings.schedule_metric is not None:
             metrics["schedule"] = settings.schedule_metric
         if evaluation is None:
@@ -297,7 +294,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if settings.steps and isinstance(evaluation.every, int) and evaluation.every > settings.steps:
             text = f'"every: {evaluation.every}" is longer than "steps: {settings.steps}" of {stage.path}: '
             text += "it is evaluated only at the stage's end"
-            yield KeyConflict(f"{stage.path}.evaluate.every", text, "shorten it", "warning")
+            yield warning(f"{stage.path}.evaluate.every", text, "shorten it")
 
 
 @register_check("stages")
@@ -307,8 +304,7 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if stage.keep_best != keeping[0].keep_best:
             text = f'"keep_best" clashes with that of {keeping[0].path}: a run keeps one {BEST_FILE}, '
             text += "the best by one metric"
-            hint = "write the same in both, or remove one"
-            yield KeyConflict(f"{stage.path}.keep_best", text, hint)
+            yield KeyConflict(f"{stage.path}.keep_best", text, "write the same in both, or remove one")
     for save in pipeline.stages:
         if keeping and isinstance(save, SaveStage) and save.to == BEST_FILE:
             text = f'"to: {BEST_FILE}" clashes with "keep_best" of {keeping[0].path}, which writes that file'
@@ -339,8 +335,7 @@ def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[
     if pipeline.launch.device == "cpu":
         text = '"sync_batchnorm: true" clashes with "device: cpu" of "launch": torch has it on GPUs only'
         yield KeyConflict("sync_batchnorm", text, "remove one of the two")
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+    for stage, settings in pipeline.stages_and_settings():
         if settings.plan.never_exchanges:
             text = f'"sync_batchnorm: true" clashes with {setting_text(stage, "sync", settings.sync)}: ranks '
             text += "would wait in forward passes for one that has stopped by itself"
@@ -360,17 +355,15 @@ def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("compile", "launch", "accumulate", "stages")
 def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
-    if pipeline.compile is None or pipeline.launch.device == "cpu":
+    mode = pipeline.compile.mode if pipeline.compile else ""
+    if mode not in ("reduce-overhead", "max-autotune") or pipeline.launch.device == "cpu":
         return
-    mode = pipeline.compile.mode
-    if mode not in ("reduce-overhead", "max-autotune"):
-        return
-    for stage in pipeline.train_stages():
-        accumulate, clash = stage.effective_settings(pipeline).accumulate, ""
-        if accumulate > 1:
-            clash = f"{setting_text(stage, 'accumulate', accumulate)}: CUDA graphs overwrite gradients that "
-            clash += "accumulate, without an error"
-        elif stage.turns:
+    for stage, settings in pipeline.stages_and_settings():
+        clash = ""
+        if settings.accumulate > 1:
+            clash = setting_text(stage, "accumulate", settings.accumulate)
+            clash += ": CUDA graphs overwrite gradients that accumulate, without an error"
+        elif settings.turns:
             clash = f'"turns" of {stage.path}: CUDA graphs overwrite the loss of the turn before'
         if clash:
             hint = "write max-autotune-no-cudagraphs, or default"
@@ -385,7 +378,7 @@ def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
     mode = pipeline.compile.mode
     if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
         text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
-        yield KeyConflict("compile.mode", text, "remove it", "warning")
+        yield warning("compile.mode", text, "remove it")
     if mode.startswith("max-autotune") and pipeline.deterministic:
         text = f'"mode: {mode}" clashes with "deterministic: true": each process picks the '
         text += "kernels that are fastest when it times them, and these may change"

@@ -13,13 +13,16 @@ from ddprun.sync.plan import SyncPlan
 
 @dataclass(frozen=True)
 class KeyConflict:
-    """A conflict between two keys."""
-
     path: str  # the key at which it is shown; the message names the other
     problem: str
     allowed: str | None = None
     severity: Severity = "error"
     suggestion: str | None = None
+
+
+def warning(path: str, problem: str, allowed: str | None = None) -> KeyConflict:
+    """A conflict with which the pipeline can run all the same."""
+    return KeyConflict(path, problem, allowed, "warning")
 
 
 _Check = Callable[[Pipeline], Iterator[KeyConflict]]
@@ -69,10 +72,5 @@ def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[str, Any]]:
 
 def sync_plans(pipeline: Pipeline) -> Iterator[tuple[str, SyncPlan]]:
     """The plan of each stage with steps, and the place of the policy that makes it."""
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+    for stage, settings in pipeline.stages_and_settings():
         yield f"{stage.key_path('sync')}.{settings.sync.name}", settings.plan
-
-
-def updates_weights(pipeline: Pipeline, stage: StepStage) -> bool:
-    return stage.effective_settings(pipeline).updates_weights

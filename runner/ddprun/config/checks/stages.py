@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ddprun.config.checks.model_and_data import find_evaluations
-from ddprun.config.checks.registry import KeyConflict, register_check, updates_weights
+from ddprun.config.checks.registry import KeyConflict, register_check, warning
 from ddprun.config.resolved import to_plain_data
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import OVERRIDABLE_KEYS, SaveStage, StepStage
@@ -15,7 +15,7 @@ _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_valu
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.schedule is None or "over" not in pipeline.schedule.beside:
         return
-    stages = [stage for stage in pipeline.stages_with_steps() if updates_weights(pipeline, stage)]
+    stages = [stage for stage, settings in pipeline.stages_and_settings() if settings.updates_weights]
     for stage in stages:
         for key in ("schedule", "warmup_steps", "optimizer"):
             if key in stage.model_fields_set:
@@ -32,16 +32,14 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("schedule", "warmup_steps", "stages")
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.stages_with_steps():
-        settings = stage.effective_settings(pipeline)
+    for stage, settings in pipeline.stages_and_settings():
         if not settings.updates_weights or settings.has_schedule_of_run:
             continue
         if settings.steps is not None and settings.warmup_steps >= settings.steps:
             text = f'"warmup_steps: {settings.warmup_steps}" is not less than "steps: {settings.steps}" of '
             text += f"{stage.path}: the full learning rate would never be used"
             key = "warmup_steps" if "warmup_steps" in stage.model_fields_set else "steps"
-            hint = "shorten the warm-up or lengthen the stage"
-            yield KeyConflict(f"{stage.path}.{key}", text, hint)
+            yield KeyConflict(f"{stage.path}.{key}", text, "shorten the warm-up or lengthen the stage")
 
 
 @register_check("optimizer", "stages")
@@ -57,8 +55,8 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("stages")
 def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for stage in pipeline.stages_with_steps():
-        for key in _UPDATE_KEYS if not updates_weights(pipeline, stage) else ():
+    for stage, settings in pipeline.stages_and_settings():
+        for key in _UPDATE_KEYS if not settings.updates_weights else ():
             if key in stage.model_fields_set and getattr(stage, key):
                 text = f'"{key}" clashes with "forward" without "update": nothing is updated'
                 yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
@@ -66,8 +64,7 @@ def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("freeze", "optimizer", "stages")
 def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    freezes = pipeline.frozen_patterns()
-    if pipeline.optimizer.name == "LBFGS" and len(set(freezes.values())) > 1:
+    if pipeline.optimizer.name == "LBFGS" and len(set(pipeline.frozen_patterns().values())) > 1:
         text = '"optimizer: LBFGS" clashes with stages that freeze different parameters: what it keeps of '
         text += "earlier steps would change frozen ones"
         yield KeyConflict("optimizer", text, "choose another optimizer, or freeze the same in all stages")
@@ -91,7 +88,7 @@ def _ema_never_used(pipeline: Pipeline) -> Iterator[KeyConflict]:
     saves = any(isinstance(stage, SaveStage) for stage in pipeline.stages)
     if pipeline.ema is not None and not saves and not [*find_evaluations(pipeline)]:
         text = '"ema" has no effect: nothing evaluates or saves the average'
-        yield KeyConflict("ema", text, "add an evaluate or a save stage", "warning")
+        yield warning("ema", text, "add an evaluate or a save stage")
 
 
 @register_check("stages")
@@ -100,7 +97,8 @@ def _repeated_or_early_saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
     written: dict[str, int] = {}
     for stage in pipeline.stages:
         if isinstance(stage, StepStage):
-            changed = changed or updates_weights(pipeline, stage) or stage.mutate is not None
+            updates = stage.effective_settings(pipeline).updates_weights
+            changed = changed or updates or stage.mutate is not None
         if not isinstance(stage, SaveStage):
             continue
         if stage.to in written:
@@ -109,7 +107,7 @@ def _repeated_or_early_saves(pipeline: Pipeline) -> Iterator[KeyConflict]:
         written.setdefault(stage.to, stage.index)
         if not changed:
             text = '"save" comes before every "train": it saves the initial weights'
-            yield KeyConflict(f"stages[{stage.index}]", text, None, "warning")
+            yield warning(f"stages[{stage.index}]", text)
 
 
 @register_check("stages", *OVERRIDABLE_KEYS)
@@ -117,9 +115,8 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key in OVERRIDABLE_KEYS:
         users = [
             stage
-            for stage in pipeline.stages_with_steps()
-            if key in type(stage).model_fields
-            and (key not in _UPDATE_KEYS or updates_weights(pipeline, stage))
+            for stage, settings in pipeline.stages_and_settings()
+            if key in type(stage).model_fields and (key not in _UPDATE_KEYS or settings.updates_weights)
         ]
         overridden = bool(users) and all(key in stage.model_fields_set for stage in users)
         if not overridden or not _differs_from_default(pipeline, key):
@@ -130,7 +127,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if key == "optimizer":
             text = f"the options of {text.replace('has no effect', 'have no effect')}"
             hint = "remove them here or there"
-        yield KeyConflict(key, text, hint, "warning")
+        yield warning(key, text, hint)
 
 
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
