@@ -172,10 +172,9 @@ def sent_to_rank_0(root: Path) -> list[str | None]:
         parts_timeout_s=5.0,
     )
     if ranks.rank == 0:
-        first, *_ = folder.json_and_tensor_paths(
-            folder.unfinished_path(root, 10, "t-0"), folder.rank_part_name(1)
-        )
-        first.mkdir(parents=True)  # a folder in the place of the file
+        first, *_ = folder.file_names([folder.rank_part_name(1)])
+        unfinished = folder.unfinished_path(root, 10, "t-0")
+        (unfinished / first).mkdir(parents=True)  # a folder in the place of the file
     control.barrier()
     for step in (10, 20):
         writer.enqueue(step, parts(ranks.rank), wait=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.links import LinkMeasurement, link_findings
-from ddprun.predict.links import Link, Links, link_text, parse_links, rate_text
+from ddprun.predict.links import Link, Links, parse_links, rate_text
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_file_that_doctor_has_not_written(tmp_path: Path, text: str | None, sa
 def test_a_rate_is_shown_as_it_was_said(text: str) -> None:
     """Nominal again, three digits."""
     assert rate_text(parse_links(text).across.bytes_per_s) == text
-    assert link_text(Link(latency_s=0.008)) == "unlimited, 8 ms"
+    assert str(Link(latency_s=0.008)) == "unlimited, 8 ms"

@@ -10,7 +10,6 @@ from ddprun.predict.timeline import (
     Instruction,
     Machine,
     SimulatedCollective,
-    StartTransfer,
     StepSimulator,
 )
 
@@ -36,11 +35,11 @@ def utilisation(gbit_per_s: float, period: int) -> float:
     if period == 1:
         steps: list[list[Instruction]] = [[Compute(forward, "forward_us")]]
         for flight in transfers:  # each as soon as its part of the backward pass is over
-            steps[0] += [Compute(backward / BUCKETS, "backward_us"), StartTransfer(flight)]
+            steps[0] += [Compute(backward / BUCKETS, "backward_us"), flight]
         steps[0].append(AwaitTransfers())
     else:
         steps = [[Compute(STEP_US, "forward_us")] for _ in range(period)]
-        steps[-1] += [*map(StartTransfer, transfers), AwaitTransfers()]
+        steps[-1] += [*transfers, AwaitTransfers()]
     taken = sum(simulator.simulate_step(step).step_us for step in steps)
     return period * STEP_US / taken
 

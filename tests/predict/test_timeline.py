@@ -16,7 +16,6 @@ from ddprun.predict.timeline import (
     Machine,
     SimulatedCollective,
     SimulatedStep,
-    StartTransfer,
     StepSimulator,
 )
 
@@ -53,7 +52,7 @@ def test_a_step_is_its_work_if_nothing_is_sent() -> None:
 @pytest.mark.parametrize("backward_us", [0.0, 40.0, 100.0, 250.0])
 def test_what_overlaps_with_work_costs_nothing(backward_us: float) -> None:
     """A message of 100 µs that is sent while there is work."""
-    played = play(ALONE, StartTransfer(transfer(100)), Compute(backward_us, "backward_us"), AwaitTransfers())
+    played = play(ALONE, transfer(100), Compute(backward_us, "backward_us"), AwaitTransfers())
     assert played.step_us == pytest.approx(max(100, backward_us))
     assert sum(played.waits_us.values()) == pytest.approx(max(0.0, 100 - backward_us))
     assert whole(played) == pytest.approx(played.step_us)
@@ -63,9 +62,9 @@ def test_a_link_carries_one_message_after_the_other() -> None:
     """First in, first out: the sum of their bytes, and each ends when it is through."""
     played = play(
         ALONE,
-        StartTransfer(transfer(100)),
-        StartTransfer(transfer(50)),
-        StartTransfer(transfer(7)),
+        transfer(100),
+        transfer(50),
+        transfer(7),
         AwaitTransfers(),
     )
     assert played.step_us == pytest.approx(157)
@@ -77,15 +76,13 @@ def test_what_is_one_way_at_first_counts_once() -> None:
     """Of what follows without a pause the largest: the part of it that exceeds what has counted already."""
     two_ranks = transfer(100, one_way_bytes=40, apart_us=5)
     for first, done in ((two_ranks, [140, 240]), (transfer(30, one_way_bytes=10, apart_us=5), [40, 170])):
-        played = play(ALONE, StartTransfer(first), StartTransfer(two_ranks), AwaitTransfers())
+        played = play(ALONE, first, two_ranks, AwaitTransfers())
         assert [one.done_us for one in played.transfers] == pytest.approx(done)
-    played = play(
-        ALONE, StartTransfer(two_ranks), AwaitTransfers(), StartTransfer(two_ranks), AwaitTransfers()
-    )
+    played = play(ALONE, two_ranks, AwaitTransfers(), two_ranks, AwaitTransfers())
     assert played.step_us == pytest.approx(280)
     for latency_us, took_us in ((5, 140), (6, 100)):  # within a latency, both first say that they are ready
         machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_us / 1e6)))
-        assert play(machine, StartTransfer(two_ranks), AwaitTransfers()).step_us == pytest.approx(took_us)
+        assert play(machine, two_ranks, AwaitTransfers()).step_us == pytest.approx(took_us)
 
 
 @pytest.mark.parametrize(("rounds", "messages"), [(1, 1), (2, 2), (2, 8), (8, 8)])
@@ -93,7 +90,7 @@ def test_each_message_goes_at_the_rate_of_its_size(rounds: int, messages: int) -
     """However many rounds are simulated as one; and so long the link is busy. What goes ahead is another."""
     link = Link(1e6, 0.0, ((100.0, 0.5e6), (1000.0, 1e6)))
     ring = transfer(800, rounds=rounds, messages=messages, one_way_bytes=50, apart_us=5)
-    played = play(Machine(math.inf, 1, Links(across=link)), StartTransfer(ring), AwaitTransfers())
+    played = play(Machine(math.inf, 1, Links(across=link)), ring, AwaitTransfers())
     busy_us = 1e6 * messages * link.seconds(800 / messages)
     assert played.links_busy_us == pytest.approx({"within": 0, "across": busy_us})
     assert played.step_us == pytest.approx(busy_us + 100)
@@ -106,9 +103,7 @@ def test_a_message_that_is_sent_hides_latency_of_another(sent: float, latency_us
     for rounds in (1, 2):
         counts: Mapping[LinkLevel, float] = {"across": 4 * rounds}
         ring = SimulatedCollective(0.0, {"across": rounds * sent}, rounds, counts, double_buffered=True)
-        played = play(
-            Machine(math.inf, 1, links), StartTransfer(BucketTransfer("", (ring,))), AwaitTransfers()
-        )
+        played = play(Machine(math.inf, 1, links), BucketTransfer("", (ring,)), AwaitTransfers())
         assert played.step_us == pytest.approx(rounds * (sent + latency_us))
 
 
@@ -119,21 +114,19 @@ def test_what_blocks_an_idle_link_goes_first_once(latency_s: float, first: float
     """Before the first of all rounds; if the other end is near, at most what a card's queue holds."""
     machine = Machine(math.inf, 1, Links(across=Link(1e6, latency_s)))
     ring = transfer(6e6, rounds=6, blocking_bytes=400e3)
-    played = play(machine, StartTransfer(ring), StartTransfer(ring), AwaitTransfers())
+    played = play(machine, ring, ring, AwaitTransfers())
     assert played.transfers[1].done_us == pytest.approx(12e6 + first)
     inside = SimulatedCollective(0.0, {"within": 100.0}, blocking_bytes=400e3)
     machine = Machine(math.inf, 1, Links(within=Link(1e6, latency_s)))
-    assert play(
-        machine, StartTransfer(BucketTransfer("", (inside,))), AwaitTransfers()
-    ).step_us == pytest.approx(100)
+    assert play(machine, BucketTransfer("", (inside,)), AwaitTransfers()).step_us == pytest.approx(100)
 
 
 def test_rounds_of_two_collectives_take_turns_on_a_link() -> None:
     """A small one waits for the messages of a large one in each of its rounds."""
     played = play(
         ALONE,
-        StartTransfer(transfer(1000, rounds=10)),
-        StartTransfer(transfer(10, rounds=10)),
+        transfer(1000, rounds=10),
+        transfer(10, rounds=10),
         AwaitTransfers(),
     )
     large, small = played.transfers
@@ -146,8 +139,8 @@ def test_latency_is_no_burden_for_a_link() -> None:
     links = Links(across=Link(1e6, 30e-6))
     played = play(
         Machine(math.inf, 1, links),
-        StartTransfer(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
-        StartTransfer(transfer(100, latency_counts={"across": 1})),  # type: ignore[arg-type]
+        transfer(100, latency_counts={"across": 1}),  # type: ignore[arg-type]
+        transfer(100, latency_counts={"across": 1}),  # type: ignore[arg-type]
         AwaitTransfers(),
     )
     assert [one.done_us for one in played.transfers] == pytest.approx([130, 230])
@@ -162,7 +155,7 @@ def test_cores_are_shared(local: int, cores: float) -> None:
     played = play(
         machine,
         Compute(200, "forward_us"),
-        StartTransfer(transfer(0, work_us=300, hooks_us=50)),
+        transfer(0, work_us=300, hooks_us=50),
         Compute(100, "backward_us"),
         AwaitTransfers(),
     )
@@ -180,13 +173,13 @@ def test_a_process_group_has_two_threads() -> None:
     phases = [
         BucketTransfer(str(us), (SimulatedCollective(us, {}, queue="one"),)) for us in (100.0, 300.0, 10.0)
     ]
-    played = play(ALONE, *map(StartTransfer, phases), AwaitTransfers())
+    played = play(ALONE, *phases, AwaitTransfers())
     assert [one.done_us for one in played.transfers] == pytest.approx([100, 300, 110])
     others = [
         BucketTransfer(one.name, (SimulatedCollective(us, {}, queue=one.name),))
         for one, us in zip(phases, (100.0, 300.0, 10.0), strict=True)
     ]
-    assert [one.done_us for one in play(ALONE, *map(StartTransfer, others), AwaitTransfers()).transfers] == [
+    assert [one.done_us for one in play(ALONE, *others, AwaitTransfers()).transfers] == [
         100,
         300,
         10,
@@ -198,7 +191,7 @@ def test_all_wait_for_the_last_rank() -> None:
     late = BucketTransfer(
         "late", (Compute(0.0), LastRankWait(60.0), SimulatedCollective(0.0, {"across": 100.0}))
     )
-    played = play(ALONE, StartTransfer(late), Compute(20, "backward_us"), AwaitTransfers())
+    played = play(ALONE, late, Compute(20, "backward_us"), AwaitTransfers())
     assert played.step_us == pytest.approx(160)
     assert played.waits_us == {"late": pytest.approx(40), "wire": pytest.approx(100)}
 
@@ -208,7 +201,7 @@ def test_what_overlaps_with_the_next_steps_is_awaited_there() -> None:
     simulator = StepSimulator(ALONE)
     sent = BucketTransfer("delta", (SimulatedCollective(0.0, {"across": 250.0}),), "sync")
     steps: Sequence[Sequence[Instruction]] = [
-        (Compute(100, "forward_us"), AwaitTransfers("sync", 2), StartTransfer(sent)),
+        (Compute(100, "forward_us"), AwaitTransfers("sync", 2), sent),
         (Compute(100, "forward_us"), AwaitTransfers("sync", 2)),
         (Compute(100, "forward_us"), AwaitTransfers("sync", 2)),
     ]
@@ -223,7 +216,7 @@ def test_times_of_a_transfer_count_from_its_own_step() -> None:
     """Also of one that is done in the next step, and if other steps came before."""
     simulator = StepSimulator(ALONE)
     simulator.simulate_step([Compute(1000, "forward_us")])
-    step = simulator.simulate_step([Compute(100, "forward_us"), StartTransfer(transfer(250))])
+    step = simulator.simulate_step([Compute(100, "forward_us"), transfer(250)])
     assert simulator.simulate_step([AwaitTransfers()]).step_us == pytest.approx(250)
     (times,) = step.transfers
     assert (times.ready_us, times.done_us) == pytest.approx((100, 350))
@@ -235,7 +228,7 @@ def test_a_gpu_computes_slower_while_it_sends() -> None:
     played = play(
         machine,
         Compute(100, "forward_us"),
-        StartTransfer(transfer(100)),
+        transfer(100),
         Compute(100, "backward_us"),
         AwaitTransfers(),
     )
@@ -258,9 +251,7 @@ def test_more_never_takes_less(what: str) -> None:
         buckets = [
             BucketTransfer(str(number), (Compute(2.0), collective, Compute(2.0))) for number in range(4)
         ]
-        played = play(
-            Machine(2, 4, links), *map(StartTransfer, buckets), Compute(30, "backward_us"), AwaitTransfers()
-        )
+        played = play(Machine(2, 4, links), *buckets, Compute(30, "backward_us"), AwaitTransfers())
         assert whole(played) == pytest.approx(played.step_us)
         times.append(played.step_us)
     assert all(one <= other + 1e-6 for one, other in pairwise(times))

@@ -53,10 +53,9 @@ def encode(
     it a GPU is waited for, tensor by tensor.
     """
     tensors: dict[str, Tensor] = {}
-    into = tensors if copy else None
-    tree = {key: _encode(value, key, into) for key, value in state.items()}
+    tree = {key: _encode(value, key, tensors) for key, value in state.items()}
     copies: dict[str, Tensor] = {}
-    for name, value in tensors.items():
+    for name, value in tensors.items() if copy else ():
         if staged is not None and value.device.type != "cpu":
             copies[name] = staged.copy(value)
         else:
@@ -72,7 +71,7 @@ def decode(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
         raise ValueError(f"the state is inconsistent: {str(error) or type(error).__name__}") from None
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, tensors)
     if value is None or isinstance(value, bool | str) or type(value) is int:
@@ -94,11 +93,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None) -> Any:
     return {_TAG: "mapping", "items": [[_encode(key, path, tensors), item] for key, item in items.items()]}
 
 
-def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor] | None) -> dict[str, Any]:
+def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         raise UnstorableError(f"{path.replace('/', '.')} is not a dense tensor; a checkpoint holds no others")
-    if tensors is None:
-        return {}
     name = path
     while name in tensors:  # two keys of a mapping may read alike
         name += "'"

@@ -97,8 +97,8 @@ def part_names(world_size: int) -> list[str]:
     return ["shared", *map(rank_part_name, range(world_size))]
 
 
-def json_and_tensor_paths(folder: Path, name: str) -> list[Path]:
-    return [folder / f"{name}.{suffix}" for suffix in _FILE_SUFFIXES]
+def file_names(parts: Iterable[str]) -> list[str]:
+    return [f"{name}.{suffix}" for name in parts for suffix in _FILE_SUFFIXES]
 
 
 def unfinished_path(root: Path, step: int, token: str) -> Path:
@@ -109,7 +109,7 @@ def unfinished_path(root: Path, step: int, token: str) -> Path:
 def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     """Write state as the two files of a part, in a folder made if need be, and to disk; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, weights = json_and_tensor_paths(folder, name)
+    text, weights = (folder / file for file in file_names([name]))
     with open_file(folder, text.name, "wb") as file:
         file.write(json.dumps(state.tree, allow_nan=False).encode())
     write_tensors(weights, state.tensors)
@@ -196,8 +196,7 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
         # Two files of each rank, and two of all: nothing is allocated for ranks that do not exist.
         if ranks > len(files) // len(_FILE_SUFFIXES):
             raise ValueError(f"{len(files):,} files for {ranks} ranks")
-        wanted = {path.name for name in part_names(ranks) for path in json_and_tensor_paths(root, name)}
-        if missing := wanted - files.keys():
+        if missing := set(file_names(part_names(ranks))) - files.keys():
             raise ValueError(f"it has no {min(missing)}")
     return Checkpoint(path.parent, **manifest.model_dump())
 
@@ -205,26 +204,23 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """Make sure by SHA-256 that these parts, or all, are what was written; a DamagedError names the file."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in part_names(checkpoint.world_size) if names is None else names:
-        for path in json_and_tensor_paths(checkpoint.path, name):
-            described = checkpoint.files[path.name]
-            with (
-                errors_naming(path),
-                open_file(checkpoint.no_follow_root, path.relative_to(checkpoint.no_follow_root)) as file,
-            ):
-                size = os.fstat(file.fileno()).st_size
-                if size != described["bytes"]:
-                    raise ValueError(f"{size:,} bytes instead of {described['bytes']:,}")
-                if size > memory_bytes:
-                    raise ValueError(f"{size:,} bytes, which is more than this host's memory")
-                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
-                if digest.hexdigest() != described["sha256"]:
-                    raise ValueError("not what was written: its SHA-256 differs")
+    root = checkpoint.no_follow_root
+    for name in file_names(part_names(checkpoint.world_size) if names is None else names):
+        path, described = checkpoint.path / name, checkpoint.files[name]
+        with errors_naming(path), open_file(root, path.relative_to(root)) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != described["bytes"]:
+                raise ValueError(f"{size:,} bytes instead of {described['bytes']:,}")
+            if size > memory_bytes:
+                raise ValueError(f"{size:,} bytes, which is more than this host's memory")
+            digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # it has readinto
+            if digest.hexdigest() != described["sha256"]:
+                raise ValueError("not what was written: its SHA-256 differs")
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """The state of a part that `verify` has found whole; raises DamagedError if it cannot be read."""
-    text, weights = json_and_tensor_paths(checkpoint.path, name)
+    text, weights = (checkpoint.path / file for file in file_names([name]))
     tree, tensors = read_json(checkpoint, text), read_tensors(weights, checkpoint.no_follow_root)
     with errors_naming(text):
         return decode(tree, tensors)

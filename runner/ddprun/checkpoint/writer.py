@@ -250,20 +250,12 @@ class CheckpointWriter:
     def _cannot_write(self, error: OSError) -> str:
         return f"rank {self.rank} cannot write it: {error.strerror or error}"
 
-    # Ranks that do not see the run's folder.
-
     def _send_files_if_wanted(self, job: _Job) -> None:
-        """Give this rank's files to rank 0, if it wants them."""
         assert self.control is not None
         verdict = f"{job.number}/verdict"
-        decided = _wait_until(
-            lambda: self.store.check([verdict]), time.monotonic() + 2 * self.parts_timeout_s
-        )
-        if decided and self.store.get(verdict) == b"send":
-            names = [
-                path.name for part in job.parts for path in folder.json_and_tensor_paths(job.unfinished, part)
-            ]
-            folder.send_files(self.control, 0, job.unfinished, names)
+        until = time.monotonic() + 2 * self.parts_timeout_s
+        if _wait_until(partial(self.store.check, [verdict]), until) and self.store.get(verdict) == b"send":
+            folder.send_files(self.control, 0, job.unfinished, folder.file_names(job.parts))
         folder.remove_tree(job.unfinished)
 
 

@@ -268,7 +268,7 @@ def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict
     source = checkpoint
     for reader in runtime.records.remote_ranks:  # these do not see the run's folder
         parts = folder.part_names(checkpoint.world_size) if merging else ["shared", rank_part_name(reader)]
-        names = [path.name for part in parts for path in folder.json_and_tensor_paths(checkpoint.path, part)]
+        names = folder.file_names(parts)
         if rank == 0:
             folder.send_files(
                 runtime.exchange.control, reader, checkpoint.path, names, checkpoint.no_follow_root

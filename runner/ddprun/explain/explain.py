@@ -44,11 +44,8 @@ from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 
 VERSION = 1
 
-_PARAMETER_AVERAGE_ROUTE = Route("parameters", "plain", "sum")
-
-
-PlannedSend = tuple[Moment, Route, tuple[BucketLayout, ...] | None]
-"""Buckets that are sent together: when, how, and their layouts; None: these are not known."""
+Layouts = tuple[BucketLayout, ...] | None  # of buckets that are sent together; None: not known
+PlannedSend = tuple[Moment, Route, Layouts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +116,6 @@ class StageExplanation:
     ranks_represented: tuple[int, ...]  # how many ranks each simulated one stands for
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return sum(self.ranks_represented)
-
-    @property
     def index(self) -> int:
         """Its index in the pipeline's `stages`."""
         return self.stage.index
@@ -146,15 +138,12 @@ class StageExplanation:
             return None
         sent_parts = [exchange.sent for exchange in (*self.begin, *self.end)]
         sent_parts += [one.sent and one.sent * one.times for one in self.evaluations]
-        if self.steps is not None:
-            cycles, rest = divmod(self.steps, self.cycle)
-            cycle = self._sent_in_first_steps(self.cycle)
-            sent_parts += [None if cycle is None else cycle * cycles, self._sent_in_first_steps(rest)]
-        return total(sent_parts, self.ranks_represented)
+        return total([*sent_parts, self._sent_in_first_steps(self.steps or 0)], self.ranks_represented)
 
     def _sent_in_first_steps(self, count: int) -> SentBytes | None:
-        counted = [(one.sent, sum(step <= count for step in one.steps)) for one in self.patterns]
-        sent_parts = [None if sent is None else sent * steps for sent, steps in counted if steps]
+        cycle = self.cycle
+        counted = [(one.sent, sum((count - at) // cycle + 1 for at in one.steps)) for one in self.patterns]
+        sent_parts = [sent and sent * times for sent, times in counted if times]
         return total(sent_parts, self.ranks_represented)
 
     def to_json_data(self) -> dict[str, Any]:
@@ -326,6 +315,8 @@ class _Planner:
         self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
         if loaded.pipeline.ema is not None and self._model is not None:
             self._ema_tensors = initial_averages(self._model, "meta")
+        required = probe.optimizer is not None and requires_closure(probe.optimizer)
+        self._takes_closure = required or "closure" in loaded.pipeline.optimizer.beside
         reads = probe.optimizer is not None and has_train_eval_modes(probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=reads)
         self._stage: StepStage | None = None  # whose hooks carry what is sent
@@ -345,9 +336,9 @@ class _Planner:
                 self._stage = stage
                 return self._explain_step_stage(stage)
             case AverageStage():
-                sends = self._all_sends("once", equalize(self._replicas))
+                sends = self._sends("once", equalize(self._replicas))
             case BroadcastStage():
-                sends = self._all_sends("once", equalize(self._replicas, stage.source))
+                sends = self._sends("once", equalize(self._replicas, stage.source))
             case _:
                 sends = self._sends_before_eval_or_save("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
@@ -368,17 +359,18 @@ class _Planner:
         planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
         last_step = None if steps is None else planned_steps
         sequence = StageActions(self._pipeline, stage, settings, buffers, self._replicas, last_step)
-        begin = self._group_into_exchanges(self._all_sends("begin", sequence.begin()))
+        begin = self._group_into_exchanges(self._sends("begin", sequence.begin()))
         self._buffers_used = True
         steps_by_sends: dict[tuple[PlannedSend, ...], list[int]] = {}  # steps of one cycle
         evaluation_sends: list[tuple[PlannedSend, ...]] = []  # of an evaluation after each step
         for step in range(1, planned_steps + 1):
-            sends = tuple(one for action in sequence.step(step) for one in self._sends(*action))
+            actions = sequence.step(step)
+            sends = tuple(one for moment, action in actions for one in self._sends(moment, [action]))
             if step <= cycle:
                 steps_by_sends.setdefault(sends, []).append(step)
             if stage.evaluate is not None:
                 evaluation_sends.append(self._sends_before_eval_or_save("evaluate"))
-        last = self._all_sends("end", sequence.end(planned_steps))
+        last = self._sends("end", sequence.end(planned_steps))
         epoch_ends = self._epoch_ends(stage, settings, steps)
         evaluations = self._stage_evaluations(stage, steps, epoch_ends, evaluation_sends[:cycle])
         patterns = []
@@ -386,7 +378,6 @@ class _Planner:
             found = self._group_into_exchanges(sends)
             sent = total([one.sent for one in found], self._simulator.ranks_represented)
             patterns.append(StepPattern(tuple(pattern_steps), found, sent))
-        end = None if steps is None and cycle > 1 else self._group_into_exchanges(last)
         return StageExplanation(
             stage=stage,
             settings=settings,
@@ -397,9 +388,9 @@ class _Planner:
             control_cycle=sequence.exchange_cycle,
             evaluations=evaluations,
             begin=begin,
-            end=end,
+            end=None if steps is None and cycle > 1 else self._group_into_exchanges(last),
             exchanges=tuple(self._stage_exchanges.values()),
-            takes_closure=self._takes_closure(settings),
+            takes_closure=settings.has_backward and self._takes_closure,
             left_apart=self._replicas.parameters != "common",
             ranks_represented=self._simulator.ranks_represented,
         )
@@ -421,14 +412,9 @@ class _Planner:
         self._used[feed] = used if steps < first else (steps - first) % per_epoch * settings.accumulate
         return first, per_epoch
 
-    def _takes_closure(self, settings: StepStageSettings) -> bool:
-        optimizer = self._probe.optimizer
-        required = optimizer is not None and requires_closure(optimizer)
-        return settings.has_backward and (required or "closure" in self._pipeline.optimizer.beside)
-
     def _group_into_exchanges(self, sends: Sequence[PlannedSend]) -> tuple[PlannedExchange, ...]:
         """What is sent at one moment by one route is one exchange, sent `times_per_step` times."""
-        groups: dict[tuple[Moment, Route], Counter[tuple[BucketLayout, ...] | None]] = {}
+        groups: dict[tuple[Moment, Route], Counter[Layouts]] = {}
         for moment, route, layouts in sends:
             groups.setdefault((moment, route), Counter())[layouts] += 1
         found = []
@@ -443,7 +429,7 @@ class _Planner:
         return tuple(found)
 
     def _planned_exchange(
-        self, moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None, times: int
+        self, moment: Moment, route: Route, layouts: Layouts, times: int
     ) -> PlannedExchange:
         missing, buckets, sent = self._probe.unknown_reasons, None, None
         unknown = self._simulator.unknown_reason(self._stage, route)
@@ -457,32 +443,30 @@ class _Planner:
         number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
         return PlannedExchange(number, moment, route, ranks, times, buckets, unknown, sent)
 
-    def _all_sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
-        return tuple(send for action in actions for send in self._sends(moment, action))
+    def _sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
+        """What actions of the current stage send, without empty ones; what is compared is not counted."""
+        routes = (found for action in actions for found in self._routes(action))
+        return tuple((moment, route, layouts) for route, layouts in routes if layouts != ())
 
-    def _sends(self, moment: Moment, action: Action) -> tuple[PlannedSend, ...]:
-        """What an action of the current stage sends; what is compared is not counted."""
+    def _routes(self, action: Action) -> Iterator[tuple[Route, Layouts]]:
         match action:
             case SendBuffers(names):
-                return self._buffer_sends(moment, names)
+                named = {name: self._named_buffers[name] for name in names}
+                averaged, broadcast = split_averaged_and_broadcast(named, self._buffer_settings)
+                yield Route("buffers", "plain", "sum"), self._layouts(averaged)
+                yield Route("buffers", "plain", "broadcast"), self._layouts(broadcast)
             case SendGradients(turn):
-                return self._gradient_sends(moment, turn)
+                yield self._gradient_route(turn)
             case DueTransfers(started=started):
-                chosen = (self._plan.transfers[index] for index in started)
-                return tuple(send for one in chosen for send in self._transfer_sends(moment, one))
+                yield from (self._transfer_route(self._plan.transfers[index]) for index in started)
             case EqualizeState(what, source):
-                route = _PARAMETER_AVERAGE_ROUTE
+                route = Route("parameters", "plain", "sum", ema=what == "averages")
                 if source is not None:
                     route = replace(route, through="broadcast", source=source)
-                match what:
-                    case "parameters":
-                        return self._bucketed_sends(moment, route, self._trained)
-                    case "averages":
-                        return self._bucketed_sends(moment, replace(route, ema=True), self._ema_tensors)
-                    case "optimizer":
-                        route = replace(route, kind="optimizer")
-                        return self._bucketed_sends(moment, route, self._optimizer_state())
-        return ()
+                if what == "optimizer":
+                    yield replace(route, kind="optimizer"), self._layouts(self._optimizer_state())
+                else:
+                    yield route, self._layouts(self._ema_tensors if route.ema else self._trained)
 
     def _optimizer_state(self) -> dict[str, Tensor] | None:
         """What of the optimizer's state is averaged, made as a run makes it; None: not known."""
@@ -500,21 +484,16 @@ class _Planner:
         """What an evaluation or a save stage sends first, now: buffers, and the weights if ranks differ in
         what is read. Inside a stage ranks are made equal only while an evaluation runs.
         """
-        sends = self._buffers_before_eval_or_save(moment)
-        if self._replicas.weights_differ:
-            sends += self._bucketed_sends(moment, _PARAMETER_AVERAGE_ROUTE, self._trained)
-        return sends
-
-    def _buffers_before_eval_or_save(self, moment: Moment) -> tuple[PlannedSend, ...]:
+        average = self._sends(moment, [EqualizeState("parameters")] if self._replicas.weights_differ else [])
         if self._buffer_settings.when == "never":
-            return ()
+            return average
         if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
-            return ((moment, Route("buffers", "plain", "broadcast"), None),)
+            return ((moment, Route("buffers", "plain", "broadcast"), None), *average)
         if not self._buffers_used:
-            return ()
+            return average
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
         changed = [name for name in self._buffer_use.changing if can_be_averaged(self._named_buffers[name])]
-        return self._buffer_sends(moment, changed)
+        return (*self._sends(moment, [SendBuffers(tuple(changed))]), *average)
 
     def _stage_evaluations(
         self,
@@ -544,63 +523,42 @@ class _Planner:
             found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 
-    def _gradient_sends(self, moment: Moment, turn: int) -> tuple[PlannedSend, ...]:
+    def _gradient_route(self, turn: int) -> tuple[Route, Layouts]:
         route = Route("gradient", "world", "hooks")
         if self._plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
         known, caps = self._probe.gradient_buckets, self._pipeline.ddp.bucket_caps_bytes
-        layouts, first = None, 0
+        layouts: Layouts = None
         if known and self._turns is not None and self._stage is not None:
-            wanted = self._turns.by_stage[self._stage.index][turn]
+            wanted, first = self._turns.by_stage[self._stage.index][turn], 0
             for one in self._turns.exchanging(self._loaded):
                 layouts = known[one.key].layouts_for(caps)
-                if one is wanted or layouts is None:
+                if layouts is None:
                     break
+                if one is wanted:
+                    return route, tuple(replace(one, index=first + one.index) for one in layouts)
                 first += len(layouts)
-        if layouts is not None and first:
-            layouts = tuple(replace(one, index=first + one.index) for one in layouts)
-        return _send_unless_empty(moment, route, layouts)
+        return route, layouts
 
-    def _transfer_sends(self, moment: Moment, one: Transfer) -> tuple[PlannedSend, ...]:
-        """The buckets of a transfer that starts."""
+    def _transfer_route(self, one: Transfer) -> tuple[Route, Layouts]:
         inside_host = one.among == "host"
         hosts = self._plan.hosts if inside_host else None
         match one.what:
-            case "optimizer":
-                route = Route("optimizer", "plain", "sum", inside_host, hosts, part=one.partition)
-                return self._bucketed_sends(moment, route, self._optimizer_state())
-            case "parameters" if one.source is not None:
-                route = Route("parameters", "plain", "broadcast", source=one.source)
-            case "parameters":
-                route = Route("parameters", "plain", "sum", inside_host, hosts, part=one.partition)
             case "change":
                 route = Route("delta", "deltas", "host_hooks" if inside_host else "hooks", inside_host, hosts)
+            case "parameters" if one.source is not None:
+                route = Route("parameters", "plain", "broadcast", source=one.source)
+            case kind:
+                route = Route(kind, "plain", "sum", inside_host, hosts, part=one.partition)
+        if one.what == "optimizer":
+            return route, self._layouts(self._optimizer_state())
         if self._trained is None:
-            return _send_unless_empty(moment, route, None)
-        buckets = buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment]
-        return _send_unless_empty(moment, route, buckets.layouts)
+            return route, None
+        return route, buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment].layouts
 
-    def _buffer_sends(self, moment: Moment, names: Sequence[str]) -> tuple[PlannedSend, ...]:
-        named = {name: self._named_buffers[name] for name in names}
-        averaged, broadcast = split_averaged_and_broadcast(named, self._buffer_settings)
-        return (
-            *self._bucketed_sends(moment, Route("buffers", "plain", "sum"), averaged),
-            *self._bucketed_sends(moment, Route("buffers", "plain", "broadcast"), broadcast),
-        )
-
-    def _bucketed_sends(
-        self, moment: Moment, route: Route, named: Mapping[str, Tensor] | None
-    ) -> tuple[PlannedSend, ...]:
-        """Tensors in their buckets; None: not known."""
-        layouts = None if named is None else TensorBuckets(named, self._cap_bytes).layouts
-        return _send_unless_empty(moment, route, layouts)
-
-
-def _send_unless_empty(
-    moment: Moment, route: Route, layouts: tuple[BucketLayout, ...] | None
-) -> tuple[PlannedSend, ...]:
-    """Nothing where there are no buckets."""
-    return () if layouts == () else ((moment, route, layouts),)
+    def _layouts(self, named: Mapping[str, Tensor] | None) -> Layouts:
+        """Of tensors in their buckets; None: not known."""
+        return None if named is None else TensorBuckets(named, self._cap_bytes).layouts
 
 
 def _control_message_steps(sequence: StageActions, steps: int | None) -> Iterator[int]:

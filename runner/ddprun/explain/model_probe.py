@@ -35,6 +35,7 @@ from ddprun.host.pipeline_folder import prepare_imports
 from ddprun.parallel.ddp import DdpReplica, predict_bucket_layout, sparse_parameters
 from ddprun.sync.buffers import BufferUse
 from ddprun.sync.frozen import trainable_parameters
+from ddprun.units import format_count
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.groups import RankGroup, RankPlacement
 from ddprun_hooks.queue import HostCommQueue
@@ -55,6 +56,9 @@ class WorldShape:
     def ranks(self) -> int:
         """How many there are."""
         return self.hosts * self.ranks_per_host
+
+    def __str__(self) -> str:
+        return f"{format_count(self.ranks, 'rank')} on {format_count(self.hosts, 'host')}"
 
     def placement(self, rank: int) -> RankPlacement:
         """Where the ranks are, seen from one of them."""
@@ -127,15 +131,29 @@ class ModelProbe:
         return all(key in known and known[key].layouts_for(caps) is not None for key in wanted)
 
 
+@contextmanager
+def _one_rank_process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = "lo"  # the host's own name need not resolve, and nothing is sent anyway
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # with DETAIL, DDP ends in a segmentation fault
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        dist.set_debug_level(level)
+        os.environ.pop(_INTERFACE, None)
+        if before is not None:
+            os.environ[_INTERFACE] = before
+
+
+@_one_rank_process_group()  # a model or a loss may call collectives
 def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
     """Build what a rank of `world` builds, and look at it as a rank does. `allow_imports`: what the pipeline
     names by an import path may be imported. Raises PipelineError for what only a run can see.
     """
-    with _one_rank_process_group():  # a model or a loss may call collectives
-        return _probe_model(loaded, world, allow_imports=allow_imports)
-
-
-def _probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
     pipeline = loaded.pipeline
     unknown = UnknownReasons() if allow_imports else _unknown_without_imports(loaded)
     on_gpu = pipeline.launch.device != "cpu" and gpu_count()
@@ -195,8 +213,8 @@ def _compile_model(
         if (fault := compiling.as_compile_error(loaded, error, compiling=True)) is not None:
             raise fault from error
         raise
-    what = compiling.describe(blocks)
-    return CompileReport(tuple(blocks), what, tuple(compiler.graphs), compiler.breaks)
+    description = compiling.describe(blocks)
+    return CompileReport(tuple(blocks), description, tuple(compiler.graphs), compiler.breaks)
 
 
 def is_external_code(choice: Choice) -> bool:
@@ -303,22 +321,3 @@ def _bucket_layouts_from_ddp(
     del replica
     gc.collect()  # before the process group ends, on which DDP still has a hand
     return layout
-
-
-@contextmanager
-def _one_rank_process_group() -> Iterator[None]:
-    """A process group of this process alone."""
-    # The host's own name need not resolve, and nothing is sent anyway.
-    before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = "lo"
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # with DETAIL, DDP ends in a segmentation fault
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        dist.set_debug_level(level)
-        os.environ.pop(_INTERFACE, None)
-        if before is not None:
-            os.environ[_INTERFACE] = before

@@ -30,7 +30,7 @@ def render_text(explained: Explanation, extra_lines: Mapping[int, Iterable[str]]
 def _head(explained: Explanation) -> Iterator[str]:
     pipeline, world = explained.loaded.pipeline, explained.world
     parameters, buffers = explained.parameters, explained.buffers
-    yield f"{pipeline.name}: {format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
+    yield f"{pipeline.name}: {world}"
     if world.ranks > 1 and world.hosts == 1:
         advice = "Nothing goes between hosts. --nnodes 2 shows what would go between two."
         yield from paragraph("Hosts", advice)
@@ -127,8 +127,10 @@ def _stage_lines(
         yield from _stepless_stage_lines(stage, explained)
         return
     hooks = ", ".join(map(_choice_text, settings.hooks))
-    length, sync = _length_text(stage, settings), _choice_text(settings.sync)
-    yield f"{title} for {length}, sync: {sync}, hooks: [{hooks}]"
+    length = "" if stage.steps is None else format_count(stage.steps, "step")
+    if settings.epochs is not None:
+        length = format_count(settings.epochs, "epoch") + (f" ({length})" if length else "")
+    yield f"{title} for {length}, sync: {_choice_text(settings.sync)}, hooks: [{hooks}]"
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
@@ -136,20 +138,13 @@ def _stage_lines(
     yield from paragraph_or_reference("Buffers", _buffers_text(stage, settings.buffers, explained))
     if stage.stage.name == "train":
         yield from paragraph("Backward", _backward_text(stage, settings))
-        yield from _bucket_tables(_exchanges_at(stage, "backward"), stage.ranks)
+        yield from _bucket_tables(_exchanges_at(stage, "backward"))
     yield from _after_step_lines(stage, settings)
     yield from _end_lines(stage)
     yield from _evaluation_lines(stage)
     yield from paragraph_or_reference("Control", _control_text(stage))
     yield from paragraph_or_reference("Loss", _loss_text(settings))
     yield from _totals_table(stage)
-
-
-def _length_text(stage: StageExplanation, settings: StepStageSettings) -> str:
-    steps = "" if stage.steps is None else format_count(stage.steps, "step")
-    if settings.epochs is None:
-        return steps
-    return format_count(settings.epochs, "epoch") + (f" ({steps})" if steps else "")
 
 
 def _parameter_drift_text(stage: StageExplanation, settings: StepStageSettings) -> str:
@@ -241,10 +236,10 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
         lines.append(f"{_other_steps_phrase(idle, stage)}: nothing.")
     for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
         yield from paragraph(label, _capital(line))
-    if overlap := max((one.delay for one in settings.plan.transfers), default=0):
+    if overlap := settings.plan.overlap_steps:
         when = f"is applied exactly {format_count(overlap, 'step')} later"
         yield from paragraph("", f"An exchange overlaps with training, and {when}.")
-    yield from _bucket_tables(exchanges, stage.ranks)
+    yield from _bucket_tables(exchanges)
 
 
 def _end_lines(stage: StageExplanation) -> Iterator[str]:
@@ -255,11 +250,10 @@ def _end_lines(stage: StageExplanation) -> Iterator[str]:
     elif stage.end:
         more = _exchanges_phrase(stage.end)
         yield from paragraph("End", f"Ranks differ after the last step, so once more: {more}.")
-        yield from _bucket_tables(stage.end, stage.ranks, shown=_exchanges_at(stage, "after_step"))
+        yield from _bucket_tables(stage.end, shown=_exchanges_at(stage, "after_step"))
 
 
 def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
-    """What evaluations inside the stage send."""
     if not isinstance(stage.stage, StepStage) or stage.stage.evaluate is None:
         return
     every, times = stage.stage.evaluate.every, sum(one.times for one in stage.evaluations)
@@ -273,7 +267,7 @@ def _evaluation_lines(stage: StageExplanation) -> Iterator[str]:
         sent.append(whose + (_exchanges_phrase(one.exchanges) if one.exchanges else "nothing"))
     yield from paragraph("Evaluate", f"{when} {'; '.join(sent)}. Then each rank has its own values again.")
     others = [one for one in stage.exchanges if one.moment != "evaluate"]
-    yield from _bucket_tables(_exchanges_at(stage, "evaluate"), stage.ranks, shown=others)
+    yield from _bucket_tables(_exchanges_at(stage, "evaluate"), shown=others)
 
 
 def _control_text(stage: StageExplanation) -> str:
@@ -309,7 +303,7 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
         if stage.stage.name not in ("average", "broadcast"):
             what = f"first, if they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
-        yield from _bucket_tables(stage.end, stage.ranks)
+        yield from _bucket_tables(stage.end)
         yield from _sizes_table([_sizes_row("once", stage.sent_in_stage)])
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
@@ -415,7 +409,7 @@ def _group_phrase(ranks: int, among: GroupScope) -> str:
 
 
 def _bucket_tables(
-    exchanges: Sequence[PlannedExchange], ranks: int, shown: Sequence[PlannedExchange] = ()
+    exchanges: Sequence[PlannedExchange], shown: Sequence[PlannedExchange] = ()
 ) -> Iterator[str]:
     """The buckets of exchanges, and how each travels; a table for each route without `shown` ones."""
     by_route: dict[Any, list[PlannedExchange]] = {}
@@ -433,7 +427,7 @@ def _bucket_tables(
         buckets = [bucket for exchange in on_route for bucket in exchange.buckets or ()]
         rows = []
         for one in buckets:
-            sent = "unknown" if one.sent is None else format_bytes(one.sent.all_ranks / ranks)
+            sent = "unknown" if one.sent is None else format_bytes(one.sent.per_rank)
             sizes = one.dtype, f"{one.numel:,}", format_bytes(one.bytes)
             rows.append((str(one.bucket), *sizes, sent, first_and_last(one.params)))
         rows = _omit_middle(rows, ("…", *[""] * 5))

@@ -64,6 +64,11 @@ class SentBytes:
         """Bytes sent by all ranks together."""
         return sum(map(mul, self.by_rank, self.ranks_represented))
 
+    @property
+    def per_rank(self) -> float:
+        """Bytes that a rank sends, on average."""
+        return self.all_ranks / sum(self.ranks_represented)
+
     def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
         """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
         sent = (self.all_ranks, sum(map(mul, self.between_hosts, self.ranks_represented)))
@@ -212,8 +217,7 @@ class TrafficSimulator:
                 raise self._loaded.error(path, str(error)) from None
             traces = [found[index] for index in indices]
             groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
-            collectives = [trace.collectives for trace in traces]
-            legs = tuple(_merge_legs(collectives, groups, self.ranks_represented))
+            legs = tuple(_merge_legs(traces, groups, self.ranks_represented))
             sent = _sent_bytes_by_rank(traces, self.ranks_represented)
             self._simulated_buckets[key] = replace(bucket, sent=sent, legs=legs, state=state)
         return self._simulated_buckets[key]
@@ -310,7 +314,7 @@ def _groups_by_name(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
 
 
 def _merge_legs(
-    legs: list[list[CollectiveTrace[int]]],
+    traces: Sequence[BucketTrace[int]],
     groups: dict[str, tuple[GroupScope, int]],
     ranks_represented: tuple[int, ...],
 ) -> Iterator[Leg]:
@@ -318,11 +322,11 @@ def _merge_legs(
     others: one whose share of a bucket is empty sends nothing between hosts.
     """
     rows: dict[tuple[str, str, str, int], list[CollectiveTrace[int] | None]] = {}
-    for rank, own in enumerate(legs):
+    for rank, trace in enumerate(traces):
         times: Counter[tuple[str, str, str]] = Counter()
-        for leg in own:
+        for leg in trace.collectives:
             what = leg.op, leg.group.rpartition(".")[0], leg.dtype
-            rows.setdefault((*what, times[what]), [None] * len(legs))[rank] = leg
+            rows.setdefault((*what, times[what]), [None] * len(traces))[rank] = leg
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
         nbytes = max(leg.bytes for leg in row if leg is not None)

@@ -29,7 +29,7 @@ def collective_of(
 ) -> SimulatedCollective:
     """The collective of a leg; `drifted`: all ranks of a host may be later than those of another."""
     rounds = round_count(leg.op, leg.ranks, use_trees=not on_cpu)
-    sent = leg.sent.all_ranks / sum(leg.sent.ranks_represented)
+    sent = leg.sent.per_rank
     bytes_us = _BYTE_US * sent if sent else _COPY_US * leg.bytes
     work_us = stack.collective_factor * (_ROUND_WORK_US * rounds + bytes_us) if on_cpu else 0.0
     level: LinkLevel = "across" if hosts > 1 and leg.among != "host" else "within"

@@ -67,25 +67,18 @@ class LastRankLateness:
     """
 
     def __init__(self, own_us: Iterable[Sequence[float]]) -> None:
-        ranks = [values for values in own_us if values]
-        means = [sum(values) / len(values) for values in ranks]
-        middle = sum(means) / len(means) if means else 0.0
-        self._spread = [
-            (mean - middle, value - mean)
-            for values, mean in zip(ranks, means, strict=True)
-            for value in values
-        ]
+        ranks = [np.array(values) for values in own_us if values]
+        middle = np.mean([values.mean() for values in ranks]) if ranks else 0.0
+        self._spread = [(values.mean() - middle, values - values.mean()) for values in ranks]
         self._known: dict[tuple[int, int], float] = {}
 
     def expected_us(self, steps: int, ranks: int) -> float:
         """The expected lateness after so many steps without an exchange, in microseconds."""
         if (steps, ranks) not in self._known:
-            values = sorted(steps * always + math.sqrt(steps) * chance for always, chance in self._spread)
-            count = len(values)
-            self._known[steps, ranks] = sum(
-                value * ((index / count) ** ranks - ((index - 1) / count) ** ranks)
-                for index, value in enumerate(values, 1)
-            )
+            late = [steps * always + math.sqrt(steps) * chance for always, chance in self._spread]
+            values = np.sort(np.concatenate([[], *late]))
+            shares = np.diff(np.linspace(0, 1, len(values) + 1) ** ranks)
+            self._known[steps, ranks] = float(values @ shares)
         return self._known[steps, ranks]
 
 

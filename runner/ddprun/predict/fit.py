@@ -6,6 +6,7 @@ of a step's time is left then, is what threads need to notice that a message has
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,10 +50,10 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     # Where ranks wait for cores, how long they take says little about how much they have to do.
     us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
     lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
-    by_key: dict[str, list[tuple[StageExplanation, StageCosts]]] = {}
+    by_key = defaultdict[str, list[tuple[StageExplanation, StageCosts]]](list)
     for stage, found in pairs:
         if sends_anything(stage) and stage.cycle == 1 and settings_of(stage).plan.gradients == "all":
-            by_key.setdefault(hook_stack_id(stage), []).append((stage, found))
+            by_key[hook_stack_id(stage)].append((stage, found))
     slowdown = 1.0
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
         longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
@@ -98,12 +99,11 @@ def _fit_stack(
     costs, steps = model.costs, sum(one.steps for one in found)
     share = model.machine(world, links).core_share()
     stack = StackCosts()
-    points: list[list[tuple[float, float]]] = []
+    points = defaultdict[int, list[tuple[float, float]]](list)  # by the hook's place
     for nbytes, hook_times_us in (bucket for one in found for bucket in one.buckets):
-        points += [[] for _ in range(len(hook_times_us) - len(points))]
-        for points_of_hook, us in zip(points, hook_times_us, strict=False):
-            points_of_hook.append((nbytes, us * share))
-    stack.hook_costs = [LinearCost.fit(points_of_hook) for points_of_hook in points]
+        for place, us in enumerate(hook_times_us):
+            points[place].append((nbytes, us * share))
+    stack.hook_costs = list(map(LinearCost.fit, points.values()))
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
     if costs.on_cpu and all(one.cpu_us for one in found):
         own = sum(us * _part_counts(stage)[part] for part, us in costs.own_work_us[True].items()) * threads

@@ -18,7 +18,6 @@ from ddprun.predict.timeline import (
     LastRankWait,
     Machine,
     SimulatedCollective,
-    StartTransfer,
 )
 
 MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
@@ -53,10 +52,11 @@ class InstructionGenerator:
     machine: Machine
 
     def of_step(
-        self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int, delay: int
+        self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int
     ) -> Iterator[Instruction]:
-        """One step with these exchanges; what is sent after a step is awaited `delay` steps later."""
+        """One step with these exchanges."""
         settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
+        delay = settings.plan.overlap_steps
         work = self.costs.own_work_us[settings.plan.gradients is not None]
         for micro in range(settings.accumulate):
             yield Compute(work["data_us"], "data_us")
@@ -82,7 +82,7 @@ class InstructionGenerator:
         if settings.plan.gradients != "all":  # where each step has a control message, nobody waits for it
             yield AwaitTransfers("control", settings.plan.control_delay_steps)
             if after and self.world.ranks > 1:
-                yield StartTransfer(control_message(self.world))
+                yield control_message(self.world)
         yield Compute(work["sync_us"] + work["other_us"], "sync_us")
 
     def _send(
@@ -90,7 +90,7 @@ class InstructionGenerator:
     ) -> Iterator[Instruction]:
         for exchange in exchanges:
             for bucket in (exchange.buckets or ()) if exchange.moment == moment else ():
-                yield StartTransfer(self._transfer(exchange, bucket, queue, late_us))
+                yield self._transfer(exchange, bucket, queue, late_us)
 
     def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
         late_us, done = self._last_rank_wait_us(1), 0.0
@@ -101,7 +101,7 @@ class InstructionGenerator:
                 if ready > done:
                     yield Compute(whole_us * (ready - done), "backward_us")
                     done = ready
-                yield StartTransfer(self._transfer(exchange, bucket, "gradient", late_us))
+                yield self._transfer(exchange, bucket, "gradient", late_us)
         yield Compute(whole_us * (1 - done), "backward_us")
         yield AwaitTransfers("gradient")
 
@@ -133,8 +133,3 @@ def settings_of(stage: StageExplanation) -> StepStageSettings:
     """The settings of a stage that takes steps."""
     assert stage.settings is not None, "only stages with steps are simulated"
     return stage.settings
-
-
-def overlap_steps(stage: StageExplanation) -> int:
-    """After how many steps an exchange that overlaps with training is applied."""
-    return max((one.delay for one in settings_of(stage).plan.transfers), default=0)

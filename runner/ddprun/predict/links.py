@@ -88,6 +88,10 @@ class Link:
         """Whether the link's rate or latency costs any time."""
         return math.isfinite(self.bytes_per_s) or self.latency_s > 0
 
+    def __str__(self) -> str:
+        rate = rate_text(self.bytes_per_s) if math.isfinite(self.bytes_per_s) else UNLIMITED
+        return f"{rate}, {1e3 * self.latency_s:.3g} ms" if self.latency_s else rate
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -101,8 +105,8 @@ class Links:
         return self.within if level == "within" else self.across
 
     def __str__(self) -> str:
-        across = f"{link_text(self.across)} between hosts"
-        return f"{across} and {link_text(self.within)} inside a host" if self.within.takes_time else across
+        across = f"{self.across} between hosts"
+        return f"{across} and {self.within} inside a host" if self.within.takes_time else across
 
 
 def parse_links(rates: str | None, latencies: str | None = None) -> Links:
@@ -194,12 +198,6 @@ def _with_latency(link: Link, text: str) -> Link:
     if found is None:
         raise ValueError(f'"{text}" is not a time; write 5us, 0.3ms or 1s')
     return replace(link, latency_s=float(found[1]) * _SECONDS[found[2]])
-
-
-def link_text(link: Link) -> str:
-    """A link for a reader."""
-    rate = rate_text(link.bytes_per_s) if math.isfinite(link.bytes_per_s) else UNLIMITED
-    return f"{rate}, {1e3 * link.latency_s:.3g} ms" if link.latency_s else rate
 
 
 def rate_text(bytes_per_s: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from ddprun.explain.explain import StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, host_bytes_by_level
-from ddprun.predict.instructions import InstructionGenerator, StepCosts, overlap_steps, settings_of
+from ddprun.predict.instructions import InstructionGenerator, StepCosts, settings_of
 from ddprun.predict.links import LinkLevel, Links
 from ddprun.predict.timeline import Machine, SimulatedStep, StepSimulator, WaitCause
 
@@ -111,7 +111,7 @@ class CostModel:
             stack = known if sends_anything(stage) else StackCosts()
         machine = self.machine(world, links)
         instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
-        simulator, delay = StepSimulator(machine), overlap_steps(stage)
+        simulator, delay = StepSimulator(machine), settings_of(stage).plan.overlap_steps
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         silent: dict[int, SimulatedStep] = {}  # by pattern: before and after it nothing is under way
         cycle: list[SimulatedStep] = []
@@ -126,8 +126,7 @@ class CostModel:
             idle, has_exchange = simulator.idle, bool(pattern.exchanges)
             step = silent.get(id(pattern)) if idle and not has_exchange else None
             if step is None:
-                of_step = instructions.of_step(pattern.exchanges, steps_since_exchange, delay)
-                step = simulator.simulate_step(of_step)
+                step = simulator.simulate_step(instructions.of_step(pattern.exchanges, steps_since_exchange))
                 if idle and simulator.idle:
                     silent[id(pattern)] = step
             if has_exchange:
@@ -135,7 +134,7 @@ class CostModel:
                 last_exchange_step = step if number <= last else last_exchange_step
             if first <= number <= last:
                 cycle.append(step)
-        alone = StepSimulator(machine).simulate_step(instructions.of_step((), 1, 0))
+        alone = StepSimulator(machine).simulate_step(instructions.of_step((), 1))
         return StepPrediction(
             step_us=sum(step.step_us for step in cycle) / len(cycle),
             parts_us=_means([step.parts_us for step in cycle]),

@@ -67,19 +67,14 @@ class SimulatedCollective:
 
 @dataclass(frozen=True, slots=True)
 class BucketTransfer:
-    """A bucket and the phases of its exchange: hooks, waiting for the last rank, and collectives."""
+    """A bucket that the training thread hands over, and the phases of its exchange: hooks, waiting for the
+    last rank, and collectives.
+    """
 
     name: str
     phases: tuple[Compute | LastRankWait | SimulatedCollective, ...]
     queue: str = "gradient"
     on_training_thread: bool = True  # its first work
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """The training thread hands over a bucket."""
-
-    transfer: BucketTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ class AwaitTransfers:
     steps_ago: int = 0
 
 
-Instruction = Compute | StartTransfer | AwaitTransfers
+Instruction = Compute | BucketTransfer | AwaitTransfers
 
 
 @dataclass(slots=True)
@@ -176,11 +171,11 @@ class StepSimulator:
             match instruction:
                 case Compute():
                     self._compute(instruction, step)
-                case StartTransfer(transfer):
-                    times = TransferTimes(transfer.name, self._now - start)
+                case BucketTransfer(name, phases):
+                    times = TransferTimes(name, self._now - start)
                     step.transfers.append(times)
-                    active = _ActiveTransfer(transfer, times, self._step, start)
-                    own = transfer.phases[0] if transfer.phases and transfer.on_training_thread else None
+                    active = _ActiveTransfer(instruction, times, self._step, start)
+                    own = phases[0] if phases and instruction.on_training_thread else None
                     if isinstance(own, Compute):
                         active.phase = 0
                         self._compute(own, step)
@@ -230,7 +225,6 @@ class StepSimulator:
         return left
 
     def _wait_cause(self, awaited: _ActiveTransfer) -> WaitCause:
-        """What a transfer is waiting for now."""
         match awaited.transfer.phases[awaited.phase]:
             case LastRankWait():
                 return "late"

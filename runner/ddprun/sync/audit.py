@@ -114,7 +114,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def _largest_difference(param: Tensor, exchange: Exchange) -> float:
     """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
-    real = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
+    real = as_real(param.detach())
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
     highest = exchange.exact_max(values.clone())
     lowest = exchange.exact_max(values.neg()).neg_()

@@ -47,12 +47,11 @@ class BufferUse:
         return BufferPlan(setting, sent, self.changing, self.read_in_training, gradients_everywhere)
 
     def describe(self) -> str:
-        if not (self.changing or self.constant or self.counters):
+        total = len(self.changing) + len(self.constant) + len(self.counters)
+        if not total:
             return "the model has no buffers: nothing is sent"
         if not self.changing:
-            others = len(self.constant) + len(self.counters)
-            return f"none of {others} buffers changes in training: nothing is sent"
-        total = len(self.changing) + len(self.constant) + len(self.counters)
+            return f"none of {total} buffers changes in training: nothing is sent"
         names = self.changing[0] if len(self.changing) == 1 else f"{self.changing[0]} … {self.changing[-1]}"
         facts = f"{names}, {self.changing_bytes} bytes"
         what = f"{len(self.changing)} of {total} buffers change in training ({facts})"
@@ -156,14 +155,12 @@ class BufferSync:
         named, common = self._named, self._common_values
         if not named:
             return ()
-        count = len(named)
-        changed = [float(not _bitwise_equal(buffer, common[name])) for name, buffer in named.items()]
-        sums = zip(named.values(), checksums(named.values()), strict=True)
-        digests = [0.0 if can_be_averaged(buffer) else float(one) for buffer, one in sums]
-        found = self._exchanger.exchange.control.all_gather([*changed, *digests], "digests of the buffers")
-        changes, differs = found[:, :count].any(0), (found[:, count:] != found[0, count:]).any(0)
-        flags = zip(named.items(), changes, differs, strict=True)
-        wanted = [name for (name, b), changed, differ in flags if (changed if can_be_averaged(b) else differ)]
+        averageable = torch.tensor([can_be_averaged(buffer) for buffer in named.values()])
+        digests = zip(averageable, checksums(named.values()), checksums(common.values()), strict=True)
+        said = [float(now != before if averaged else now) for averaged, now, before in digests]
+        found = self._exchanger.exchange.control.all_gather(said, "digests of the buffers")
+        flags = torch.where(averageable, found != 0, found != found[0]).any(0)  # of (ranks, buffers)
+        wanted = [name for name, flag in zip(named, flags, strict=True) if flag]
         if self.plan.setting.when != "never":
             self.average_or_broadcast(wanted)
             self._common_values = self._clones()

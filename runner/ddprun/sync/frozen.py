@@ -84,9 +84,8 @@ class FrozenParameters:
         if not self.parameters or self._control.size == 1:
             return {}
         found = gather_checksums(self.parameters, self._control, "checksums of the frozen parameters")
-        flags = odd_ranks(found).any(0).tolist()
-        named = zip(self.parameters.items(), flags, strict=True)
-        differing = {name: param for (name, param), differs in named if differs}
+        flags = zip(self.parameters.items(), odd_ranks(found).any(0), strict=True)
+        differing = {name: param for (name, param), differs in flags if differs}
         if new := [name for name in differing if name not in self._reported]:
             self._reported.update(new)
             self._report(new)

@@ -125,7 +125,12 @@ class SyncPlan:
     def control_delay_steps(self) -> int:
         """Steps until control messages are read: more where transfers overlap, or ranks meet rarely."""
         between_exchanges = min(self.period - 1, _MAX_CONTROL_DELAY_STEPS)
-        return max([1, *(one.delay for one in self.transfers), between_exchanges])
+        return max(1, self.overlap_steps, between_exchanges)
+
+    @property
+    def overlap_steps(self) -> int:
+        """After how many steps an exchange that overlaps with training is applied; 0: none does."""
+        return max((one.delay for one in self.transfers), default=0)
 
     @property
     def period(self) -> int:
@@ -226,8 +231,6 @@ class PlanProgress:
     def after_step(self, step: int) -> tuple[DueTransfers, Effect]:
         """Advance by a step of the optimizer; gives also the effect on the ranks' parameters."""
         transfers = self.plan.transfers
-        if not transfers:
-            return _NO_TRANSFERS, self._effect([])
         self.steps_since_start = [steps + 1 for steps in self.steps_since_start]
         finishing = [index for index, one in enumerate(transfers) if one.delay and one.is_applied_after(step)]
         starting = [index for index, one in enumerate(transfers) if one.starts_after(step)]
@@ -264,9 +267,6 @@ class PlanProgress:
             since[index] = 0
         effect: Effect = "common" if reconcile and (finishing or starting) else "nothing"
         return DueTransfers(finishing, starting, unchanged, at_end=True), effect
-
-
-_NO_TRANSFERS = DueTransfers((), ())
 
 
 @dataclass(slots=True)

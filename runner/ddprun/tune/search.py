@@ -132,8 +132,7 @@ class Search:
         loaded = request.loaded
         self._explained = explain(loaded, hosts=request.hosts, ranks_per_host=request.ranks_per_host)
         self._world = self._explained.world
-        steps = {stage.index: stage.steps for stage in self._explained.stages}
-        self._tuned = find_tuned_stage(loaded, steps)
+        self._tuned = find_tuned_stage(loaded, {one.index: one.steps for one in self._explained.stages})
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
@@ -205,11 +204,7 @@ class Search:
             hooks = flow_yaml(file.candidate.settings.hook_specs)
             raise TuneError(f"the --from run has no steps with the file's hooks {hooks}: leave --from out")
         known = [one for one in entries if one.predicted.hooks_measured]
-        unmeasured = {
-            flow_yaml(one.candidate.settings.hook_specs)
-            for one in entries
-            if not one.predicted.hooks_measured
-        }
+        unmeasured = [one.candidate.settings for one in entries if not one.predicted.hooks_measured]
         best = sorted(known, key=lambda one: one.us_per_sample)[:_CANDIDATES_WITH_OTHER_CAPS]
         known += self._with_other_caps([file, *best], tried[BUCKET_CAP_KEY])
         return SearchOutcome(
@@ -219,7 +214,7 @@ class Search:
             floors=self._request.floors,
             baseline=file,
             entries=sorted(known, key=lambda one: one.us_per_sample),
-            unmeasured_stacks=sorted(unmeasured),
+            unmeasured_stacks=sorted({flow_yaml(settings.hook_specs) for settings in unmeasured}),
             not_run_reason="" if self._hosts is not None else why_not_run(self._world.hosts, self._links),
             folder=self.folder,
         )

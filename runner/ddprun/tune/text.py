@@ -20,7 +20,6 @@ VERSION = 1
 _WIDTH = 110
 _MAX_UNRUN_CANDIDATES = 5  # candidates that were not run, the best
 _MAX_NAMED_STACKS = 3  # stacks of hooks that were left out
-_HEADS = ("", "predicted", "measured", "times the file", "to a loss", "fidelity", "loss", "")
 
 
 def render_text(outcome: SearchOutcome, written: str | None) -> str:
@@ -34,9 +33,8 @@ def render_text(outcome: SearchOutcome, written: str | None) -> str:
 
 def _header_lines(outcome: SearchOutcome) -> Iterator[str]:
     world, tuned = outcome.world, outcome.tuned
-    where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
     links = f", {outcome.links}" if world.hosts > 1 or outcome.links.within.takes_time else ""
-    yield f"{outcome.baseline.candidate.loaded.pipeline.name}: {where}{links}"
+    yield f"{outcome.baseline.candidate.loaded.pipeline.name}: {world}{links}"
     steps = "" if tuned.steps is None else f", {format_count(tuned.steps, 'step')}"
     tried = f"{format_count(len(outcome.entries), 'candidate')} for {tuned.stage.path}{steps}"
     if outcome.not_run_reason:
@@ -55,7 +53,7 @@ def _rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     file, measured = outcome.baseline, outcome.baseline_trial
     step_s, loss = (None, None) if measured is None else (measured.step_s, measured.loss)
     rows: list[tuple[str, ...]] = [
-        _HEADS,
+        ("", "predicted", "measured", "times the file", "to a loss", "fidelity", "loss", ""),
         (file.candidate.name, _step_time_text(file), _step_text(step_s), "1", "1", "", _number(loss), ""),
     ]
     # What keeps training the same comes first, then what loses less; the fastest first in each kind.
@@ -233,9 +231,7 @@ def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
     """Comment lines for the top of the winner's file."""
     entry, trial = outcome.winner, outcome.winning_trial
     assert entry is not None
-    world = outcome.world
-    where = f"{format_count(world.ranks, 'rank')} on {format_count(world.hosts, 'host')}"
-    text = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {where}: "
+    text = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {outcome.world}: "
     if trial is None:
         gain = outcome.baseline.us_per_sample / entry.us_per_sample
         text += f"{gain:.2f} times as fast as before, by prediction alone."

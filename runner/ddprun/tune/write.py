@@ -134,8 +134,7 @@ def _value_end(node: Any) -> int:
 def _insert_key(text: str, mapping: yaml.MappingNode, entry: str, comment: str) -> list[_Edit]:
     if mapping.flow_style:
         before_brace = mapping.end_mark.index - 1
-        empty = not mapping.value
-        comma = "" if empty or text[:before_brace].rstrip().endswith(",") else ", "
+        comma = "" if not mapping.value or text[:before_brace].rstrip().endswith(",") else ", "
         line = mapping.start_mark.index
         return [(before_brace, before_brace, f"{comma}{entry}"), _insert_comment(text, line, comment)]
     first = mapping.value[0][0].start_mark.index

@@ -15,5 +15,4 @@ class Broadcast(SyncPolicy):
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """The parameters of one rank."""
-        one = Transfer("parameters", self.every, source=self.source)
-        return SyncPlan(transfers=(one,))
+        return SyncPlan(transfers=(Transfer("parameters", self.every, source=self.source),))

@@ -32,7 +32,9 @@ class HierarchicalSgd(SyncPolicy):
     def _across_is_multiple_of_within(self) -> Self:
         if self.across % self.within:
             text = f"across {self.across} is not a multiple of within {self.within}"
-            raise problem(text, _nearest_multiples_advice(self.across, self.within), at="across")
+            below = self.across // self.within * self.within
+            nearest = f"{below} or {below + self.within}" if below else f"{self.within}"
+            raise problem(text, f"write {nearest}", at="across")
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:
@@ -46,9 +48,3 @@ class HierarchicalSgd(SyncPolicy):
         if self.optimizer_state == "local":
             transfers = [one for one in transfers if one.what != "optimizer"]
         return SyncPlan("host" if gradients else None, tuple(transfers), hosts=self.hosts)
-
-
-def _nearest_multiples_advice(number: int, factor: int) -> str:
-    """The multiples next to a number that is none."""
-    below = number // factor * factor
-    return f"write {below} or {below + factor}" if below else f"write {factor}"
