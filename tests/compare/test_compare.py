@@ -329,7 +329,7 @@ def test_only_one_run_works_at_a_time() -> None:
             silent[0].sendall(b'{"secret')
             ranks = []
             for run, turns in enumerate((3, 5)):
-                scheduler.add_run(run, lambda run=run: run not in ended)  # type: ignore[misc]
+                scheduler.add_run(run, lambda run=run: 0 if run in ended else None)  # type: ignore[misc]
                 told = scheduler.environment_value(run)
                 ranks += [asyncio.create_task(asyncio.to_thread(rank, told, run, turns)) for _ in range(2)]
             with socket.create_connection(("127.0.0.1", port)) as stranger:

@@ -68,12 +68,8 @@ class HostCoordinator:
 
     def run_arguments(self, run_dir: Path) -> list[str]:
         """The arguments of `ddprun run` for a run in this folder, which meets under an id of its own."""
-        run_id = "-".join((self._flags["rdzv_id"], *run_dir.parts[-3:]))
-        return [
-            word
-            for name, value in {**self._flags, "rdzv_id": run_id}.items()
-            for word in (f"--{name.replace('_', '-')}", value)
-        ]
+        flags = {**self._flags, "rdzv_id": "-".join((self._flags["rdzv_id"], *run_dir.parts[-3:]))}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
 
     def check_same_inputs(self, inputs: Sequence[Any]) -> None:
         """Raise HostsError unless the inputs, which go into JSON, are the same on all hosts."""
@@ -103,7 +99,6 @@ class HostCoordinator:
         return Links(across=link)
 
     def send_to_others(self, message: HostMessage) -> None:
-        """Send a message to all other hosts."""
         self._message_number += 1
         self._group.store.set(f"told/{self._message_number}", json.dumps(message.model_dump(mode="json")))
 

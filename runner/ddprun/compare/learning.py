@@ -7,6 +7,7 @@ for their mean (Student's t for pairs). One seed gives no interval.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,6 @@ class SeedDifferences:
 
     @property
     def mean(self) -> float:
-        """The mean over seeds."""
         return statistics.fmean(self.values)
 
     @property
@@ -173,20 +173,18 @@ def _mean_loss_between(known: Sequence[tuple[int, float, int]], above: float, mo
 
 def _loss_history(run: Run) -> list[tuple[int, float, int]]:
     """For each mean loss of all ranks: how many samples they had seen, the loss, and of how many it is."""
-    seen: dict[int, int] = {}
-    losses: dict[int, float] = {}
+    seen, losses = Counter[int](), dict[int, float]()
     for rank in run.ranks:
         for line in run.step_records(rank):
-            seen[line.step] = seen.get(line.step, 0) + line.samples
+            seen[line.step] += line.samples
             if line.mean_loss is not None:
                 losses[line.step] = line.mean_loss
-    found, total, since = list[tuple[int, float, int]](), 0, 0
+    found, total, total_before = list[tuple[int, float, int]](), 0, 0
     for step in sorted(seen):
         total += seen[step]
-        since += seen[step]
         if step in losses:
-            found.append((total, losses[step], since))
-            since = 0
+            found.append((total, losses[step], total - total_before))
+            total_before = total
     return found
 
 
@@ -291,9 +289,8 @@ def _recommendation_sentence(first: Row, others: Sequence[Row]) -> str:
             f"`--seeds {_ENOUGH_SEEDS}`, to see whether it learns as well."
         )
     if chosen is not first:
-        why = "it learns better"
-        if chosen["verdict"] == "faster":
-            why = "it is the fastest that does not learn worse"
+        faster = chosen["verdict"] == "faster"
+        why = "it is the fastest that does not learn worse" if faster else "it learns better"
         return f"Choose {chosen['variant']}: {why}."
     if any(row["verdict"] == TOO_FEW_TURNS for row in others):
         return "There is nothing to choose yet: compare again with more `--steps`, or a smaller `--turn`."

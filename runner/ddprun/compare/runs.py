@@ -16,9 +16,9 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
@@ -120,8 +120,6 @@ def load_variant(variant: Variant, steps: int | None = None) -> tuple[Variant, L
 
 @dataclass(slots=True)
 class SeedRun:
-    """A run of a variant under one seed."""
-
     folder: Path
     seed: int | None = None  # None: the pipeline's own
     code: int | None = None  # the exit code of its process
@@ -130,7 +128,6 @@ class SeedRun:
 
     @property
     def completed(self) -> bool:
-        """Whether it ran to its end."""
         return self.code == 0 and self.digest is not None
 
     @property
@@ -148,7 +145,6 @@ class VariantRuns:
 
     @property
     def completed(self) -> bool:
-        """Whether all of its runs came to their ends."""
         return all(run.completed for run in self.runs)
 
     @property
@@ -227,7 +223,7 @@ async def _take_turns(
         async with TimeSliceScheduler(turn_steps) as scheduler:
             for number, side in enumerate(sides):
                 processes.append(_start(side, scheduler.environment_value(number), arguments, hosts))
-                scheduler.add_run(number, partial(_is_alive, processes[-1]))
+                scheduler.add_run(number, processes[-1].poll)
             await scheduler.wait_until_all_idle()
             while scheduler.any_alive():
                 left = frozenset(scheduler.waiting_runs())
@@ -271,14 +267,10 @@ def log_path(run: SeedRun, host: int = 0) -> Path:
     return run.folder.with_name(f"{run.folder.name}{suffix}.log")
 
 
-def _is_alive(process: Popen[bytes]) -> bool:
-    return process.poll() is None
-
-
 def _terminate(processes: Sequence[Popen[bytes]]) -> None:
     """End the processes that still run: all at once, and by force after a while."""
     until = time.monotonic() + _TERMINATION_TIMEOUT_S
-    left = list(filter(_is_alive, processes))
+    left = [process for process in processes if process.poll() is None]
     for process in left:
         process.send_signal(signal.SIGTERM)
     time.sleep(0.5 if left else 0.0)
@@ -310,11 +302,10 @@ def fill_from_records(run: SeedRun, turn_steps: int) -> None:
         return step > turn_steps and step not in measured
 
     run.digest = digest_run(found, is_timed)
-    seconds_by_turn: dict[int, list[float]] = {}
+    seconds_by_turn: dict[int, list[float]] = defaultdict(list)
     for rank in found.ranks:
         for line in found.step_records(rank, is_timed):
-            turn = (line.step - 1) // turn_steps
-            seconds_by_turn.setdefault(turn, []).append(line.step_us / 1e6)
+            seconds_by_turn[(line.step - 1) // turn_steps].append(line.step_us / 1e6)
     half = turn_steps * max(1, len(found.ranks)) * 0.5
     run.step_s_by_turn = {
         turn: statistics.fmean(seconds) for turn, seconds in seconds_by_turn.items() if len(seconds) >= half
@@ -413,12 +404,13 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     rates = sorted(1 / seconds for seconds in side.step_s_by_seed_and_turn.values())
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
+    cosines = [value for curve in found.fidelity.get("cosine", {}).values() for value in curve.means]
     return {
         "steps_per_s": found.steps_per_s,
         "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
         "exposed_share": found.times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
-        "cosine": found.mean_fidelity_cosine,
+        "cosine": sum(cosines) / len(cosines) if cosines else None,
     }
 
 
@@ -449,13 +441,10 @@ def render(rows: Sequence[Row], form: str, width: int | None) -> str:
     sentences = learning.comparison_sentences(rows)
     if form == "markdown":
         for heads, cells, caption in tables(rows):
-            lines = [
-                heads,
-                ["---"] * len(heads),
-                *([cell.replace("|", "\\|") for cell in row] for row in cells),
-            ]
             out.write(f"{caption}\n\n")
-            out.writelines(f"| {' | '.join(line)} |\n" for line in lines)
+            for line in (heads, ["---"] * len(heads), *cells):
+                escaped = " | ".join(cell.replace("|", "\\|") for cell in line)
+                out.write(f"| {escaped} |\n")
             out.write("\n")
         out.write("\n".join(f"- {sentence}" for sentence in sentences) + "\n")
         return out.getvalue()

@@ -16,7 +16,7 @@ _POLL_S = 0.2
 
 @dataclass(slots=True)
 class _ScheduledRun:
-    alive: Callable[[], bool]  # whether its process still runs
+    exit_code: Callable[[], int | None]  # of its process; None while that runs
     ranks: int | None = None  # how many it has; None until one has connected
     connections: set[asyncio.StreamWriter] = field(default_factory=set)
     waiting_connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -53,9 +53,9 @@ class TimeSliceScheduler:
         port = self._server.sockets[0].getsockname()[1]
         return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._turn_steps})
 
-    def add_run(self, run: int, alive: Callable[[], bool]) -> None:
-        """Add a run that has been started; `alive` says whether its process still runs."""
-        self._runs[run] = _ScheduledRun(alive)
+    def add_run(self, run: int, exit_code: Callable[[], int | None]) -> None:
+        """Add a run that has been started; `exit_code` gives that of its process, None while it runs."""
+        self._runs[run] = _ScheduledRun(exit_code)
 
     async def wait_until_all_idle(self) -> None:
         """Wait until every run has connected and waits for a turn, or has ended."""
@@ -72,15 +72,13 @@ class TimeSliceScheduler:
             await self._wait_for_turn_end(scheduled)
 
     def any_alive(self) -> bool:
-        """Whether any run has not ended."""
-        return any(scheduled.alive() for scheduled in self._runs.values())
+        return any(scheduled.exit_code() is None for scheduled in self._runs.values())
 
     def waiting_runs(self) -> Sequence[int]:
-        """The runs that wait for a turn and have not ended."""
-        return [run for run, one in self._runs.items() if one.waits_for_turn() and one.alive()]
+        return [run for run, one in self._runs.items() if one.waits_for_turn() and one.exit_code() is None]
 
     async def _wait_for_turn_end(self, scheduled: _ScheduledRun) -> None:
-        while scheduled.alive() and not scheduled.waits_for_turn():
+        while scheduled.exit_code() is None and not scheduled.waits_for_turn():
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
@@ -104,13 +102,10 @@ class TimeSliceScheduler:
             writer.close()
 
     async def _authenticate(self, reader: asyncio.StreamReader) -> _ScheduledRun | None:
-        try:
+        with suppress(OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
             hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
-            known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
             scheduled, ranks = self._runs[hello["run"]], int(hello["ranks"])
-            if not known:
-                return None
-        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        scheduled.ranks = ranks
-        return scheduled
+            if hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()):
+                scheduled.ranks = ranks
+                return scheduled
+        return None

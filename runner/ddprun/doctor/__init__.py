@@ -34,11 +34,9 @@ class Report:
 
     @property
     def fit(self) -> bool:
-        """Whether there is no problem."""
         return not self.count("problem")
 
     def count(self, level: Level) -> int:
-        """How many findings are of a level."""
         return sum(finding.level == level for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:

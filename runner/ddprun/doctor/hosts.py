@@ -92,19 +92,14 @@ def _measure_between_hosts(
     found += links.route_findings(group.names, interfaces, routes)
     found += links.port_findings(group.names, listening, closed)
     found += links.clock_findings(group.names, clocks)
-    blocked_pairs = {
-        (one, other)
-        for one, other in itertools.combinations(range(size), 2)
-        if closed[one][other] or closed[other][one]
-    }
-    return Report(hosts, found + _measure_links(group, hosts, interfaces, blocked_pairs, timeout_s))
+    return Report(hosts, found + _measure_links(group, hosts, interfaces, closed, timeout_s))
 
 
 def _measure_links(
     group: HostGroup,
     hosts: Sequence[Mapping[str, Any]],
     interfaces: Sequence[str],
-    blocked_pairs: set[tuple[int, int]],
+    closed: Sequence[Sequence[Sequence[Any]]],
     timeout_s: float,
 ) -> list[Finding]:
     kinds = [("gloo", torch.device("cpu"))]
@@ -115,8 +110,10 @@ def _measure_links(
         say(f"measuring links in {len(schedule)} rounds of a few seconds each")
     findings: list[Finding] = []
     for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
-        pair = next((pair for pair in pairs if group.index in pair and pair not in blocked_pairs), None)
-        mine = None if pair is None else _measure_pair(group, pair, backend, device, timeout_s)
+        mine = None
+        for one, other in pairs:
+            if group.index in (one, other) and not (closed[one][other] or closed[other][one]):
+                mine = _measure_pair(group, (one, other), backend, device, timeout_s)
         others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.MAX_MEASURING_S)
         results = group.gather(f"links/{number}", mine, others_s)
         for one, other in pairs:

@@ -304,10 +304,8 @@ class _LinkBenchmark:
     def bandwidth(self, collective: Callable[[torch.Tensor], object]) -> float:
         """Median bandwidth in Mbit/s, in the direction that carries more."""
         nbytes = _FIRST_BYTES
-        took = self._time(collective, nbytes).wall_s
-        while took < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
-            nbytes = min(4 * nbytes, _MAX_MESSAGE_BYTES)
-            took = self._time(collective, nbytes).wall_s
+        while (took := self._time(collective, nbytes).wall_s) < _MIN_TIMED_S and nbytes < _MAX_MESSAGE_BYTES:
+            nbytes *= 4
         if took < _TARGET_TIMED_S:
             nbytes = min(int(nbytes * _TARGET_TIMED_S / took), _MAX_MESSAGE_BYTES)
         self.largest_bytes = max(self.largest_bytes, nbytes)
@@ -331,7 +329,7 @@ class _LinkBenchmark:
         return found
 
     def _repeat(self, collective: Callable[[torch.Tensor], object], nbytes: int) -> list[_CallTiming]:
-        calls = [self._time(collective, nbytes)]
+        calls = list[_CallTiming]()
         while len(calls) < _REPEATS and sum(call.wall_s for call in calls) < _REPEATS_S:
             calls.append(self._time(collective, nbytes))
         return calls

@@ -16,8 +16,6 @@ from ddprun.launch.launcher import Flags, Launcher, LauncherError, detect_launch
 
 @dataclass(frozen=True, slots=True)
 class DoctorResult:
-    """What this process has to report."""
-
     fit: bool  # no problem was found
     report: Report | None = None  # None: another host prints it
     fault: str = ""  # why this host cannot take part
@@ -83,25 +81,21 @@ def _run_on_all_hosts(
                 wait_until_reachable(endpoint, time.monotonic() + timeout_s)
         report, fit = examine_hosts(own_report, timeout_s, store, [_rendezvous_finding(own_report, endpoint)])
     except HostsError as error:
-        return _report_without_others(own_report, endpoint, str(error), error.advice)
+        found, do = str(error), error.advice
     except ValueError as error:  # torchrun's way to refuse flags
         raise LauncherError(str(error)) from None
     except NetworkError as error:
-        return _report_without_others(own_report, endpoint, str(error), "see `ip addr` and `ip route` there")
+        found, do = str(error), "see `ip addr` and `ip route` there"
     except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
         timed_out = str(error).startswith("wait timeout")
         lost = lost_contact(f"not all of them answered within {timeout_s:g} s" if timed_out else error)
-        return _report_without_others(
-            own_report, endpoint, str(lost), f"{lost.advice}, or {RUN_AGAIN_ADVICE}"
-        )
-    if handler is not None:
-        with suppress(Exception):  # the store may have ended with another process
-            handler.shutdown()  # tells the other hosts that this is the end
-    return DoctorResult(fit, report)
-
-
-def _report_without_others(own_report: Report, endpoint: str, found: str, do: str) -> DoctorResult:
-    """What can be said without the others: the host of the rendezvous reports of itself, too."""
+        found, do = str(lost), f"{lost.advice}, or {RUN_AGAIN_ADVICE}"
+    else:
+        if handler is not None:
+            with suppress(Exception):  # the store may have ended with another process
+                handler.shutdown()  # tells the other hosts that this is the end
+        return DoctorResult(fit, report)
+    # What can be said without the others: the host of the rendezvous reports of itself, too.
     if os.environ.get("RANK", "0") != "0" or not is_this_host(host_of(endpoint)):
         return DoctorResult(False, fault=f"{found}\n  -> {do}")
     fault = Finding(own_report.hosts[0]["name"], "rendezvous", "problem", found, do)

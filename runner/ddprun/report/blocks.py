@@ -66,7 +66,6 @@ class Figure:
 
     @property
     def initial_choice(self) -> str:
-        """The choice that is shown first."""
         medians = [choice for choice in self.charts if "the median step" in choice]
         return [*medians, *self.charts][0]
 
@@ -75,7 +74,6 @@ Block = Text | Table | Figure
 
 
 def format_value(value: Any) -> str:
-    """Format a value for a reader."""
     if value is None:
         return "-"
     if isinstance(value, bool):

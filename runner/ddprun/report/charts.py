@@ -39,8 +39,10 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
 
 def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
     """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
-    named = {name: (stage_starts(digest), list(digest.run.evaluations)) for name, digest in runs}
-    alike = all(one == named[runs[0][0]] for one in named.values())
+    marked = {f" of {name}": (stage_starts(digest), list(digest.run.evaluations)) for name, digest in runs}
+    first, *others = marked.values()
+    if alike := all(one == first for one in others):
+        marked = {"": first}
     shapes: list[dict[str, Any]] = []
 
     def mark(name: str, at: float, height: float, colour: str, dash: str) -> None:
@@ -48,15 +50,13 @@ def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
         ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
         shapes.append({"type": "line", "yref": "paper", "name": name, "line": line, **ends})
 
-    for index, (name, (begins, evaluations)) in enumerate(named.items()):
-        if not (alike and index):
-            of_run = "" if alike else f" of {name}"
-            own = _COLOURS[index % len(_COLOURS)]
-            grey, orange = ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (own, own)
-            for at in begins[1:]:
-                mark(f"a stage{of_run} begins", at, 1, grey, "dot")
-            for step in evaluations[:: math.ceil(len(evaluations) / _MAX_EVALUATION_MARKS) or 1]:
-                mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
+    for index, (of_run, (begins, evaluations)) in enumerate(marked.items()):
+        own = _COLOURS[index % len(_COLOURS)]
+        grey, orange = ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (own, own)
+        for at in begins[1:]:
+            mark(f"a stage{of_run} begins", at, 1, grey, "dot")
+        for step in evaluations[:: math.ceil(len(evaluations) / _MAX_EVALUATION_MARKS) or 1]:
+            mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
     layout = chart["layout"]
     layout["shapes"], layout["annotations"] = shapes, []
     stages = runs[0][1].stages
@@ -66,7 +66,7 @@ def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
         for stage, at in zip(stages, stage_starts(runs[0][1]), strict=True):
             text = f"{stage.index}: {stage.description if len(runs) == 1 else stage.kind}"
             layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
-    ends = [step for _, evaluations in named.values() for step in evaluations]
+    ends = [step for _, evaluations in marked.values() for step in evaluations]
     for _, digest in runs:
         ends += [*digest.recorded_steps[:1], *digest.recorded_steps[-1:]]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
@@ -79,8 +79,6 @@ def stage_starts(digest: RunDigest) -> list[float]:
 
 
 class StyledCurve(NamedTuple):
-    """A curve, and how it is drawn."""
-
     curve: Curve
     style: int  # number of its colour and dash
     kind: Literal["", "mean", "rank", "held-out"] = ""
@@ -145,8 +143,8 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": part.colour}}
         fill = {"fillcolor": part.colour, "fillpattern": part.marker["pattern"]}
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
-    columns = zip(*(line.curve.means for line in lines.values()), strict=False)
-    highest = max(map(sum, columns), default=0.0)
+    sums = map(sum, zip(*(line.curve.means for line in lines.values()), strict=False))
+    highest = max([*sums, *(one.ms for one in slow)], default=0.0)
     if slow:
         text = "step {}: {:.1f} ms, longer by most: {}"
         hover = [text.format(one.step, one.ms, STEP_PARTS[one.part].name) for one in slow]
@@ -154,7 +152,6 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         marker = {"symbol": "diamond-open", "size": 9, "color": "#D55E00", "line": {"width": 2}}
         about = {"name": "slow step", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
         data.append({**about, **marks, "marker": marker})
-        highest = max(highest, *(one.ms for one in slow))
     return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
 
 
@@ -218,7 +215,7 @@ def timeline_chart(step: Timeline) -> Chart:
     styles["wire"] = "exchange", STEP_PARTS["exposed_wire_us"].marker
     hover = "%{text}, %{x:.2f} ms<extra>%{y}</extra>"
     data = [{**_bars(*styles[kind], hover), "textposition": "none", **bar} for kind, bar in bars.items()]
-    data += _gradient_marks(step, "%{text}<extra>%{y}</extra>")
+    data += _gradient_marks(step)
     layout = _layout("ms since the step began", barmode="overlay", hovermode="closest")
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
@@ -227,7 +224,7 @@ def timeline_chart(step: Timeline) -> Chart:
     return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
 
 
-def _gradient_marks(step: Timeline, hover: str) -> list[dict[str, Any]]:
+def _gradient_marks(step: Timeline) -> list[dict[str, Any]]:
     """A mark where each gradient was complete, if that was recorded."""
     marks: dict[str, list[Any]] = {"x": [], "y": [], "text": []}
     for start_us, line, buckets in step.ranks:
@@ -243,7 +240,7 @@ def _gradient_marks(step: Timeline, hover: str) -> list[dict[str, Any]]:
         return []
     marker = {"symbol": "line-ns-open", "size": 14, "line": {"width": 2}, "color": "#CC79A7"}
     about = {"type": "scatter", "mode": "markers", "name": "gradient complete", "marker": marker}
-    return [{**about, "hovertemplate": hover, **marks}]
+    return [{**about, "hovertemplate": "%{text}<extra>%{y}</extra>", **marks}]
 
 
 def _interval_without_waits(at: int, us: int, waits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -61,6 +61,11 @@ class Curve:
             found.highest.append(max(values))
         return found
 
+    @property
+    def mean_by_step(self) -> dict[float, float]:
+        """The mean of each interval, by its middle."""
+        return dict(zip(self.steps, self.means, strict=True))
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -111,16 +116,12 @@ class SlowStep(NamedTuple):
 
 
 class RankTimeline(NamedTuple):
-    """What a rank did in a step."""
-
     start_us: int  # when it began the step, since the first rank did
     step: StepRecord
     buckets: Sequence[BucketRecord]  # of very many those that were under way for longest
 
 
 class Timeline(NamedTuple):
-    """What every rank did in a step."""
-
     step: int
     why: str  # it is shown; "" if for no special reason
     ranks: Sequence[RankTimeline]
@@ -174,11 +175,7 @@ class StepTimes:
     @property
     def exposed_share(self) -> float:
         """The share of a step's time that is communication not hidden behind computation."""
-        return (
-            self.shares_by_category["hook"]
-            + self.shares_by_category["wait"]
-            + self.shares_by_category["wire"]
-        )
+        return sum(self.shares_by_category[category] for category in ("hook", "wait", "wire"))
 
 
 @dataclass
@@ -200,7 +197,6 @@ class StageDigest:
 
     @property
     def name(self) -> str:
-        """Its number and description, for a reader."""
         return f"stage {self.index}, {self.description}"
 
     @property
@@ -245,14 +241,8 @@ class RunDigest:
     slow_step_count: int = 0
     machine: dict[str, dict[int, Curve]] = field(default_factory=dict)  # of `MachineRecord`, by rank
 
-    @property
-    def rank_count(self) -> int:
-        """How many ranks have records."""
-        return len(self.run.ranks)
-
     @cached_property
     def times(self) -> StepTimes:
-        """The times of all steps of the run."""
         return sum((stage.times for stage in self.stages), StepTimes([]))
 
     @property
@@ -266,12 +256,6 @@ class RunDigest:
         """Samples per second of all ranks together, while steps are taken."""
         us = self.times.total_us
         return 1e6 * us["samples"] / us["step_us"] if us["step_us"] else None
-
-    @property
-    def mean_fidelity_cosine(self) -> float | None:
-        """The mean fidelity of all sizes of buckets."""
-        known = [value for curve in self.fidelity.get("cosine", {}).values() for value in curve.means]
-        return sum(known) / len(known) if known else None
 
 
 class _StepMeans:
@@ -293,27 +277,18 @@ class _StepMeans:
         at = _step_index(self._steps, step)
         return self.sums[at] / self.counts[at] if at is not None and self.counts[at] else None
 
-    def sum_of_means(self, indices: Iterable[int]) -> float:
-        """The means of the steps with these indices, added up; each has one."""
-        return sum(self.sums[one] / self.counts[one] for one in indices)
-
     def curve(self, stages: Sequence[StageDigest], scale: float = 1.0) -> Curve:
         length = max(1, math.ceil((self._steps[-1] if self._steps else 0) / _MAX_CURVE_POINTS))
         starts = [stage.first_step for stage in stages] or [0]
 
-        def stage_and_interval(index: int) -> tuple[int, int]:
-            stage = max(0, bisect_right(starts, self._steps[index]) - 1)
-            return stage, (self._steps[index] - starts[stage]) // length
+        def stage_and_interval(point: tuple[int, float]) -> tuple[int, int]:
+            stage = max(0, bisect_right(starts, point[0]) - 1)
+            return stage, (point[0] - starts[stage]) // length
 
-        def points() -> Iterator[tuple[float, Sequence[float]]]:
-            for _, group in groupby(
-                filter(self.counts.__getitem__, range(len(self._steps))), stage_and_interval
-            ):
-                indices = list(group)
-                middle = (self._steps[indices[0]] + self._steps[indices[-1]]) / 2
-                yield middle, [self.sums[one] / self.counts[one] * scale for one in indices]
-
-        return Curve.of(points())
+        known = zip(self._steps, self.sums, self.counts, strict=True)
+        means = ((step, total / count * scale) for step, total, count in known if count)
+        intervals = (list(points) for _, points in groupby(means, stage_and_interval))
+        return Curve.of(((one[0][0] + one[-1][0]) / 2, [mean for _, mean in one]) for one in intervals)
 
 
 def _step_index(steps: Sequence[int], step: int) -> int | None:
@@ -359,16 +334,9 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
                 stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
     stages = sorted(stages_by_index.values(), key=lambda stage: stage.first_step)
-    counts = columns["step_us"].counts
-    for stage in stages:
-        first, end = bisect_left(steps, stage.first_step), bisect_right(steps, stage.last_step)
-        timed = [index for index in range(first, end) if counts[index] and is_timed(steps[index])]
-        samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
-        us = {part: round(columns[part].sum_of_means(timed)) for part in _STEP_AND_PARTS}
-        stage.times.total_us.update({"steps": len(timed), "samples": samples, **us})
     found = RunDigest(
         run=run,
-        recorded_steps=[step for step, count in zip(steps, counts, strict=True) if count],
+        recorded_steps=[step for step, count in zip(steps, columns["step_us"].counts, strict=True) if count],
         stages=stages,
         loss=columns["mean_loss"].curve(stages),
         rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
@@ -386,7 +354,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         },
     )
     if found.recorded_steps:
-        _add_percentiles_and_slow_steps(found, columns, is_timed)
+        _add_step_times(found, columns, is_timed)
         _read_buckets(found)
         shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
@@ -412,12 +380,9 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
     """Means over curves at the steps that all have, and the lowest and the highest of their means."""
     if len(curves) == 1:
         return curves[0]
-    values_by_step: dict[float, list[float]] = {step: [] for step in curves[0].steps}
-    for curve in curves:
-        for step, value in zip(curve.steps, curve.means, strict=True):
-            if step in values_by_step:
-                values_by_step[step].append(value)
-    return Curve.of((step, values) for step, values in values_by_step.items() if len(values) == len(curves))
+    means = [curve.mean_by_step for curve in curves]
+    shared = [step for step in means[0] if all(step in known for known in means)]
+    return Curve.of((step, [known[step] for known in means]) for step in shared)
 
 
 def _held_out(run: Run) -> dict[str, Curve]:
@@ -444,18 +409,23 @@ def _thin_to_maxima(points: Sequence[tuple[int, float]]) -> Curve:
     return Curve.of((group[-1][0], [max(value for _, value in group)]) for group in groups)
 
 
-def _add_percentiles_and_slow_steps(
+def _add_step_times(
     digest: RunDigest, columns: Mapping[str, _StepMeans], is_timed: Callable[[int], bool]
 ) -> None:
-    """How long steps take apart from their mean: percentiles of each stage, and the slow steps."""
+    """How long steps take: the total and percentiles of each stage, and the slow steps."""
     slow = list[SlowStep]()
     for stage in digest.stages:
-        of_stage = steps_between(digest.run.recorded_steps, stage.first_step, stage.last_step + 1)
+        of_stage = steps_between(digest.recorded_steps, stage.first_step, stage.last_step + 1)
+        timed = list(filter(is_timed, of_stage))
+        totals = {
+            part: round(sum(columns[part].at_step(step) or 0.0 for step in timed)) for part in _STEP_AND_PARTS
+        }
+        samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
+        stage.times.total_us.update({"steps": len(timed), "samples": samples, **totals})
         ms_by_sort: dict[bool, dict[int, float]] = {False: {}, True: {}}
-        for step in filter(is_timed, of_stage):
+        for step in timed:
             synced = columns["mean_loss"].at_step(step) is not None
-            if (us := columns["step_us"].at_step(step)) is not None:
-                ms_by_sort[synced][step] = us / 1000
+            ms_by_sort[synced][step] = (columns["step_us"].at_step(step) or 0.0) / 1000
         lengths = sorted(ms for by_step in ms_by_sort.values() for ms in by_step.values())
         if lengths:
             places = {name: math.ceil(share * len(lengths)) - 1 for name, share in PERCENTILES.items()}

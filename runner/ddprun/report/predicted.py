@@ -272,6 +272,7 @@ class MeasuredStage:
             if abs(after - before) > _NOTABLE_DIFFERENCE * before
         }
         predicted_us, measured_us = found.step_parts_us["step"]
+        us, bucket = measured_us - predicted_us, None
         if late_us:
             # What holds up one bucket holds up those behind it: the first of them is named.
             least_us = _NEAR_LARGEST_SHARE * max(map(abs, late_us.values()))
@@ -281,19 +282,15 @@ class MeasuredStage:
             if len(late_us) > 1:
                 others = format_count(len(late_us) - 1, "other bucket")
                 text += f", and {others} by more than {_NOTABLE_DIFFERENCE:.0%}"
-            return f"{text}: {self._reason(us, found, bucket)}."
-        if abs(us := measured_us - predicted_us) > _NOTABLE_DIFFERENCE * predicted_us:
+        elif abs(us) > _NOTABLE_DIFFERENCE * predicted_us:
             text = f"The step took {_difference_text(us, 'longer', 'less')} than predicted"
-            return f"{text}: {self._reason(us, found, None)}."
-        text = "Neither the step nor a bucket differs from the prediction by more than"
-        return f"{text} {_NOTABLE_DIFFERENCE:.0%}."
-
-    def _reason(self, us: float, found: StageComparison, bucket: str | None) -> str:
+        else:
+            text = "Neither the step nor a bucket differs from the prediction by more than"
+            return f"{text} {_NOTABLE_DIFFERENCE:.0%}."
         least_us, sign = _MIN_EXPLAINED_SHARE * abs(us), math.copysign(1.0, us)
-        reasons = (
-            text for amount_us, text in self._candidate_causes(found, bucket) if amount_us * sign >= least_us
-        )
-        return next(reasons, "the records show no reason")
+        causes = self._candidate_causes(found, bucket)
+        reasons = (why for amount_us, why in causes if amount_us * sign >= least_us)
+        return f"{text}: {next(reasons, 'the records show no reason')}."
 
     def _candidate_causes(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
         """Causes that the records show: by how much later each makes the bucket, or the step, and a text."""
@@ -357,7 +354,6 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
 
 
 def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageComparison]:
-    """Compare each stage of a run with a prediction."""
     return [one.compare_with(prediction) for one in read_measured_stages(digest).values()]
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from textwrap import shorten
@@ -117,12 +116,17 @@ def _curves_over_steps(
     draw: Callable[[Mapping[str, StyledCurve], str], Chart] = charts.curve_chart,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
-    means = [dict(zip(line.curve.steps, line.curve.means, strict=True)) for line in lines.values()]
-    steps = sorted({step for curve in means for step in curve})
-    steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
-    rows = [[round(step), *(curve.get(step) for curve in means)] for step in steps]
+    rows = _rows_by_step([line.curve for line in lines.values()])
+    rows = rows[:: -math.ceil(len(rows) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
     yield Figure(label, {"": charts.mark_stages_and_evaluations(draw(lines, unit), runs)}, log=True)
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
+
+
+def _rows_by_step(curves: Sequence[Curve]) -> list[list[Any]]:
+    """Each step that any of the curves has, and their means there."""
+    means = [curve.mean_by_step for curve in curves]
+    steps = sorted({step for known in means for step in known})
+    return [[round(step), *(known.get(step) for known in means)] for step in steps]
 
 
 def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
@@ -213,23 +217,20 @@ def _format_event_time(time: Any) -> Any:
 def _loss_section(runs: NamedDigests) -> Iterator[Block]:
     if not any(digest.loss.steps for _, digest in runs):
         return
-    lines: dict[str, StyledCurve] = {}
-    for index, (name, digest) in enumerate(runs):
-        if len(runs) == 1 and digest.rank_count > 1:
-            of_ranks = zip(digest.run.ranks, digest.rank_losses, strict=False)
+    first = runs[0][1]
+    values = [{"loss": digest.loss, **digest.values} for _, digest in runs]
+    for value in dict.fromkeys(name for known in values for name in known):
+        lines: dict[str, StyledCurve] = {}
+        if value == "loss" and len(runs) == 1 and len(first.run.ranks) > 1:
+            of_ranks = zip(first.run.ranks, first.rank_losses, strict=False)
             lines |= {f"rank {rank}": StyledCurve(curve, rank + 1, "rank") for rank, curve in of_ranks}
-        of_run = "mean over ranks" if len(runs) == 1 else name
-        lines[of_run] = StyledCurve(digest.loss, index, "mean")  # on top of those of the ranks
-        lines |= _held_out_line(runs, index, "loss")
-    yield from _curves_over_steps("Loss over steps", "loss", lines, runs)
-    for value in dict.fromkeys(name for _, digest in runs for name in digest.values):
-        lines = {}
-        for index, (name, digest) in enumerate(runs):
-            if value in digest.values:
+        for index, (name, _) in enumerate(runs):
+            if (curve := values[index].get(value)) is not None:  # on top of those of the ranks
                 of_run = "mean over ranks" if len(runs) == 1 else name
-                lines[of_run] = StyledCurve(digest.values[value], index, "mean")
+                lines[of_run] = StyledCurve(curve, index, "mean")
             lines |= _held_out_line(runs, index, value)
-        yield from _curves_over_steps(f"{value} over steps", value, lines, runs)
+        label = "Loss" if value == "loss" else value
+        yield from _curves_over_steps(f"{label} over steps", value, lines, runs)
 
 
 def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, StyledCurve]:
@@ -255,12 +256,8 @@ def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
             yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
     rows: list[list[Any]] = []
     for name, digest in runs:
-        found: dict[float, dict[str, float]] = defaultdict(dict)
-        for metric, curve in digest.held_out.items():
-            for step, value in zip(curve.steps, curve.means, strict=True):
-                found[step][metric] = value
-        of_run = [name] * (len(runs) > 1)
-        rows += [[*of_run, round(step), *map(found[step].get, metrics)] for step in sorted(found)]
+        curves = [digest.held_out.get(metric, Curve([], [], [], [])) for metric in metrics]
+        rows += [[*[name] * (len(runs) > 1), *row] for row in _rows_by_step(curves)]
     if rows:
         last = rows[-_MAX_EVALUATIONS:]
         caption = f"The last {len(last)} of {len(rows)} evaluations." if len(last) < len(rows) else ""
@@ -423,7 +420,6 @@ def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
 
 
 def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
-    """The step, its stage, and why it is shown."""
     stages = [stage.name for stage in digest.stages if stage.first_step <= shown.step <= stage.last_step]
     about = ", ".join(filter(None, [*stages[: len(digest.stages) > 1], shown.why]))
     return f"step {shown.step:,}" + (f": {about}" if about else "")
@@ -448,7 +444,7 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
     rows = []
     for stage in digest.stages:
         for one in stage.traffic:
-            steps, payloads = len(one.steps) * digest.rank_count, one.payloads
+            steps, payloads = len(one.steps) * len(digest.run.ranks), one.payloads
             amounts = one.bytes, one.wire_bytes, one.between_hosts_bytes
             sizes = [format_bytes(amount / steps) for amount in amounts]
             totals_us = one.ready_to_done_us, one.encode_us, one.decode_us
@@ -464,19 +460,17 @@ def _communication_section(digest: RunDigest) -> Iterator[Block]:
     )
     yield _table(heads, rows, caption, "Nothing was exchanged, or there are no bucket records.")
     heads = ["stage", "bucket", "size", "sent by a rank", "on the wire, ms", "on the wire", "parameters"]
-    count = sum(len(stage.buckets) for stage in digest.stages)
-    named = max(_MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS // max(1, count))
-    buckets = []
-    for stage in digest.stages:
-        for one in stage.buckets:
-            sizes = [format_bytes(amount / one.payloads) for amount in (one.bytes, one.wire_bytes)]
-            wire = [one.wire_us / one.payloads / 1000, _format_rate(one)]
-            buckets.append(
-                [stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, abbreviated_list(one.params, named)]
-            )
-    if buckets:
+    sent = [(stage, one) for stage in digest.stages for one in stage.buckets]
+    named = max(_MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS // max(1, len(sent)))
+    rows = []
+    for stage, one in sent:
+        sizes = [format_bytes(amount / one.payloads) for amount in (one.bytes, one.wire_bytes)]
+        wire = [one.wire_us / one.payloads / 1000, _format_rate(one)]
+        params = abbreviated_list(one.params, named)
+        rows.append([stage.index, f"{one.kind} {one.bucket}", *sizes, *wire, params])
+    if rows:
         title = "Each bucket: its parameters, and how fast it was sent"
-        yield Table(heads, buckets, "Means over ranks and steps.", title)
+        yield Table(heads, rows, "Means over ranks and steps.", title)
 
 
 def _format_rate(traffic: Traffic) -> str | None:
@@ -484,7 +478,6 @@ def _format_rate(traffic: Traffic) -> str | None:
 
 
 def _machine_section(digest: RunDigest) -> Iterator[Block]:
-    """Memory of ranks, and the load of their hosts, over steps."""
     hosts = digest.run.started.hosts
     for key, label, unit, scale in _MACHINE_CHARTS:
         lines: dict[str, StyledCurve] = {}

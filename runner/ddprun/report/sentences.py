@@ -63,7 +63,6 @@ def _main_stages(digest: RunDigest) -> list[StageDigest]:
 
 
 def time_breakdown(times: StepTimes) -> str:
-    """A sentence on where the time of a step went."""
     shares = times.shares_by_category
     known = [
         (shares["compute"], "forward, backward and optimizer"),
@@ -97,7 +96,7 @@ def step_time_difference(baseline_name: str, before: StepTimes, after: StepTimes
 
 
 def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:
-    if digest.rank_count < 2:
+    if len(digest.run.ranks) < 2:
         return "There was one rank, so no rank waited for another."
     if not late_ranks and stage.synced_steps < _STRAGGLER_WINDOW_STEPS:
         return "Ranks synchronised too rarely, or in too few steps, to tell whether one was late."
@@ -146,7 +145,7 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
     the same ranks in the whole run.
     """
-    ranks, hosts = digest.rank_count, digest.run.started.hosts
+    ranks, hosts = len(digest.run.ranks), digest.run.started.hosts
     through = [one for one in stage.traffic if one.kind in ("gradient", "delta") and one.hooks]
     if len(through) != 1 or ranks < 2 or digest.run.world_sizes != [(1, ranks)]:
         return None
@@ -242,11 +241,10 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
 
 
 def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
-    """What to do about time on the wire without losing anything of what is sent."""
     started = digest.run.started
     hosts, gradients = started.hosts, [one for one in stage.buckets if one.kind == "gradient"]
     if not {"shared_memory", "hierarchical"} & set(stage.hooks):
-        if len(set(hosts)) == 1 and started.device == "cpu" and digest.rank_count > 1:
+        if len(set(hosts)) == 1 and started.device == "cpu" and len(digest.run.ranks) > 1:
             yield "`shared_memory` as the last hook, since all ranks are on one host"
         elif 1 < len(set(hosts)) < len(hosts):
             yield "the hook `hierarchical`, since hosts have several ranks"
@@ -256,7 +254,6 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
 
 
 def _lossy_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
-    """How to send less, or less often."""
     if not stage.hooks:
         if (fastest := _fastest_stage(digest, stage, with_hooks=True)) is None:
             yield "sending less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
@@ -285,4 +282,4 @@ def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:
     """The share of the stage's time that ranks waited for a late one, mean over ranks."""
     steps = max(late.steps, stage.last_step - stage.first_step + 1)
-    return late.lost_steps / steps * (digest.rank_count - 1) / digest.rank_count
+    return late.lost_steps / steps * (len(digest.run.ranks) - 1) / len(digest.run.ranks)

@@ -17,8 +17,6 @@ TrackerFactory = Callable[[], Tracker]
 
 
 class _TrackerThread:
-    """One tracker, its queue and its thread."""
-
     def __init__(self, name: str, make: TrackerFactory, on_failure: Callable[[str, str], None]) -> None:
         self.name, self.dropped = name, 0
         self._make, self._on_failure = make, on_failure

@@ -33,7 +33,6 @@ class Prometheus(Tracker):
     needs = "prometheus_client"
 
     def __init__(self, options: Options, run: RunInfo) -> None:
-        """Open the endpoint, if one is asked for."""
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
         registry = self._registry = CollectorRegistry()

@@ -18,7 +18,6 @@ class Tensorboard(CurveTracker):
     needs = "tensorboard"
 
     def __init__(self, options: Options, run: RunInfo) -> None:
-        """Open a file in `tensorboard/` of the run's folder."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         super().__init__(options, run)
