@@ -1,14 +1,4 @@
-"""The errors of this package.
-
-```
-HooksError
-├── ImportPathError     an import path that leads nowhere, or where it may not
-├── HookSetupError      a name, an option or a stack that cannot work: mend the configuration
-│   └── UnequalHostsError   hosts with different numbers of ranks, where exchanges have two levels
-└── ExchangeError       an exchange that went wrong while running
-    └── DisagreementError   ranks are about to exchange payloads that do not match
-```
-"""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -45,8 +35,7 @@ class DisagreementError(ExchangeError):
 
 def fail_future(future: Future[Any], error: BaseException) -> None:
     """Complete a future with `error`, which its waiter gets."""
-    exception = error if isinstance(error, Exception) else RuntimeError(repr(error))
-    future.set_exception(exception)
+    future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

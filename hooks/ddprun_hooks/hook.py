@@ -109,7 +109,6 @@ class FunctionHook(Hook):
 
 
 def not_async_message(name: str, because: str) -> str:
-    """The message about a hook that is not written with `async`."""
     return (
         f'hook "{name}" is not async: {because}; write "async def", and "await" before comm.reduce and '
         "every collective of comm"

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +41,7 @@ from ddprun_hooks.stack import Stack
 _STREAM_COUNT = 4  # of a queue on a GPU: as many buckets are under way beside each other
 
 _CompletionCallback = Callable[[Future[Any]], Tensor | BaseException]
-HookRun = Generator[CollectiveRequest, Tensor | None, Tensor]
+HookRun = Coroutine[Any, Any, Tensor]  # takes and gives what `next_collective` does
 
 
 class HostCommQueue:
@@ -71,7 +71,7 @@ class HostCommQueue:
         self._training_thread = threading.get_ident()
         trace: BucketTrace[int] = new_trace(payload, stack, entered)
         traces.append(trace)
-        bucket = _BucketInFlight(payload, stack, trace, start_hooks(payload, stack, group or self.world))
+        bucket = _BucketInFlight(payload, stack, trace, stack.run(payload, group or self.world))
         with self._lock:
             alone = not (self._driving or self._events or self._in_flight)
         if alone and stack.max_collectives == 1 and payload.kind == "gradient":
@@ -89,21 +89,19 @@ class HostCommQueue:
         One that sets a future itself wakes the training thread, and has to get Python's lock back from that
         only to return. An error reaches the waiter as text alone, which is all that DDP passes on anyway.
         """
+        future: Future[Tensor] = Future()
         try:
             if self.error is not None:
                 raise self.error
             collective = self._advance(bucket, None)
-            if collective is not None:
-                done, complete = self._start_collective(bucket, collective)
+            if collective is None:
+                future.set_result(bucket.payload.tensor)
+                return future
+            done, complete = self._start_collective(bucket, collective)
         except BaseException as error:  # a hook may raise anything
             self.error = self.error or error
-            future: Future[Tensor] = Future()
             fail_future(future, self.error)
             bucket.close()
-            return future
-        if collective is None:
-            future = Future()
-            future.set_result(bucket.payload.tensor)
             return future
 
         def finish(arrived: Future[Any]) -> Tensor:
@@ -163,14 +161,12 @@ class HostCommQueue:
     def _advance(self, bucket: "_BucketInFlight", result: Tensor | None) -> CollectiveRequest | None:
         """Run a bucket's hooks to their next collective, or (None) to the end: the mean is in the payload."""
         start, trace = now_us(), bucket.trace
-        try:
-            collective = next_collective(bucket.run, result, bucket.stack)
-        except StopIteration as stop:
-            write_back(cast(Tensor, stop.value), bucket.payload, bucket.stack)
-            self._add_span(trace, start, "decode")
+        collective = next_collective(bucket.run, result, bucket.payload, bucket.stack)
+        on_training_thread = threading.get_ident() == self._training_thread
+        phase = "encode" if collective is not None else "decode"
+        trace.spans.append(HookSpan(start, now_us(), phase, on_training_thread))
+        if collective is None:
             trace.done = now_us()
-            return None
-        self._add_span(trace, start, "encode")
         return collective
 
     def _issue_in_order(self) -> None:
@@ -225,16 +221,11 @@ class HostCommQueue:
 
     def _fail_all(self, error: BaseException) -> None:
         """Fail everything in flight: a future that is never set would hang its waiter for ever."""
-        if self.error is None:
-            self.error = error
+        self.error = self.error or error
         broken, self._in_flight = self._in_flight, []
         for bucket in broken:
             fail_future(bucket.future, self.error)
             bucket.close()
-
-    def _add_span(self, trace: BucketTrace[int], start: int, phase: str) -> None:
-        on_training_thread = threading.get_ident() == self._training_thread
-        trace.spans.append(HookSpan(start, now_us(), phase, on_training_thread))
 
 
 _CallbackT = TypeVar("_CallbackT", bound=Callable[..., Any])
@@ -326,23 +317,11 @@ class StreamQueue:
     ) -> None:
         gpu, detailed, issued = self._gpu, self.detailed_timing, Counter[str]()
         with_spans = detailed and bool(stack.names)  # plain all-reduce works on the wire alone
-        run = start_hooks(payload, stack, group)
+        run = stack.run(payload, group)
         result: Tensor | None = None
         start = gpu.record_timestamp(stream) if with_spans else trace.ready
         pending_collectives: list[CollectiveHandle] = []
-        while True:
-            try:
-                collective = next_collective(run, result, stack)
-            except StopIteration as stop:
-                write_back(cast(Tensor, stop.value), payload, stack)
-                done = trace.done = gpu.record_timestamp(stream)
-                if with_spans:
-                    trace.spans.append(HookSpan(start, done, "decode", False))
-                for collective_trace in trace.collectives:
-                    collective_trace.done = collective_trace.done or done
-                for pending in pending_collectives:
-                    pending.done_when(done.has_passed)
-                return
+        while (collective := next_collective(run, result, payload, stack)) is not None:
             of_round, process_groups = issued[collective.group.name], collective.group.process_groups
             check_rounds(collective, of_round, len(process_groups), stack)
             round_index = process_groups.index(process_groups[of_round])  # the first that shares its group
@@ -362,13 +341,19 @@ class StreamQueue:
             else:
                 pending_collectives.append(pending)
             result = collective.output
+        done = trace.done = gpu.record_timestamp(stream)
+        if with_spans:
+            trace.spans.append(HookSpan(start, done, "decode", False))
+        for collective_trace in trace.collectives:
+            collective_trace.done = collective_trace.done or done
+        for pending in pending_collectives:
+            pending.done_when(done.has_passed)
 
 
 CommQueue = HostCommQueue | StreamQueue
 
 
 def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
-    """The trace of a payload that is about to be sent."""
     tensor = payload.tensor
     return BucketTrace(
         kind=payload.kind,
@@ -384,7 +369,6 @@ def new_trace(payload: Payload, stack: Stack, ready: Any) -> BucketTrace[Any]:
 
 
 def new_collective_trace(collective: CollectiveRequest, round_index: int, start: Any) -> CollectiveTrace[Any]:
-    """The trace of a collective that is about to start."""
     group = collective.group
     return CollectiveTrace(
         op=collective.op,
@@ -408,16 +392,18 @@ def check_rounds(collective: CollectiveRequest, round_index: int, available: int
         )
 
 
-def start_hooks(payload: Payload, stack: Stack, world: RankGroup) -> HookRun:
-    """The coroutine of one payload, as a generator of collectives."""
-    return cast(HookRun, stack.run(payload, world))
-
-
-def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> CollectiveRequest:
-    """Run a payload's hooks, with the result of their last collective, up to the next. Raises StopIteration
-    with the mean at their end, ExchangeError if a hook awaits anything else.
+def next_collective(
+    run: HookRun, result: Tensor | None, payload: Payload, stack: Stack
+) -> CollectiveRequest | None:
+    """Run a payload's hooks, with the result of their last collective, up to the next, or (None) to their
+    end: the mean is in the payload's memory. Raises ExchangeError if a hook awaits anything else, or its mean
+    has another shape or dtype.
     """
-    awaited: object = run.send(result)
+    try:
+        awaited: object = run.send(result)
+    except StopIteration as stop:
+        _write_back(cast(Tensor, stop.value), payload, stack)
+        return None
     if not isinstance(awaited, CollectiveRequest):
         names = ", ".join(stack.custom_hooks)
         raise ExchangeError(
@@ -427,8 +413,7 @@ def next_collective(run: HookRun, result: Tensor | None, stack: Stack) -> Collec
     return awaited
 
 
-def write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
-    """Write what the hooks made into the payload's memory; raises ExchangeError if shape or dtype differ."""
+def _write_back(mean: Tensor, payload: Payload, stack: Stack) -> None:
     target = payload.tensor
     if mean is target:
         return

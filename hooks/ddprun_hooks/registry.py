@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ def make_hook(name: str, options: Mapping[str, Any] | None = None) -> Hook:
             if level in options:
                 options[level] = Stack(_make_hooks(options[level], f"{name}.{level}"))
         module, _, factory = BUILT_IN[name].implementation.partition(":")
-        made = getattr(importlib.import_module(f"ddprun_hooks.builtin.{module}"), factory)(**options)
+        make = operator.attrgetter(factory)(importlib.import_module(f"ddprun_hooks.builtin.{module}"))
+        made = make(**options)
         assert isinstance(made, Hook)
         return made
     try:
@@ -121,11 +123,18 @@ def _from_target(name: str, target: Any, options: dict[str, Any]) -> Hook:
         raise HookSetupError(
             f'"{name}" is {type(target).__name__}, not a hook class, factory or async function'
         )
-    if not isinstance(target, type) and not options and _takes_payload_and_comm(target):
+    takes_payload = not isinstance(target, type) and _accepts(target, None, None) and not _accepts(target)
+    if takes_payload and not options:
         if list(inspect.signature(target).parameters)[1] == "bucket":  # so DDP wants it
             return DdpCommHook(target)
         raise HookSetupError(not_async_message(name, "it is a plain function"))
-    made = _call(name, target, options)
+    try:
+        inspect.signature(target).bind(**options)
+    except TypeError as error:
+        raise HookSetupError(f'options of hook "{name}": {error}') from None
+    except ValueError:
+        pass  # a callable without a signature (written in C) complains when it is called
+    made = target(**options)
     if not isinstance(made, Hook):
         raise HookSetupError(f'"{name}" makes {type(made).__name__}, which is not a ddprun_hooks.Hook')
     return _require_async_call(name, made)
@@ -140,24 +149,10 @@ def _require_async_call(name: str, hook: Hook) -> Hook:
     return hook
 
 
-def _takes_payload_and_comm(target: Callable[..., Any]) -> bool:
-    """Whether it is called as a hook is, and not as a factory of one."""
+def _accepts(target: Callable[..., Any], *arguments: None) -> bool:
+    """Whether it can be called with so many arguments."""
     try:
-        inspect.signature(target).bind(None, None)
+        inspect.signature(target).bind(*arguments)
     except (TypeError, ValueError):
         return False
-    try:
-        inspect.signature(target).bind()
-    except TypeError:
-        return True
-    return False
-
-
-def _call(name: str, target: Callable[..., Any], options: dict[str, Any]) -> Any:
-    try:
-        inspect.signature(target).bind(**options)
-    except TypeError as error:
-        raise HookSetupError(f'options of hook "{name}": {error}') from None
-    except ValueError:
-        pass  # a callable without a signature (written in C) complains when it is called
-    return target(**options)
+    return True

@@ -37,15 +37,12 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
     """
     trace: BucketTrace[int] = queue.new_trace(payload, stack, 0)
     trace.handed_over = trace.done = 0
-    run = queue.start_hooks(payload, stack, group)
+    run = stack.run(payload, group)
     issued: Counter[str] = Counter()
     result: Tensor | None = None
     while True:
         try:
-            collective = queue.next_collective(run, result, stack)
-        except StopIteration as stop:
-            queue.write_back(cast(Tensor, stop.value), payload, stack)
-            return trace
+            collective = queue.next_collective(run, result, payload, stack)
         except HooksError:
             raise
         except Exception as error:
@@ -55,6 +52,8 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
             raise ExchangeError(
                 f'hook "{names}" cannot be tried without other ranks: {type(error).__name__}: {error}'
             ) from error
+        if collective is None:
+            return trace
         group = collective.group
         queue.check_rounds(collective, issued[group.name], len(group.process_groups), stack)
         if collective.via_shared_memory:

@@ -294,9 +294,7 @@ def run_ranks(
     `requirements` says which groups to make; a number: so many rounds among all ranks. `hosts` is as in
     `run_hooks`.
     """
-    if isinstance(requirements, int):
-        requirements = {GroupRequirement("world"): requirements}
-    group_requirements = requirements
+    needed = {GroupRequirement("world"): requirements} if isinstance(requirements, int) else requirements
     _free_groups()
     store = dist.HashStore()
     names = tuple(hosts or ["here"] * size)
@@ -325,7 +323,7 @@ def run_ranks(
         progress_thread = ProgressThread()
         factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S, progress_thread)
         try:
-            results[rank] = body(factory.make_group("world", placement, group_requirements))
+            results[rank] = body(factory.make_group("world", placement, needed))
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
         else:

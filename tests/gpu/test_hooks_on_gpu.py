@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddprun_hooks import Payload
-from ddprun_hooks.builtin.cast import note_overflow
+from ddprun_hooks.builtin.cast import find_overflow
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
 from ddprun_hooks.comm.control import open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, StreamTimestamp
@@ -89,7 +89,7 @@ def test_what_a_cast_has_found_is_read_without_waiting_for_the_gpu(value: float,
     torch.cuda.set_sync_debug_mode("error")
     try:
         payload = Payload(own, (), "gradient", 0)
-        note_overflow("fp16", payload, total)
+        payload.findings.extend(find_overflow("fp16", payload.tensor, total))
         done = Gpu(torch.device("cuda", 0)).record_timestamp()
         done.event.synchronize()  # as the clock does, which reads the payload's last mark
         trace = BucketTrace("gradient", 0, ("fp16",), "float32", 1000, 4000, done, findings=payload.findings)

@@ -11,7 +11,7 @@ import torch
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import find_overflow
-from ddprun_hooks.builtin.two_phase import Fp8, FusedBlockReduction, Int4, Int8, TwoPhaseReduction
+from ddprun_hooks.builtin.two_phase import Fp8, Int4, Int8, TwoPhaseReduction
 from tests.gpu.conftest import Figure
 from tests.hooks import same_bits
 from tests.hooks.test_kernels import BLOCKS, DTYPES, KINDS
@@ -89,6 +89,8 @@ def copied_gb_per_s(nbytes: int) -> float:
 @pytest.mark.parametrize("wire", [Int8(256), Int4(64), Fp8(256)], ids=lambda wire: wire.name)
 def test_quantising_takes_little_longer_than_copying_as_much(figure: Figure, wire: Any) -> None:
     """Payload and residual of 256 MiB each are read, the message and what is left are written."""
+    from ddprun_hooks.builtin.fused import FusedBlockReduction
+
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
     ours = FusedBlockReduction(wire, given, residual, 0, 2)
     theirs = TwoPhaseReduction(wire, given, residual, 0, 2)
@@ -108,6 +110,7 @@ def test_quantising_takes_little_longer_than_copying_as_much(figure: Figure, wir
 
 def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of two ranks, decoding, casts, the largest values, beside what torch takes."""
+    from ddprun_hooks.builtin.fused import FusedBlockReduction
     from ddprun_hooks.kernels import casts, largest
 
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)

@@ -51,7 +51,7 @@ def _variants() -> Iterator[
 ]:
     """Name, kernel and variant; types behind pointers; constants; how it is launched."""
     for format, block in (("int8", 256), ("int8", 260), ("int8", 4096), ("int4", 64), ("fp8", 256)):
-        _, options = blocks._grid_and_options(block, 1, 1)
+        _, options = blocks.grid_and_options(block, 1, 1)
         constants = {"FORMAT": format, "BLOCK": block}
         message = {"message": "u8"}
         yield (

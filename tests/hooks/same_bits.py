@@ -14,14 +14,12 @@ from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import (
     CastFormat,
     CastReduction,
-    FusedCastReduction,
     find_overflow,
     overflow_finding,
 )
 from ddprun_hooks.builtin.two_phase import (
     BlockScaled,
     Fp8,
-    FusedBlockReduction,
     Int4,
     Int8,
     TwoPhaseReduction,
@@ -30,10 +28,6 @@ from ddprun_hooks.builtin.two_phase import (
 from ddprun_hooks.testing import run_hooks
 
 WIRES = {"int8": Int8, "int4": Int4, "fp8": Fp8}
-REDUCTIONS: dict[str, tuple[type[TwoPhaseReduction], type[TwoPhaseReduction]]] = {
-    "blocks": (TwoPhaseReduction, FusedBlockReduction),
-    "casts": (CastReduction, FusedCastReduction),
-}
 
 
 def prepare() -> None:
@@ -80,12 +74,18 @@ def differences(
     wire: WireFormat, which: str, ranks: int, steps: Sequence[Sequence[Tensor]], same_codes: bool
 ) -> list[str]:
     """What kernels and reference give differently, of payloads of all ranks in some steps."""
+    from ddprun_hooks.builtin.fused import FusedBlockReduction, FusedCastReduction
+
+    reductions: dict[str, tuple[type[TwoPhaseReduction], type[TwoPhaseReduction]]] = {
+        "blocks": (TwoPhaseReduction, FusedBlockReduction),
+        "casts": (CastReduction, FusedCastReduction),
+    }
     found = []
     device = steps[0][0].device
     residuals = [[torch.zeros(one.numel(), device=device) for one in steps[0]] for _ in range(2)]
     for number, payloads in enumerate(steps):
         outcomes = []
-        for made, kept in zip(REDUCTIONS[which], residuals, strict=True):
+        for made, kept in zip(reductions[which], residuals, strict=True):
             given = [one.clone() for one in payloads]
             all_ranks = [made(wire, given[rank], kept[rank], rank, ranks) for rank in range(ranks)]
             sent = torch.stack([one.encode().view(ranks, -1) for one in all_ranks])
@@ -97,9 +97,9 @@ def differences(
             assert means[0].data_ptr() == given[0].data_ptr()
             if device.type != "cpu":
                 torch.cuda.synchronize()  # codes are on their way to the host
-            codes = [one.overflow and int(one.overflow.code) for one in all_ranks]
+            codes = [sum(int(finding.code) for finding in one.findings) for one in all_ranks]
             outcomes.append({"sent": sent, "sums": sums, "mean": means[0], "kept": torch.stack(kept)})
-            outcomes[-1]["code"] = torch.tensor([code or 0 for code in codes])
+            outcomes[-1]["code"] = torch.tensor(codes)
         reference, ours = outcomes
         found += [
             f"step {number}: {name}"
@@ -172,7 +172,7 @@ def of_cast(
     ours = overflow_finding(name, casts.launch_upcast_and_check(total, mean := own.clone(), flags))
     if device != "cpu":
         torch.cuda.synchronize()  # codes are on their way to the host
-    if int(ours.code) != (0 if expected is None else int(expected.code)):
+    if int(ours.code) != sum(int(one.code) for one in expected):
         found.append(f"code {ours.code}, not {expected}")
     if not torch.equal(bits(mean), bits(own.copy_(total))):
         found.append("mean")
@@ -213,7 +213,8 @@ def of_largest(
 
 def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
     """Differences of what a hook gives and keeps with kernels and without, and how often one was launched."""
-    from ddprun_hooks.kernels import blocks, casts, largest
+    from ddprun_hooks.builtin.fused import FusedBlockReduction
+    from ddprun_hooks.kernels import casts, largest
     from ddprun_hooks.payload import ParamSlice
     from ddprun_hooks.registry import make_stack
 
@@ -229,11 +230,12 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
         spies = [
             mock.patch.object(module, name, wraps=getattr(module, name))
             for module, name in (
-                (blocks, "launch_encode"),
                 (casts, "launch_downcast"),
                 (largest, "encode_largest"),
             )
         ]
+        encode = FusedBlockReduction.encode
+        spies.append(mock.patch.object(FusedBlockReduction, "encode", autospec=True, side_effect=encode))
         chosen = mock.patch.object(kernels, "can_handle_tensors", can_handle_tensors)
         with chosen, mock.patch.object(topk, "_MIN_KERNEL_NUMEL", 0):
             with spies[0] as first, spies[1] as second, spies[2] as third:

@@ -33,12 +33,11 @@ class Cast(Hook):
 
             sent, flags = casts.launch_downcast(own, None, self.dtype)
             total = await comm.reduce(sent)
-            payload.findings.append(
-                overflow_finding(self.name, casts.launch_upcast_and_check(total, own, flags))
-            )
+            code = casts.launch_upcast_and_check(total, own, flags)
+            payload.findings.append(overflow_finding(self.name, code))
             return own
         total = await comm.reduce(own.to(self.dtype))
-        note_overflow(self.name, payload, total)
+        payload.findings.extend(find_overflow(self.name, own, total))
         return own.copy_(total)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -68,7 +67,11 @@ class CastFormat(WireFormat):
             x.nan_to_num_(0.0, 0.0, 0.0)
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        return FusedCastReduction if kernels.can_handle_tensors(payload, residual) else CastReduction
+        if not kernels.can_handle_tensors(payload, residual):
+            return CastReduction
+        from ddprun_hooks.builtin.fused import FusedCastReduction
+
+        return FusedCastReduction
 
 
 class CastReduction(TwoPhaseReduction):
@@ -77,35 +80,8 @@ class CastReduction(TwoPhaseReduction):
     wire_format: CastFormat
 
     def decode(self, gathered: Tensor) -> Tensor:
-        self.overflow = find_overflow(self.wire_format.name, self.payload, gathered)
+        self.findings = find_overflow(self.wire_format.name, self.payload, gathered)
         return super().decode(gathered)
-
-
-class FusedCastReduction(TwoPhaseReduction):
-    """By kernels, each of which reads and writes memory once."""
-
-    wire_format: CastFormat
-
-    def encode(self) -> Tensor:
-        from ddprun_hooks.kernels import casts
-
-        message, self._flags = casts.launch_downcast(
-            self.payload, self.residual, self.wire_format.dtype, self.group_size * self.blocks_per_share
-        )
-        return message
-
-    def sum_and_encode(self, arrived: Tensor) -> Tensor:
-        from ddprun_hooks.kernels import casts
-
-        return casts.launch_sum_and_downcast(arrived, self.own_residual_share(), self.group_size)
-
-    def decode(self, gathered: Tensor) -> Tensor:
-        from ddprun_hooks.kernels import casts
-
-        self.overflow = overflow_finding(
-            self.wire_format.name, casts.launch_upcast_and_check(gathered, self.payload, self._flags)
-        )
-        return self.payload
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
@@ -118,18 +94,12 @@ def bf16(accumulate: Literal["fp32"] | None = None) -> Hook:
     return TwoPhase(CastFormat("bf16")) if accumulate else Cast("bf16")
 
 
-def note_overflow(name: str, payload: Payload, total: Tensor) -> None:
-    """Leave a finding of the cast `name` if `total`, the ranks' 16-bit sum, is not finite."""
-    if (finding := find_overflow(name, payload.tensor, total)) is not None:
-        payload.findings.append(finding)
-
-
-def find_overflow(name: str, own: Tensor, total: Tensor) -> Finding | None:
+def find_overflow(name: str, own: Tensor, total: Tensor) -> list[Finding]:
     """The finding of the cast `name` if `total`, the sum in 16 bits over ranks, is not finite."""
     # On a GPU to look would be to wait for it.
     if not own.numel() or (total.is_cpu and not _any_not_finite(total)):
-        return None
-    return overflow_finding(name, _any_not_finite(total).int() * (1 + _any_not_finite(own).int()))
+        return []
+    return [overflow_finding(name, _any_not_finite(total).int() * (1 + _any_not_finite(own).int()))]
 
 
 def overflow_finding(name: str, code: Tensor) -> Finding:

@@ -5,7 +5,7 @@ was sent and of the residuals is the sum of what came in, whatever the number of
 (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 # A parameter's residual in a state: `start`, its first element's index in the flattened parameter, and its
 # values, shape (numel,): this rank's own as `residual`, or the sum over another world's ranks as `total`.
 ResidualPiece = dict[str, Any]
+_PieceKey = tuple[str, str]  # kind of payload and parameter name
 
 
 @dataclass(slots=True)
@@ -28,9 +29,9 @@ class _BucketResidual:
     group_size: int = 1  # how many ranks hold the same elements
     values_before_step: Tensor | None = None  # those before the current step, if that may be rolled back
 
-    def pieces(self) -> dict[str, ResidualPiece]:
+    def pieces(self, kind: str) -> dict[_PieceKey, ResidualPiece]:
         return {
-            param.name: {"start": param.start, "residual": param.of(self.values).clone()}
+            (kind, param.name): {"start": param.start, "residual": param.of(self.values).clone()}
             for param in self.params
         }
 
@@ -40,8 +41,8 @@ class ErrorFeedback(Hook):
 
     def __init__(self) -> None:
         self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
-        # Of a loaded state or an older bucket layout, by kind of payload and parameter name.
-        self._unclaimed_pieces: dict[tuple[str, str], ResidualPiece] = {}
+        # Of a loaded state or an older bucket layout.
+        self._unclaimed_pieces: dict[_PieceKey, ResidualPiece] = {}
         self._can_roll_back = False
 
     def residual(self, payload: Payload, group_size: int) -> Tensor:
@@ -82,39 +83,31 @@ class ErrorFeedback(Hook):
 
     def _release(self, key: tuple[PayloadKind, int]) -> None:
         """Keep the residual of a bucket by its parameters, until they are sent again."""
-        pieces = self._bucket_residuals.pop(key).pieces()
-        self._unclaimed_pieces |= {(key[0], name): piece for name, piece in pieces.items()}
+        self._unclaimed_pieces |= self._bucket_residuals.pop(key).pieces(key[0])
 
     def state_dict(self) -> dict[str, Any]:
         """`{kind: {parameter: piece}}`."""
-        state: dict[str, dict[str, ResidualPiece]] = {}
-        for (kind, name), piece in self._unclaimed_pieces.items():
-            state.setdefault(kind, {})[name] = piece
-        for (bucket_kind, _), bucket in self._bucket_residuals.items():
-            state.setdefault(bucket_kind, {}).update(bucket.pieces())
-        return state
+        pieces = dict(self._unclaimed_pieces)
+        for (kind, _), bucket in self._bucket_residuals.items():
+            pieces |= bucket.pieces(kind)
+        return nested_by_kind(pieces)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._bucket_residuals.clear()
-        self._unclaimed_pieces = {
-            (kind, name): piece for kind, pieces in state.items() for name, piece in pieces.items()
-        }
+        self._unclaimed_pieces = flat_by_kind(state)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum of all ranks' residuals, for ranks of another world or with other buckets to divide."""
-        found: dict[tuple[str, str], list[ResidualPiece]] = {}
+        found: dict[_PieceKey, list[ResidualPiece]] = {}
         for state in states:
-            for kind, pieces in state.items():
-                for name, piece in pieces.items():
-                    found.setdefault((kind, name), []).append(piece)
-        merged: dict[str, dict[str, ResidualPiece]] = {}
-        for (kind, name), of_ranks in found.items():
+            for key, piece in flat_by_kind(state).items():
+                found.setdefault(key, []).append(piece)
+        merged: dict[_PieceKey, ResidualPiece] = {}
+        for key, of_ranks in found.items():
             own = [piece for piece in of_ranks if "residual" in piece]
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
-            merged.setdefault(kind, {})[name] = (
-                {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
-            )
-        return merged
+            merged[key] = {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
+        return nested_by_kind(merged)
 
     def begin_step(self) -> None:
         self._can_roll_back = True
@@ -148,6 +141,19 @@ class ErrorFeedback(Hook):
             for param in bucket.params
             if param.name in wanted
         )
+
+
+def flat_by_kind(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """`{(kind, parameter): value}` of `{kind: {parameter: value}}`."""
+    return {(kind, name): value for kind, of_params in state.items() for name, value in of_params.items()}
+
+
+def nested_by_kind(values: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    """`{kind: {parameter: value}}` of `{(kind, parameter): value}`."""
+    state: dict[str, dict[str, Any]] = {}
+    for (kind, name), value in values.items():
+        state.setdefault(kind, {})[name] = value
+    return state
 
 
 def _sum_pieces(pieces: Sequence[ResidualPiece]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddprun_hooks.builtin.cast import DTYPES, note_overflow
+from ddprun_hooks.builtin.cast import DTYPES, find_overflow
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.groups import GroupRequirement, GroupRequirements
 from ddprun_hooks.hook import Hook
@@ -65,7 +65,7 @@ class Hierarchical(Hook):
             return part
         total = await within.all_gather(part.to(wire_dtype), layout.sizes)
         if self._cast_name:
-            note_overflow(self._cast_name, payload, total)
+            payload.findings.extend(find_overflow(self._cast_name, payload.tensor, total))
         return payload.tensor.copy_(total)
 
     def _shard_layout(self, payload: Payload, within: Communicator) -> _ShardLayout:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.error_feedback import ErrorFeedback
+from ddprun_hooks.builtin.error_feedback import ErrorFeedback, flat_by_kind, nested_by_kind
 from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.payload import ParamSlice, Payload
 
@@ -35,8 +35,8 @@ class PowerSgd(ErrorFeedback):
         self.rank = rank  # columns of each factor
         # By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of the
         # parameter, or -1 if it was merged from several.
-        self._last_qs: dict[str, dict[str, dict[str, Any]]] = {}
-        self._last_qs_before_step: dict[str, dict[str, dict[str, Any]]] | None = None
+        self._last_qs: dict[tuple[str, str], dict[str, Any]] = {}
+        self._last_qs_before_step: dict[tuple[str, str], dict[str, Any]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
@@ -98,7 +98,7 @@ class PowerSgd(ErrorFeedback):
     def _last_q(self, kind: str, param: ParamSlice, like: Tensor) -> Tensor:
         """The last step's Q of a matrix, (columns, rank); a random one, the same on all ranks, at first."""
         shape = (_rows_columns(param)[1], self.rank)
-        known = self._last_qs.get(kind, {}).get(param.name)
+        known = self._last_qs.get((kind, param.name))
         # State of another world (start: -1) has the factors of whole matrices; they serve parts of them, too.
         if known and known["start"] in (param.start, -1) and tuple(known["q"].shape) == shape:
             factor: Tensor = known["q"]
@@ -115,37 +115,31 @@ class PowerSgd(ErrorFeedback):
         if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
             q = torch.where(lost, self._last_q(kind, param, q), q)
-        self._last_qs.setdefault(kind, {})[param.name] = {"start": param.start, "q": q.clone()}
+        self._last_qs[kind, param.name] = {"start": param.start, "q": q.clone()}
 
     def state_dict(self) -> dict[str, Any]:
         """`residuals`, and as `factors` each matrix's last Q."""
-        factors = {kind: dict(of_params) for kind, of_params in self._last_qs.items()}
-        state = {"residuals": super().state_dict(), "factors": factors}
+        state = {"residuals": super().state_dict(), "factors": nested_by_kind(self._last_qs)}
         return {key: value for key, value in state.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state.get("residuals", {}))
-        self._last_qs = {kind: dict(of_params) for kind, of_params in state.get("factors", {}).items()}
+        self._last_qs = flat_by_kind(state.get("factors", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The sum over ranks of their residuals; of each matrix the Q of the part that starts first."""
-        first: dict[str, dict[str, dict[str, Any]]] = {}
+        first: dict[tuple[str, str], dict[str, Any]] = {}
         for state in states:
-            for kind, of_params in state.get("factors", {}).items():
-                for name, piece in of_params.items():
-                    best = first.setdefault(kind, {}).setdefault(name, piece)
-                    if piece["start"] < best["start"]:
-                        first[kind][name] = piece
-        factors = {
-            kind: {name: {**piece, "start": -1} for name, piece in of_params.items()}
-            for kind, of_params in first.items()
-        }
+            for key, piece in flat_by_kind(state.get("factors", {})).items():
+                if key not in first or piece["start"] < first[key]["start"]:
+                    first[key] = piece
+        factors = nested_by_kind({key: {**piece, "start": -1} for key, piece in first.items()})
         residuals = super().merge([state["residuals"] for state in states if "residuals" in state])
         return {key: value for key, value in (("residuals", residuals), ("factors", factors)) if value}
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._last_qs_before_step = {kind: dict(of_params) for kind, of_params in self._last_qs.items()}
+        self._last_qs_before_step = dict(self._last_qs)
 
     def commit(self) -> None:
         super().commit()

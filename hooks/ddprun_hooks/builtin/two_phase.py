@@ -4,6 +4,8 @@ What travels in a format that cannot be summed (codes), or not without loss (16 
 rank that owns the share. Both times it is encoded, what was lost is fed back.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ class TwoPhaseReduction:
     last ones are padded with zeros.
     """
 
-    overflow: Finding | None = None  # of a sum, once `decode` has looked; None: it does not look
+    findings: Sequence[Finding] = ()  # of a sum, once `decode` has looked
 
     def __init__(
         self, wire_format: WireFormat, payload: Tensor, residual: Tensor, rank: int, group_size: int
@@ -105,8 +107,7 @@ class TwoPhase(ErrorFeedback):
         reduction = make(self.wire_format, payload.tensor, residual, comm.rank, comm.size)
         arrived = await comm.all_to_all(reduction.encode())
         total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
-        if reduction.overflow is not None:
-            payload.findings.append(reduction.overflow)
+        payload.findings.extend(reduction.findings)
         return total
 
 
@@ -127,6 +128,11 @@ class BlockScaled(WireFormat):
             raise ValueError(f"block: {block} is not a multiple of {codes}")
         self.block = block  # values per scale
 
+    @classmethod
+    def hook(cls, block: int) -> TwoPhase:
+        """The hook that sends these codes, with a scale for `block` values."""
+        return TwoPhase(cls(block))
+
     def to_codes(self, scaled: Tensor) -> Tensor:
         """Codes, uint8, of values in [-largest, largest], which may be overwritten. NaN may become any."""
         raise NotImplementedError
@@ -136,8 +142,11 @@ class BlockScaled(WireFormat):
         raise NotImplementedError
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
-        fused = self.block <= kernels.MAX_BLOCK_SIZE and kernels.can_handle_tensors(payload, residual)
-        return FusedBlockReduction if fused else TwoPhaseReduction
+        if self.block > kernels.MAX_BLOCK_SIZE or not kernels.can_handle_tensors(payload, residual):
+            return TwoPhaseReduction
+        from ddprun_hooks.builtin.fused import FusedBlockReduction
+
+        return FusedBlockReduction
 
     def encode(self, x: Tensor) -> Tensor:
         blocks = x.view(*x.shape[:-1], -1, self.block)
@@ -166,32 +175,6 @@ class BlockScaled(WireFormat):
         count = message.shape[-1] // (code_bytes + 4)
         codes, scales = torch.split(message, [count * code_bytes, count * 4], -1)
         return codes, scales.view(torch.float32)
-
-
-class FusedBlockReduction(TwoPhaseReduction):
-    """The same for block-scaled codes, by one kernel for each method, which reads and writes memory once. The
-    kernels of `encode` and `sum_and_encode` also bring the residual up to date.
-    """
-
-    wire_format: BlockScaled
-
-    def encode(self) -> Tensor:
-        from ddprun_hooks.kernels import blocks
-
-        return blocks.launch_encode(self.payload, self.residual, *self._kernel_arguments()).view(-1)
-
-    def sum_and_encode(self, arrived: Tensor) -> Tensor:
-        from ddprun_hooks.kernels import blocks
-
-        return blocks.launch_sum_and_encode(arrived, self.own_residual_share(), *self._kernel_arguments())
-
-    def decode(self, gathered: Tensor) -> Tensor:
-        from ddprun_hooks.kernels import blocks
-
-        return blocks.launch_decode(gathered, self.payload, *self._kernel_arguments())
-
-    def _kernel_arguments(self) -> tuple[str, int, int, int]:
-        return self.wire_format.name, self.wire_format.block, self.group_size, self.blocks_per_share
 
 
 class Int8(BlockScaled):
@@ -235,18 +218,3 @@ class Fp8(BlockScaled):
 
     def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.view(torch.float8_e4m3fn).to(dtype)
-
-
-def int8(block: int = 256) -> TwoPhase:
-    """8-bit whole numbers with a scale for each block."""
-    return TwoPhase(Int8(block))
-
-
-def int4(block: int = 64) -> TwoPhase:
-    """4-bit whole numbers with a scale for each block."""
-    return TwoPhase(Int4(block))
-
-
-def fp8(block: int = 256) -> TwoPhase:
-    """8-bit floating-point numbers with a scale for each block."""
-    return TwoPhase(Fp8(block))

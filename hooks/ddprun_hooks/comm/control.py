@@ -69,7 +69,6 @@ class ControlChannel:
         return [rank for rank, one in enumerate(of_ranks) if one != of_ranks[0]]
 
     def barrier(self, what: str = "a barrier") -> None:
-        """Wait until every rank is here."""
         self.all_gather([0.0], what)
 
     def check_agreement(self, what: str, description: str) -> None:

@@ -111,7 +111,6 @@ class Gpu:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that was given to it."""
         torch.cuda.synchronize(self.device)
 
 
@@ -131,7 +130,6 @@ class DeferredScalar:
             self._event.record(torch.cuda.current_stream(number.device))
 
     def read(self) -> float:
-        """The number."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._copy)

@@ -81,7 +81,6 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.hosts)
 
     def sequence(self, collective: CollectiveRequest, round_index: int) -> CollectiveSequence:
@@ -153,8 +152,6 @@ class RankGroup:
     def between_hosts_bytes(self, collective: CollectiveRequest) -> int:
         """The part of `wire_bytes` that leaves this rank's host."""
         here, n = self.hosts[self.rank], self.size
-        if collective.via_shared_memory:
-            return 0
         if collective.op == "all_to_all":
             return sum(self._part_bytes(collective, rank) for rank in range(n) if self.hosts[rank] != here)
         leaves = self.hosts[(self.rank + 1) % n] != here
@@ -177,7 +174,6 @@ class RankPlacement:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.hosts)
 
     def ranks_by_host(self) -> list[list[int]]:

@@ -38,13 +38,11 @@ def import_trusted(name: str, expected: trust.ExpectedObject | None = None) -> A
                 module_name == error.name or module_name.startswith(error.name + ".")
             ):
                 raise
-            if length == 1:
-                raise ImportPathError(f'no module is named "{parts[0]}"') from None
-            continue
-        found = _resolve_attribute(found, module_name, parts[length:], trust_policy, kind)
-        trust_policy.admit(name, found, expected)
-        return found
-    raise AssertionError("unreachable: the loop returns or raises at its last length")
+        else:
+            found = _resolve_attribute(found, module_name, parts[length:], trust_policy, kind)
+            trust_policy.admit(name, found, expected)
+            return found
+    raise ImportPathError(f'no module is named "{parts[0]}"')
 
 
 def _resolve_attribute(

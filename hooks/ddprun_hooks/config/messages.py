@@ -58,7 +58,6 @@ def format_message(problem: str, allowed: str | None = None, suggestion: str | N
 
 
 def unknown_option(owner: str, key: str, known: Sequence[str]) -> MessageParts:
-    """An option that `owner` does not have."""
     if not known:
         return f'{owner} takes no options, got "{key}"', "remove it", None
     return f'{owner} has no option "{key}"', allowed_values(known), closest_match(key, known)

@@ -4,7 +4,7 @@ Nothing here imports torch, so `ddprun check` and `ddprun catalog` can read it i
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -46,9 +46,15 @@ class HookOptions(BaseModel):
     implementation: ClassVar[str]
     """`module:factory` in `ddprun_hooks.builtin`, imported when a run uses the hook."""
 
+    def __init_subclass__(cls, name: str = "", role: Role = "codec", implementation: str = "") -> None:
+        """Make it the hook of a name in pipelines; without one it is the base of others."""
+        super().__init_subclass__()
+        if name:
+            cls.role, cls.implementation = role, implementation
+            BUILT_IN[name] = cls
+
     @classmethod
     def role_with(cls, options: Mapping[str, Any]) -> Role:
-        """The role of the hook with these options."""
         return cls.role
 
 
@@ -122,22 +128,9 @@ def installed_hook_names() -> list[str]:
 
 
 def unknown_hook_message(name: str) -> str:
-    """The message about a name that no hook has."""
     known = [*BUILT_IN, *installed_hook_names()]
     allowed = allowed_values([*known, "or an import path such as package.module.name"])
     return format_message(f'unknown hook "{name}"', allowed, closest_match(name, known))
-
-
-Options = TypeVar("Options", bound=HookOptions)
-
-
-def _built_in(name: str, role: Role, implementation: str) -> Callable[[type[Options]], type[Options]]:
-    def register(options: type[Options]) -> type[Options]:
-        options.role, options.implementation = role, implementation
-        BUILT_IN[name] = options
-        return options
-
-    return register
 
 
 class _CastOptions(HookOptions):
@@ -155,58 +148,52 @@ class _CastOptions(HookOptions):
         return "reducer" if options.get("accumulate") else cls.role
 
 
-@_built_in("fp16", "codec", "cast:fp16")
-class Fp16Options(_CastOptions):
+class Fp16Options(_CastOptions, name="fp16", role="codec", implementation="cast:fp16"):
     """Cast to IEEE half precision: half the bytes. Values above 65,504 x world size overflow to infinity."""
 
 
-@_built_in("bf16", "codec", "cast:bf16")
-class Bf16Options(_CastOptions):
+class Bf16Options(_CastOptions, name="bf16", role="codec", implementation="cast:bf16"):
     """Cast to bfloat16: half the bytes, fp32's range, 8 bits of precision."""
 
 
-@_built_in("powersgd", "codec", "powersgd:PowerSgd")
-class PowerSgdOptions(HookOptions):
+class PowerSgdOptions(HookOptions, name="powersgd", role="codec", implementation="powersgd:PowerSgd"):
     """Send each matrix as two thin factors (PowerSGD), with warm start and error feedback."""
 
     rank: Annotated[int, Field(gt=0)] = 4
     """Rank of the approximation: columns of each factor."""
 
 
-@_built_in("int8", "reducer", "two_phase:int8")
-class Int8Options(HookOptions):
+class Int8Options(HookOptions, name="int8", role="reducer", implementation="two_phase:Int8.hook"):
     """Send 8-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=256, multiple_of=4)] = 256
     """Values that share one fp32 scale."""
 
 
-@_built_in("int4", "reducer", "two_phase:int4")
-class Int4Options(HookOptions):
+class Int4Options(HookOptions, name="int4", role="reducer", implementation="two_phase:Int4.hook"):
     """Send 4-bit codes with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=32, multiple_of=8)] = 64
     """Values that share one fp32 scale."""
 
 
-@_built_in("fp8", "reducer", "two_phase:fp8")
-class Fp8Options(HookOptions):
+class Fp8Options(HookOptions, name="fp8", role="reducer", implementation="two_phase:Fp8.hook"):
     """Send 8-bit floats (e4m3) with a scale for each block of values, in two phases, with error feedback."""
 
     block: Annotated[int, Field(ge=32, multiple_of=4)] = 256
     """Values that share one fp32 scale."""
 
 
-@_built_in("topk", "reducer", "topk:TopK")
-class TopKOptions(HookOptions):
+class TopKOptions(HookOptions, name="topk", role="reducer", implementation="topk:TopK"):
     """Send only the values of largest magnitude, with indices; keep the rest for later (error feedback)."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of a bucket's values that each rank sends."""
 
 
-@_built_in("hierarchical", "reducer", "hierarchical:Hierarchical")
-class HierarchicalOptions(HookOptions):
+class HierarchicalOptions(
+    HookOptions, name="hierarchical", role="reducer", implementation="hierarchical:Hierarchical"
+):
     """Reduce inside each host first, then between hosts, then gather inside each host."""
 
     within: LevelStack = ()
@@ -219,11 +206,11 @@ class HierarchicalOptions(HookOptions):
     """Treat the ranks as this many equal hosts, for trials on one machine; null: as they were launched."""
 
 
-@_built_in("shared_memory", "reducer", "shared_memory:SharedMemory")
-class SharedMemoryOptions(HookOptions):
+class SharedMemoryOptions(
+    HookOptions, name="shared_memory", role="reducer", implementation="shared_memory:SharedMemory"
+):
     """Sum through shared memory: the ranks of one host, tensors on the CPU."""
 
 
-@_built_in("noop", "alone", "noop:Noop")
-class NoopOptions(HookOptions):
+class NoopOptions(HookOptions, name="noop", role="alone", implementation="noop:Noop"):
     """Send nothing: the upper bound on what any hook could gain. Ranks diverge."""

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ _METHOD_ALTERNATIVES_TEXT = (
 )
 
 
-class _AllowedModules(NamedTuple):
+class _OpenPlace(NamedTuple):
     """A module of a well-known package, and what in it may be named."""
 
     module: str
@@ -44,51 +44,43 @@ class _AllowedModules(NamedTuple):
     kinds: tuple[str, ...]  # of choices for which they may be named
 
 
+def _open_places(
+    module: str, pattern: str, what: str, *kinds: str, also: tuple[str, ...] = ()
+) -> list[_OpenPlace]:
+    """`what` has this pattern in a module, and `also` in submodules of it, of which messages say nothing."""
+    modules = [module, *(f"{module}.{submodule}" for submodule in also)]
+    return [_OpenPlace(place, pattern, f"{what} in {module}", kinds) for place in modules]
+
+
 _MODULES = r"(?!((Uninitialized)?(Parameter|Buffer)|DataParallel|\w+Options)$)[A-Z]\w*"
 _LOSSES = r"[a-z]\w*_loss|kl_div|cross_entropy|binary_cross_entropy(_with_logits)?"
 _SCHEDULES = r"[A-Z]\w*LR|LRScheduler|ChainedScheduler|CosineAnnealingWarmRestarts|ReduceLROnPlateau"
 _SAMPLERS = r"(Weighted|Subset)?RandomSampler|SequentialSampler"
 _DTYPES = r"dtype|bool|b?float(16|32|64)|u?int(8|16|32|64)|complex(32|64|128)"
 _MODELS, _TRANSFORMS = r"(?!Weights)[A-Za-z]\w*", r"[A-Z]\w*(\.[A-Z]\w*)?"
+_MODEL_FOLDERS = ("detection", "segmentation", "video")
 _DATASETS = r"((Iterable|Tensor|Stack|Concat|Chain)?Dataset|Subset)"
 # All that may be named of well-known packages. What these classes and functions do with options is to
 # compute, and to fetch weights and data that the package itself knows; data pipes, wrappers of modules,
 # methods and everything elsewhere can do more.
 _OPEN_PLACES = (
-    _AllowedModules("torch.nn", _MODULES, "the modules in torch.nn", ("model", "loss")),
-    _AllowedModules("torch.nn.functional", _LOSSES, "the losses in torch.nn.functional", ("loss", "metric")),
-    _AllowedModules("torch.optim", r"[A-Z]\w*", "the optimizers in torch.optim", ("optimizer",)),
-    _AllowedModules(
-        "torch.optim.lr_scheduler", _SCHEDULES, "the schedules in torch.optim.lr_scheduler", ("schedule",)
-    ),
-    _AllowedModules("torch.utils.data", _DATASETS, "the plain datasets in torch.utils.data", ("data",)),
-    _AllowedModules("torch.utils.data", _SAMPLERS, "the samplers in torch.utils.data", ("sampler",)),
-    _AllowedModules(
-        "torch.utils.data", "default_collate", "default_collate in torch.utils.data", ("collate",)
-    ),
-    _AllowedModules("torch", _DTYPES, "the types of tensors in torch", ()),
-    *(
-        _AllowedModules(f"torchvision.models{task}", _MODELS, "the models in torchvision.models", ("model",))
-        for task in ("", ".detection", ".segmentation", ".video")
-    ),
+    *_open_places("torch.nn", _MODULES, "the modules", "model", "loss"),
+    *_open_places("torch.nn.functional", _LOSSES, "the losses", "loss", "metric"),
+    *_open_places("torch.optim", r"[A-Z]\w*", "the optimizers", "optimizer"),
+    *_open_places("torch.optim.lr_scheduler", _SCHEDULES, "the schedules", "schedule"),
+    *_open_places("torch.utils.data", _DATASETS, "the plain datasets", "data"),
+    *_open_places("torch.utils.data", _SAMPLERS, "the samplers", "sampler"),
+    *_open_places("torch.utils.data", "default_collate", "default_collate", "collate"),
+    *_open_places("torch", _DTYPES, "the types of tensors"),
+    *_open_places("torchvision.models", _MODELS, "the models", "model", also=_MODEL_FOLDERS),
     # LSUN unpickles a file that it finds among the images.
-    _AllowedModules(
-        "torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets in torchvision.datasets", ("data",)
-    ),
-    _AllowedModules("torchvision.ops", r"\w+_loss", "the losses in torchvision.ops", ("loss", "metric")),
-    *(
-        _AllowedModules(
-            f"torchvision.transforms{version}",
-            _TRANSFORMS,
-            "the transforms in torchvision.transforms",
-            ("transform",),
-        )
-        for version in ("", ".v2")
-    ),
-    _AllowedModules("torchaudio.models", r"[A-Za-z]\w*", "the models in torchaudio.models", ("model",)),
-    _AllowedModules("torchaudio.transforms", r"[A-Z]\w*", "the transforms in torchaudio.transforms", ()),
-    _AllowedModules("timm", "create_model", "create_model in timm", ("model",)),
-    _AllowedModules("numpy", _DTYPES, "the types of numbers in numpy", ()),
+    *_open_places("torchvision.datasets", r"(?!LSUN)[A-Z]\w*", "the datasets", "data"),
+    *_open_places("torchvision.ops", r"\w+_loss", "the losses", "loss", "metric"),
+    *_open_places("torchvision.transforms", _TRANSFORMS, "the transforms", "transform", also=("v2",)),
+    *_open_places("torchaudio.models", r"[A-Za-z]\w*", "the models", "model"),
+    *_open_places("torchaudio.transforms", r"[A-Z]\w*", "the transforms"),
+    *_open_places("timm", "create_model", "create_model", "model"),
+    *_open_places("numpy", _DTYPES, "the types of numbers"),
 )
 
 # Packages of which open places may be named and nothing else.
@@ -127,7 +119,6 @@ class TrustPolicy:
 
     @property
     def restricts_imports(self) -> bool:
-        """Whether there is a limit at all."""
         return self.prefixes is not None
 
     def allowed_message(self) -> str:
@@ -208,9 +199,9 @@ class TrustPolicy:
                 raise UntrustedError(f'"{name}" is {origin}: {reason}', self.allowed_message())
 
 
-def read_trust_policy(environment: Mapping[str, str] = os.environ) -> TrustPolicy:
+def read_trust_policy() -> TrustPolicy:
     """What the environment says; raises TrustSettingError if that is not a list of packages."""
-    text = environment.get(TRUST_VARIABLE)
+    text = os.environ.get(TRUST_VARIABLE)
     if text is None:
         return TrustPolicy(None)
     words = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -259,10 +250,8 @@ def callable_full_names(found: Any) -> Iterator[str]:
         yield _full_name(found)
         if not _public_name(found) and hasattr(found, "__wrapped__"):
             yield from callable_full_names(found.__wrapped__)
-    elif isinstance(found, type):
-        yield _full_name(found)
     else:
-        yield _full_name(type(found))
+        yield _full_name(_class_of(found))
 
 
 def _class_of(owner: Any) -> type:

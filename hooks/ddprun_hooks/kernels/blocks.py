@@ -9,10 +9,8 @@ same, with one exception: the codes of a block that is not finite may be others.
 either way. Arguments in upper case are fixed when a kernel is compiled.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ddprun_hooks.kernels import MAX_BLOCK_SIZE
 from ddprun_hooks.kernels.casts import is_finite, load_fp32
@@ -230,55 +228,7 @@ def _message_pointers(message, first, share, blocks_per_share, BYTES):
     return message + (start + first * words) * 4, to_scales
 
 
-def launch_encode(
-    payload: Tensor, residual: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
-) -> Tensor:
-    """Launch `encode` of a payload, (numel,), fp32 or 16 bits; `residual`, fp32, gets what is not sent. Gives
-    the message, shape (ranks, bytes).
-    """
-    message = _empty_message(payload, format, block, ranks, blocks_per_share)
-    grid, options = _grid_and_options(block, blocks_per_share, ranks)
-    encode[grid](payload, residual, message, payload.numel(), blocks_per_share, format, block, **options)
-    return message
-
-
-def launch_sum_and_encode(
-    arrived: Tensor, residual_share: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
-) -> Tensor:
-    """Launch `sum_and_encode` of a share of each rank's message, shape (ranks * bytes,). This rank's share of
-    the residual is fp32; of the last ranks it is shorter, or empty. Gives the sum's message, shape (bytes,).
-    """
-    message = _empty_message(arrived, format, block, 1, blocks_per_share)
-    grid, options = _grid_and_options(block, blocks_per_share, 1)
-    sum_and_encode[grid](
-        arrived,
-        residual_share,
-        message,
-        ranks,
-        residual_share.numel(),
-        blocks_per_share,
-        format,
-        block,
-        **options,
-    )
-    return message[0]
-
-
-def launch_decode(
-    message: Tensor, out: Tensor, format: str, block: int, ranks: int, blocks_per_share: int
-) -> Tensor:
-    """Launch `decode` of a message, shape (ranks * bytes,), into `out`, shape (numel,), which it returns."""
-    grid, options = _grid_and_options(block, blocks_per_share, ranks)
-    decode[grid](message, out, out.numel(), blocks_per_share, format, block, **options)
-    return out
-
-
-def _empty_message(like: Tensor, format: str, block: int, shares: int, blocks_per_share: int) -> Tensor:
-    code_bytes = block // 2 if format == "int4" else block
-    return torch.empty(shares, blocks_per_share * (code_bytes + 4), dtype=torch.uint8, device=like.device)
-
-
-def _grid_and_options(
+def grid_and_options(
     block: int, blocks_per_share: int, shares: int
 ) -> tuple[tuple[int, int], dict[str, int | bool]]:
     """The grid, and how a kernel is compiled: 8 values for each thread, nothing fused."""

@@ -1,0 +1,64 @@
+"""Reductions in two phases by Triton's kernels, one for each method, which reads and writes memory once.
+
+Those of `encode` and `sum_and_encode` also bring the residual up to date. To import this is to import Triton.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddprun_hooks.builtin.cast import CastFormat, overflow_finding
+from ddprun_hooks.builtin.two_phase import BlockScaled, TwoPhaseReduction
+from ddprun_hooks.kernels import blocks, casts
+
+
+class FusedBlockReduction(TwoPhaseReduction):
+    """Of block-scaled codes."""
+
+    wire_format: BlockScaled
+
+    def encode(self) -> Tensor:
+        message = self._empty_message(self.group_size)
+        arguments = self.payload, self.residual, message, self.payload.numel()
+        self._launch(blocks.encode, self.group_size, *arguments)
+        return message
+
+    def sum_and_encode(self, arrived: Tensor) -> Tensor:
+        message, residual_share = self._empty_message(1), self.own_residual_share()
+        arguments = arrived, residual_share, message, self.group_size, residual_share.numel()
+        self._launch(blocks.sum_and_encode, 1, *arguments)
+        return message
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        self._launch(blocks.decode, self.group_size, gathered, self.payload, self.payload.numel())
+        return self.payload
+
+    def _empty_message(self, shares: int) -> Tensor:
+        block_bytes = self.wire_format.block * self.wire_format.bits // 8 + 4
+        nbytes = shares * self.blocks_per_share * block_bytes
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.payload.device)
+
+    def _launch(self, kernel: Any, shares: int, *arguments: Tensor | int) -> None:
+        name, block = self.wire_format.name, self.wire_format.block
+        grid, options = blocks.grid_and_options(block, self.blocks_per_share, shares)
+        kernel[grid](*arguments, self.blocks_per_share, name, block, **options)
+
+
+class FusedCastReduction(TwoPhaseReduction):
+    """Of 16 bits, summed in fp32."""
+
+    wire_format: CastFormat
+
+    def encode(self) -> Tensor:
+        numel, dtype = self.group_size * self.blocks_per_share, self.wire_format.dtype
+        message, self._flags = casts.launch_downcast(self.payload, self.residual, dtype, numel)
+        return message
+
+    def sum_and_encode(self, arrived: Tensor) -> Tensor:
+        return casts.launch_sum_and_downcast(arrived, self.own_residual_share(), self.group_size)
+
+    def decode(self, gathered: Tensor) -> Tensor:
+        code = casts.launch_upcast_and_check(gathered, self.payload, self._flags)
+        self.findings = [overflow_finding(self.wire_format.name, code)]
+        return self.payload
