@@ -387,18 +387,15 @@ def build_loss(loaded: LoadedPipeline) -> Callable[[Any, Any], Tensor] | None:
     chosen = ChoiceBuilder.from_path(loaded, "loss", loaded.pipeline.loss)
     if chosen.source == "built-in":
         return None
+    made: Callable[[Any, Any], Tensor]
     if chosen.source == "torch":
         tensors = tensor_options(chosen.name)
         options = {
             name: torch.tensor(value, dtype=torch.float32) if name in tensors and value is not None else value
             for name, value in chosen.options.items()
         }
-        made: Callable[[Any, Any], Tensor] = chosen.call_constructor(
-            lambda: getattr(nn, chosen.name)(**options)
-        )
-        return made
-    target = chosen.import_target()
-    if inspect.isclass(target):
+        made = chosen.call_constructor(lambda: getattr(nn, chosen.name)(**options))
+    elif inspect.isclass(target := chosen.import_target()):
         made = chosen.call()
     elif any(isinstance(option, nn.Module) for option in chosen.options.values()):
         made = FunctionalLoss(target, chosen.options)

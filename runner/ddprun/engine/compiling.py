@@ -243,8 +243,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _backend(settings: Compile, name: str) -> _GraphBackend:
     if name != "inductor":
-        found: Any = torch._dynamo.lookup_backend(name)
-        return cast("_GraphBackend", found)
+        return cast("_GraphBackend", torch._dynamo.lookup_backend(name))
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -275,7 +274,9 @@ def as_compile_error(
         of_inductor.InvalidCxxCompiler,
         of_inductor.CppCompileError,
     )
-    chain = list(_chain(error))
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
     # What an operation refuses, such as shapes that do not fit, is no matter of compiling.
     of_the_model = any(isinstance(one, torch._dynamo.exc.TorchRuntimeError) for one in chain)
     if compiling or (not of_the_model and any(isinstance(one, kinds) for one in chain)):
@@ -283,41 +284,31 @@ def as_compile_error(
     return None
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _compile_error(loaded: LoadedPipeline, error: BaseException) -> PipelineError:
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
-    text, cause = str(error), type(error).__name__
+    key, text, cause = "compile", str(error), type(error).__name__
     if "InvalidCxxCompiler" in f"{cause} {text}" or "No working C++ compiler" in text:
         problem = "torch.compile finds no C++ compiler on this host"
         hint = 'install g++ (in the image: --build-arg PACKAGES="gcc g++ python3-dev"), or name one in CXX'
-        return loaded.error("compile", problem, hint)
-    if "Python.h" in text:
+    elif "Python.h" in text:
         problem = "torch.compile finds no Python.h on this host"
-        return loaded.error("compile", problem, "install the headers of Python (python3-dev)")
-    if "failed to map segment" in text:
-        return loaded.error("compile", "torch.compile may not execute what it has built", _CACHE_HINT)
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        hint = "install the headers of Python (python3-dev)"
+    elif "failed to map segment" in text:
+        problem, hint = "torch.compile may not execute what it has built", _CACHE_HINT
+    elif isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        key = "compile.fullgraph"
         problem = f'"fullgraph: true" clashes with more than {_MAX_GRAPHS_PER_BLOCK} batch sizes'
-        return loaded.error(
-            "compile.fullgraph",
-            problem,
-            "write dynamic: true, fullgraph: false, or loader: {drop_last: true}",
-        )
-    if settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
-        place = re.findall(r'File "([^"]+)", line ([0-9]+)', text)
+        hint = "write dynamic: true, fullgraph: false, or loader: {drop_last: true}"
+    elif settings.fullgraph and isinstance(error, torch._dynamo.exc.Unsupported):
+        key, place = "compile.fullgraph", re.findall(r'File "([^"]+)", line ([0-9]+)', text)
         at = f" ({place[-1][0]}:{place[-1][1]})" if place else ""
         problem = f"the graph breaks: {_reason_line(text)}{at}"
         hint = "change the model there, or write fullgraph: false"
-        return loaded.error("compile.fullgraph", problem, hint)
-    problem = f"torch.compile failed: {_reason_line(text) or cause}"
-    hint = "write compile: false, or compile other blocks; TORCH_LOGS=dynamo,inductor says more"
-    return loaded.error("compile", problem, hint)
+    else:
+        problem = f"torch.compile failed: {_reason_line(text) or cause}"
+        hint = "write compile: false, or compile other blocks; TORCH_LOGS=dynamo,inductor says more"
+    return loaded.error(key, problem, hint)
 
 
 def _reason_line(reason: str) -> str:

@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as loading_process
 
 from ddprun.config import Loader
 from ddprun.engine.samples import BatchError, Collate, SampleShard, collate, digest_of
-from ddprun.engine.seeding import preserve_rng_state, seed_cpu_generators, seed_everything
+from ddprun.engine.seeding import SeparateRng, seed_everything
 from ddprun.host.processes import die_with_parent
 from ddprun_hooks.comm.control import ControlChannel
 
@@ -38,12 +38,7 @@ class MicroBatch:
     """Samples that count; 0: this rank's data is used up, and it computes along only so that collectives
     match."""
 
-    weight: float | None = None  # of its mean loss in means over batches; None: its samples
-
-    @property
-    def effective_weight(self) -> float:
-        """Weight of its mean loss in means over batches: `weight`, or its samples."""
-        return self.samples if self.weight is None else self.weight
+    effective_weight: float  # of its mean loss in means over batches: its samples, or by `weight_by`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ def reweight_step(
     loaded. `total_over_ranks` turns this rank's weight into that of all ranks.
     """
     batches = [
-        replace(micro, weight=batch_weight(micro.content) if micro.samples else 0.0)
+        replace(micro, effective_weight=batch_weight(micro.content) if micro.samples else 0.0)
         for micro in step.micro_batches
     ]
     own_weight = math.fsum(micro.effective_weight for micro in batches)
@@ -122,8 +117,7 @@ class Feed:
         map-style data of different lengths that is not `sharded`. Called by all ranks before step 1.
         """
         self._control = control
-        with preserve_rng_state(torch.device("cpu")):
-            seed_cpu_generators(self.seed)
+        with SeparateRng(self.seed)():
             if self.iterable:
                 first_digest = self._peek_and_digest_samples()
             else:
@@ -155,8 +149,7 @@ class Feed:
     @property
     def mid_epoch(self) -> bool:
         """Whether an epoch of map-style data has begun and is not used up."""
-        consumed = self._consumed_samples
-        return not self.iterable and consumed > 0 and self._micro_batches_left(consumed) > 0
+        return not self.iterable and self._consumed_samples > 0 and not self.at_epoch_end
 
     def _micro_batches_left(self, consumed: int) -> int:
         """Micro-batches left after `consumed` samples; more than there are if the data became shorter."""
@@ -273,7 +266,7 @@ class Feed:
         for share in shares:
             content = self._batch_or_raise(next(batches))
             self._consumed_samples = min(self._consumed_samples + self.batch_size * self.world_size, end)
-            yield MicroBatch(content, len(share))
+            yield MicroBatch(content, len(share), len(share))
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
@@ -286,8 +279,7 @@ class Feed:
 
     def _make_order(self) -> list[int]:
         if self.sampler_order is not None:
-            with preserve_rng_state(torch.device("cpu")):
-                seed_cpu_generators(self.seed + self.epoch)
+            with SeparateRng(self.seed + self.epoch)():
                 indices = self.sampler_order(self.epoch)
             before = self._lengths[self.rank] if self._lengths else len(indices)
             if len(indices) != before:
@@ -340,7 +332,7 @@ class Feed:
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         batches = self._warn_if_samples_lost(self._rank_share_batches())
         while read := list(islice(batches, accumulate)):
-            group = [MicroBatch(self._batch_or_raise(content), samples) for content, samples, _ in read]
+            group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own, _ in read]
             total = sum(of_all_ranks for *_, of_all_ranks in read)
             self._consumed_samples += total
             yield StepBatches(group, len(group), total)
@@ -365,7 +357,7 @@ class Feed:
                 return
             with_samples = zip(mine[:micro_batch_count], zip(*counts, strict=True), strict=False)
             group = [
-                MicroBatch(self.first_batch(max(column)) if content is None else content, samples)
+                MicroBatch(self.first_batch(max(column)) if content is None else content, samples, samples)
                 for (content, samples), column in with_samples
             ]
             self._consumed_samples += micro_batch_count * self.batch_size * self.world_size
@@ -392,30 +384,24 @@ class Feed:
         so that only where the first batch differs is the data set read a second time: a sample of it, under
         the seeds of the first time.
         """
-        not_at_start = self.epoch or self._consumed_samples
-        peeked = self._first_samples
-        if not_at_start or self._warned or self._stream.one_shot:
-            peeked = None
-        first = next(batches, None) if self._workers and peeked is not None else None
-        if first is None or peeked is None:
+        peeked, not_at_start = self._first_samples, self.epoch or self._consumed_samples
+        if not self._workers or peeked is None or not_at_start or self._warned or self._stream.one_shot:
             return batches
-        differs = digest_of([first[0]]) != digest_of([collate(*peeked, self.collate)])
-        if differs and self._second_iteration_differs():
-            self._warned = True
-            self.on_samples_lost(
-                "read again, it begins with other samples; if it reads on from one source, the first ones "
-                "are lost\n"
-                "  then write loader: {workers: 0}; if it draws at random, use torch, NumPy or random, "
-                "which are seeded"
-            )
+        first = next(batches, None)
+        if first is None:
+            return batches
+        if digest_of([first[0]]) != digest_of([collate(*peeked, self.collate)]):
+            with SeparateRng(self.seed)():
+                again = digest_of(islice(iter(self.dataset), 1))
+            if again != self._stream.first_digest:
+                self._warned = True
+                self.on_samples_lost(
+                    "read again, it begins with other samples; if it reads on from one source, the first "
+                    "ones are lost\n"
+                    "  then write loader: {workers: 0}; if it draws at random, use torch, NumPy or random, "
+                    "which are seeded"
+                )
         return chain([first], batches)
-
-    def _second_iteration_differs(self) -> bool:
-        """Whether an iterable dataset read again begins with another sample, under equal generators."""
-        with preserve_rng_state(torch.device("cpu")):
-            seed_cpu_generators(self.seed)
-            again = digest_of(islice(iter(self.dataset), 1))
-        return again != self._stream.first_digest
 
     def _loading_generator(self) -> torch.Generator:
         """Seeds the loading processes, so that iterating draws nothing from torch's own generator."""

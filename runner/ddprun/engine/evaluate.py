@@ -432,17 +432,16 @@ def _map_style_batches(session: Session, held_out: HeldOutData) -> Iterator[tupl
     runtime, dataset = session.runtime, held_out.dataset
     loader = runtime.loaded.pipeline.loader
     lengths = _samples_by_rank(session, held_out)
-    mine: Sequence[int] = range(len(dataset))
-    compared = mine[: loader.batch_size if loader.sharded else 1]
+    indices = range(len(dataset))
+    compared = indices[: loader.batch_size if loader.sharded else 1]
     sharded = len(set(lengths)) > 1
     sharded = sharded or _agree_on_sharding(session, held_out, lambda: [dataset[one] for one in compared])
     share = SampleShard(runtime.ranks.rank, runtime.ranks.size, sharded)
-    mine, samples_per_rank = share.of(mine), lengths if sharded else share.counts(lengths[0])
-    padding = mine or range(len(dataset))
-    padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, padding))
+    mine, samples_per_rank = share.of(indices), lengths if sharded else share.counts(lengths[0])
+    padded = list(_padded_batches(mine, samples_per_rank, loader.batch_size, mine or indices))
     batches = DataLoader(
         BatchDataset(dataset, None, held_out.collate),
-        sampler=[list(indices) for indices, _ in padded],
+        sampler=[list(batch) for batch, _ in padded],
         generator=torch.Generator(),
         pin_memory=runtime.device.type == "cuda",
         **dataloader_options(loader.workers),

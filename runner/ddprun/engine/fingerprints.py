@@ -4,13 +4,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ddprun.engine.build import HeldOutData
-from ddprun.engine.data import ErrorFactory, is_iterable
+from ddprun.engine.data import Feed, is_iterable
 from ddprun.engine.feeds import Feeds
 from ddprun.engine.samples import digest_of
-from ddprun.engine.seeding import preserve_rng_state, seed_cpu_generators
+from ddprun.engine.seeding import SeparateRng
 
 _SAMPLES = 8  # of a dataset
 _LIMIT_S = 1.0  # after which no further sample of a dataset is read
@@ -24,17 +22,13 @@ class DatasetFingerprints:
         self, feeds: Feeds, held_out: HeldOutData, stage_held_out: Mapping[int, HeldOutData], *, rank: int
     ) -> None:
         self._feeds = feeds.by_name()
-        self._errors: dict[str, ErrorFactory] = {name: feed.make_error for name, feed in self._feeds.items()}
-        datasets = {name: feed.dataset for name, feed in self._feeds.items()}
         of_stages = {f"{_HELD_OUT} of stages[{index}]": one for index, one in stage_held_out.items()}
-        for name, one in {_HELD_OUT: held_out, **of_stages}.items():
-            if one.dataset is not None:
-                datasets[name], self._errors[name] = one.dataset, one.make_error
-        self._by_name: dict[str, dict[str, Any]] = {}
-        if rank == 0:
-            self._by_name = {
-                name: fingerprint(dataset) for name, dataset in datasets.items() if not is_iterable(dataset)
-            }
+        self._sources: dict[str, Feed | HeldOutData] = {**self._feeds, _HELD_OUT: held_out, **of_stages}
+        self._by_name = {
+            name: fingerprint(one.dataset)
+            for name, one in self._sources.items()
+            if rank == 0 and one.dataset is not None and not is_iterable(one.dataset)
+        }
 
     def for_checkpoint(self) -> dict[str, Any]:
         """By dataset: its fingerprint, and whether in mid-epoch (held-out data: of the training data)."""
@@ -49,7 +43,7 @@ class DatasetFingerprints:
 
     def error(self, name: str, problem: str, allowed: str) -> Exception:
         """An error about a dataset, at its place in the file."""
-        return self._errors[name](problem, allowed)
+        return self._sources[name].make_error(problem, allowed)
 
     def skip_rest_of_epoch(self, name: str) -> None:
         """Let training data begin its next epoch."""
@@ -66,21 +60,20 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     """
     length, digests = len(dataset), list[str | None]()
     until = time.monotonic() + _LIMIT_S
-    with preserve_rng_state(torch.device("cpu")):
-        for index in sorted({number * (length - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)}):
-            if not length or (digests and time.monotonic() > until):
-                break
-            first, again = _digest(dataset, index), _digest(dataset, index)
-            if first != again:
-                return {"length": length, "digests": []}
-            digests.append(first)
+    for index in sorted({number * (length - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)}):
+        if not length or (digests and time.monotonic() > until):
+            break
+        first, again = _digest(dataset, index), _digest(dataset, index)
+        if first != again:
+            return {"length": length, "digests": []}
+        digests.append(first)
     return {"length": length, "digests": digests}
 
 
 def _digest(dataset: Any, index: int) -> str | None:
-    seed_cpu_generators(0)
     try:
-        return digest_of([dataset[index]]).hex()
+        with SeparateRng(0)():
+            return digest_of([dataset[index]]).hex()
     except Exception:
         return None
 

@@ -116,8 +116,7 @@ class Precision:
         """The factor on the loss of this step, shape (); None where nothing is scaled."""
         if self.scaler is None:
             return None
-        scale: Tensor = self.scaler.scale(torch.ones((), device=self.device))
-        return scale
+        return self.scaler.scale(torch.ones((), device=self.device))
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Divide gradients that no hook has seen by the loss scale."""
@@ -257,19 +256,23 @@ class Objective:
             if criterion is None and self._batch.inputs is None and positional:
                 error.add_note("write batch: {inputs: …} if its arguments are different")
             raise
-        if criterion is None:
-            own = self._loss_from_output(output)
-            return output, own, _numbers_beside_loss(output, own)
-        try:
-            returned = criterion(output, target)
-        except Exception as error:
-            error.add_note(f"the loss was called as {describe_call('loss', (output, target))}")
-            raise
+        returned = output
+        if criterion is not None:
+            try:
+                returned = criterion(output, target)
+            except Exception as error:
+                error.add_note(f"the loss was called as {describe_call('loss', (output, target))}")
+                raise
         loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if criterion is None and not isinstance(returned, Mapping | Tensor):
+            loss = getattr(returned, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            problem = f"gives {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
             allowed = "expected one number: the mean over the batch"
-            raise self._loaded.error("loss", f"gives {shape}", allowed)
+            if criterion is None:
+                problem = f"the model returned {type(returned).__name__} without a loss of one number"
+                allowed = "with loss: model it returns the loss, or an object or mapping that has `loss`"
+            raise self._loaded.error("loss", problem, allowed)
         loss = loss.reshape(())
         return output, loss, _numbers_beside_loss(returned, loss)
 
@@ -359,8 +362,7 @@ class Objective:
             problem = f"the targets are {type(target).__name__}, expected a tensor"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         ignored = wanted.ignore_index if wanted.ignore_index is not None else self.ignore_index
-        target = target[..., wanted.shift :] if wanted.shift else target
-        return _count_weighted_targets(target, loss, -100 if ignored is None else ignored)
+        return _count_weighted_targets(target[..., wanted.shift :] if wanted.shift else target, loss, ignored)
 
     def weight_in_mean(self, result: ForwardResult, samples: int) -> Tensor | float:
         """The weight of a batch's loss in a mean over batches: by `weight_by`; without it, the number of
@@ -372,7 +374,7 @@ class Objective:
         loss, target = self.loss, result.target
         if not isinstance(loss, _CROSS_ENTROPIES) or not isinstance(target, Tensor):
             return samples
-        return _count_weighted_targets(target, loss, -100 if self.ignore_index is None else self.ignore_index)
+        return _count_weighted_targets(target, loss, self.ignore_index)
 
     def unused_parameters_error(self, names: Sequence[str], loss_name: str) -> PipelineError:
         """An error for parameters that took no part in a loss, where DDP waits for all gradients."""
@@ -383,38 +385,25 @@ class Objective:
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")
 
-    def _loss_from_output(self, returned: Any) -> Tensor:
-        loss = returned
-        if isinstance(returned, Mapping):
-            loss = returned.get("loss")
-        elif not isinstance(returned, Tensor):
-            loss = getattr(returned, "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            problem = f"the model returned {type(returned).__name__} without a loss of one number"
-            allowed = "with loss: model it returns the loss, or an object or mapping that has `loss`"
-            raise self._loaded.error("loss", problem, allowed)
-        return loss.reshape(())
-
 
 def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
     """The numbers beside `loss` in a mapping, detached, shape () each, on the loss's device."""
     found = dict[str, Tensor]()
     for name, value in returned.items() if isinstance(returned, Mapping) else ():
-        if name == "loss" or isinstance(value, bool):
-            continue
-        if isinstance(value, float | int) or (isinstance(value, Tensor) and value.dim() == 0):
-            if not isinstance(value, Tensor):  # filled there: a copy would make a GPU's host wait
-                value = torch.full((), value, dtype=torch.float32, device=loss.device)
+        if isinstance(value, float | int) and not isinstance(value, bool):
+            # Filled there: a copy would make a GPU's host wait.
+            value = torch.full((), value, dtype=torch.float32, device=loss.device)
+        if name != "loss" and isinstance(value, Tensor) and value.dim() == 0:
             found[str(name)] = value.detach().to(device=loss.device, dtype=torch.float32)
     return found
 
 
-def _count_weighted_targets(target: Tensor, loss: Any, ignored: int) -> Tensor | int:
-    """How many targets count; of a cross-entropy each by its class's weight."""
+def _count_weighted_targets(target: Tensor, loss: Any, ignored: int | None) -> Tensor | int:
+    """How many targets count; of a cross-entropy each by its class's weight. `ignored`: None is -100."""
     by_class = isinstance(loss, _CROSS_ENTROPIES)
     if target.is_floating_point():  # of a cross-entropy probabilities of classes, which lie on dimension 1
         return target.numel() // (target.shape[min(1, target.dim() - 1)] if by_class else 1)
-    counts = target != ignored
+    counts = target != (-100 if ignored is None else ignored)
     if not by_class or loss.weight is None:
         return counts.sum()
     of_classes: Tensor = loss.weight.to(target.device)
@@ -473,10 +462,10 @@ def find_buffer_use(
     precision = objective.precision
     with seeding.preserve_rng_state(precision.device):
         content = objective.training_batch(feed.first_batch())
-        fixed_rng = seeding.RepeatableRng(precision.device)
 
     def forward(buffers: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with preserve_state(precision.device, model, objective.loss), fixed_rng():
+        # It restores the generators, too: each pass draws the same numbers.
+        with preserve_state(precision.device, model, objective.loss):
             model.train()
             load_buffers(model, buffers)
             losses = [objective(model, content, name).loss.detach() for name in turns.names]
@@ -525,13 +514,9 @@ def settle_layout(
 ) -> None:
     """Have DDP fix its buckets by passes on the first batch; a PipelineError if parameters go unused."""
     with preserve_state(objective.precision.device, replica.model, objective.loss):
-        content = objective.training_batch(feed.first_batch())
-
-        def make_unused_error(names: Sequence[str]) -> PipelineError:
-            return objective.unused_parameters_error(names, "the loss of a rank's first batch")
-
+        content, loss_name = objective.training_batch(feed.first_batch()), "the loss of a rank's first batch"
         replica.settle_layout(
             lambda: objective(replica.ddp, content, turn).loss,
-            make_unused_error=make_unused_error,
+            make_unused_error=partial(objective.unused_parameters_error, loss_name=loss_name),
             barrier=barrier,
         )

@@ -220,16 +220,13 @@ def _assess_checkpoint(
                 why = "damaged"
         return why, problem, 0, {}
     checkpoint = folder.open_checkpoint(root, step)
-    nonfinite = None if checkpoint.nonfinite == folder.NONFINITE_LOSS else checkpoint.nonfinite
-    if nonfinite is not None:
-        own = folder.read_json(checkpoint, checkpoint.path / f"{rank_part_name(0)}.json")
-        cursor = own["position"]
-        if _on_nan_setting(session, cursor) == "continue":
-            text = f"using the checkpoint of step {step}, though {nonfinite} is not finite in it"
-            session.reporter.note(text)
-            nonfinite = None
-    why, reason = ("nonfinite", f"{nonfinite} is not finite in it") if nonfinite else ("", "")
-    return why, reason, checkpoint.world_size, checkpoint.files
+    if checkpoint.nonfinite not in (None, folder.NONFINITE_LOSS):
+        cursor = folder.read_json(checkpoint, checkpoint.path / f"{rank_part_name(0)}.json")["position"]
+        problem = f"{checkpoint.nonfinite} is not finite in it"
+        if _on_nan_setting(session, cursor) != "continue":
+            return "nonfinite", problem, 0, {}
+        session.reporter.note(f"using the checkpoint of step {step}, though {problem}")
+    return "", "", checkpoint.world_size, checkpoint.files
 
 
 def _on_nan_setting(session: Session, cursor: Mapping[str, Any]) -> str:

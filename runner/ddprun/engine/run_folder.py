@@ -72,10 +72,8 @@ def _make(folder: Path, loaded: LoadedPipeline) -> None:
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             raise RunFolderError(f"the run folder {folder} was just taken by another run")
         about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-        for name, text in (
-            (PIPELINE_FILE, loaded.resolved_yaml()),
-            (RUN_INFO_FILE, json.dumps(about) + "\n"),
-        ):
+        texts = {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
+        for name, text in texts.items():
             with open_file(folder, name, "xb") as file:
                 file.write(text.encode())
     except OSError as error:

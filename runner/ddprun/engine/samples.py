@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,11 +102,8 @@ def describe_sample(sample: Any) -> str:
 
 
 def _uncollatable_types(sample: Any) -> Iterator[str]:
-    if isinstance(sample, Mapping):
-        for value in sample.values():
-            yield from _uncollatable_types(value)
-    elif isinstance(sample, tuple | list):
-        for value in sample:
+    if isinstance(sample, Mapping | tuple | list):
+        for value in sample.values() if isinstance(sample, Mapping) else sample:
             yield from _uncollatable_types(value)
     elif isinstance(sample, np.ndarray):
         if sample.dtype.kind in "OSUV":
@@ -132,12 +130,8 @@ def _update_digest(found: Any, sample: Any) -> None:
     elif isinstance(sample, np.ndarray | np.generic):
         found.update(repr((sample.shape, sample.dtype)).encode())
         found.update(sample.tobytes() if sample.dtype.kind != "O" else b"")
-    elif isinstance(sample, Mapping):
-        for key, value in sample.items():
-            _update_digest(found, key)
-            _update_digest(found, value)
-    elif isinstance(sample, tuple | list):
-        for value in sample:
+    elif isinstance(sample, Mapping | tuple | list):
+        for value in chain(*sample.items()) if isinstance(sample, Mapping) else sample:
             _update_digest(found, value)
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
@@ -148,8 +142,8 @@ def sharding_mechanism_name(dataset: Any) -> str | None:
     """What in a dataset of a known kind gives each rank samples of its own; None: nothing that is known."""
     if getattr(dataset, "_distributed", None) is not None:
         return "split_dataset_by_node"  # Hugging Face's datasets
-    pipeline = getattr(dataset, "pipeline", None)
-    if isinstance(pipeline, list | tuple):  # WebDataset
-        names = [getattr(stage, "__name__", "") for stage in pipeline]
-        return next((name for name in names if name == "split_by_node"), None)
+    stages = getattr(dataset, "pipeline", None)  # WebDataset's
+    known = "split_by_node"
+    if isinstance(stages, list | tuple) and any(getattr(one, "__name__", "") == known for one in stages):
+        return known
     return None

@@ -77,10 +77,8 @@ def _write_on_rank_0(session: Session, stage: SaveStage) -> Path:
             pipeline = write_weights_and_pipeline(session, target, only_trainable=stage.only == "trainable")
             usual = target.with_suffix(".yaml")
             if pipeline != usual:
-                note = (
-                    f"{runtime.display_path(usual)} was not written by save and is kept; the pipeline is in "
-                )
-                note += str(runtime.display_path(pipeline))
+                kept, now = runtime.display_path(usual), runtime.display_path(pipeline)
+                note = f"{kept} was not written by save and is kept; the pipeline is in {now}"
                 reporter.note(f"{stage.name}: {note}")
         except OSError as error:
             problem = f"cannot write {runtime.display_path(target)}: {error.strerror or error}"
@@ -146,12 +144,10 @@ def replaceable_pipeline_path(weights: Path) -> Path:
 
 
 def _is_written_by_save(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
     try:
-        with path.open("rb") as file:
+        with open_file(path.parent, path.name) as file:
             return file.read(len(PIPELINE_HEADER)) == PIPELINE_HEADER.encode()
-    except OSError:  # what cannot be read is somebody else's
+    except OSError:  # no regular file, or what cannot be read: somebody else's
         return False
 
 

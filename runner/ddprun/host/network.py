@@ -30,23 +30,19 @@ def choose_interface(host: str) -> None:
     Left to themselves, Gloo takes the one that this host's own name leads to, and NCCL the first that is up:
     on a host with several these may be ones through which the others cannot be reached, and ranks would wait.
     """
-    for name in INTERFACE_VARIABLES:
-        if os.environ.get(name):
-            check_interfaces_exist(name, os.environ[name])
-    chosen = interface_towards(host)
-    if chosen is None:
-        if any(os.environ.get(name) for name in INTERFACE_VARIABLES):
-            return
+    given = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    for name, value in given.items():
+        check_interfaces_exist(name, value)
+    gloo, nccl = INTERFACE_VARIABLES
+    if chosen := interface_towards(host):
+        os.environ |= {gloo: chosen, nccl: f"={chosen}", **given}  # to NCCL a bare name is a prefix
+    elif not given:
         up = interface_by_address()
         there = ", ".join(f"{name} ({address})" for address, name in up.items() if not is_loopback(address))
         raise NetworkError(
             f"none of this host's network interfaces leads to {host}: {there or 'none has an address'}; name "
-            f"one in {INTERFACE_VARIABLES[0]}, or for NCCL in {INTERFACE_VARIABLES[1]}"
+            f"one in {gloo}, or for NCCL in {nccl}"
         )
-    gloo, nccl = INTERFACE_VARIABLES
-    for name, value in ((gloo, chosen), (nccl, f"={chosen}")):  # to NCCL a bare name is a prefix
-        if not os.environ.get(name):
-            os.environ[name] = value
 
 
 def choose_loopback() -> None:
@@ -112,8 +108,7 @@ def public_address(endpoint: str) -> str | None:
     for one in endpoint.split(","):
         for text in resolve_addresses(host_of(one.strip())):
             address = ipaddress.ip_address(text.partition("%")[0])
-            if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-                address = address.ipv4_mapped
+            address = getattr(address, "ipv4_mapped", None) or address
             if address.is_global and not address.is_multicast:
                 return text
     return None

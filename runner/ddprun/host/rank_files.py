@@ -148,9 +148,7 @@ def live_rank_pids(scratch: Path) -> list[int]:
     except OSError:
         return []
     states = {pid: state_and_parent(pid) for pid in found}
-    return [
-        pid for pid, (state, parent) in states.items() if state not in ("Z", "gone") and parent == os.getpid()
-    ]
+    return [pid for pid, (state, parent) in states.items() if state != "Z" and parent == os.getpid()]
 
 
 def signal_ranks(scratch: Path, *numbers: int) -> list[int]:

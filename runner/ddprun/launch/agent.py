@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
             )
         if codes & {EXIT_BAD_INPUT, EXIT_REPEATED}:
             raise ChildFailedError("ddprun", failures)
-        if self._a_host_left():
+        if run_in_daemon_thread(partial(self._store.check, [_LEFT_KEY])).result():
             say("a host has left: starting the ranks again")
             self._remaining_restarts += 1  # torchelastic takes one away
             return result
@@ -113,10 +113,6 @@ class Agent(LocalElasticAgent):
             cause = f"{found}; " if (found := unexplained_exits(failures)) else ""
             say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
-
-    def _a_host_left(self) -> bool:
-        """Whether a host was asked to leave since the ranks were started."""
-        return bool(run_in_daemon_thread(partial(self._store.check, [_LEFT_KEY])).result())
 
     def _raise_if_run_ended_elsewhere(self, worker_group: WorkerGroup) -> None:
         """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""

@@ -138,8 +138,7 @@ def rendezvous_parameters(config: LaunchConfig, **overrides: Any) -> RendezvousP
 def silence_torchelastic() -> None:
     """Silence torchelastic's loggers: this program reports what matters."""
     # Each of them sets a level of its own, so silencing their parent is not enough.
+    packages = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
     for name in logging.root.manager.loggerDict:
-        if name.startswith(
-            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
-        ):
+        if name.startswith(packages):
             logging.getLogger(name).setLevel(logging.CRITICAL)

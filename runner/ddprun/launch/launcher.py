@@ -150,16 +150,12 @@ def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | N
 
 
 def _refuse_start_flags(name: str, flags: Flags) -> None:
-    given = next(
-        (flag for flag in flags if flag in _RANK_STARTING_FLAGS or flag.startswith(("rdzv_", "master_"))),
-        None,
-    )
-    if given is not None:
-        flag = f"--{given.replace('_', '-')}"
-        raise LauncherError(
-            f"{name} has started this process as one rank, so {flag} has no effect: leave it out, or start "
-            "one process on each host, which then starts the ranks"
-        )
+    for flag in flags:
+        if flag in _RANK_STARTING_FLAGS or flag.startswith(("rdzv_", "master_")):
+            raise LauncherError(
+                f"{name} has started this process as one rank, so --{flag.replace('_', '-')} has no effect: "
+                "leave it out, or start one process on each host, which then starts the ranks"
+            )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

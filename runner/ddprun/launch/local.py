@@ -50,7 +50,12 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
     flags = {**flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
         check_launch(loaded, int(ranks))
-    _prepare_environment()
+    # What the ranks inherit.
+    os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
+    # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    silence_torchelastic()
     if resuming == "yes":
         command = ["resume", str(run_dir)]
     else:
@@ -162,15 +167,6 @@ def _forward_signals(agent: Agent, scratch: Path, config: LaunchConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         processes.handle_signal_unless_ignored(number, stop)
     signal.signal(signal.SIGUSR1, stop if os.environ.get(ON_USR1_VARIABLE) == "stop" else checkpoint)
-
-
-def _prepare_environment() -> None:
-    """What the ranks inherit, and how much torchelastic says about itself."""
-    os.environ[LAUNCHED_VARIABLE] = "1"
-    os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
-    # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    silence_torchelastic()
 
 
 def _exit_without_other_hosts(folder: Path) -> None:

@@ -40,11 +40,21 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler for these parameters; raises ValueError for a wrong one, api.RendezvousConnectionError."""
     if parameters.backend in ("static", "c10d") and parameters.max_nodes == 1:
         return SingleHostRendezvous(parameters.run_id)
-    if parameters.backend == "static":
-        return _create_static_handler(parameters)
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
-        return _create_c10d_handler(parameters)
-    return rendezvous.get_rendezvous_handler(parameters)
+        store = _open_rendezvous_store(parameters)
+        handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
+        # The store for ranks listens on one address, too.
+        handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
+            open_store, serve=True, timeout=_RANK_STORE_TIMEOUT
+        )
+        return handler
+    found = rendezvous.get_rendezvous_handler(parameters)  # static: checks the parameters, and opens nothing
+    if parameters.backend == "static" and isinstance(found, StaticTCPRendezvous):
+        timeout_s = round(found.timeout.total_seconds())
+        found = _Static(
+            found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
+        )
+    return found
 
 
 class SingleHostRendezvous(StaticTCPRendezvous):
@@ -108,25 +118,6 @@ def check_pickled_state(state: bytes) -> None:
         raise
     except Exception as error:  # pickle's ways to fail on damaged bytes are many
         raise api.RendezvousStateError(f"the store of the rendezvous holds damaged state: {error}") from error
-
-
-def _create_static_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    found = rendezvous.get_rendezvous_handler(parameters)  # reads and checks the parameters; opens nothing
-    assert isinstance(found, StaticTCPRendezvous)
-    timeout_s = round(found.timeout.total_seconds())
-    return _Static(
-        found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
-    )
-
-
-def _create_c10d_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    store = _open_rendezvous_store(parameters)
-    handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
-    # The store for ranks listens on one address, too.
-    handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
-        open_store, serve=True, timeout=_RANK_STORE_TIMEOUT
-    )
-    return handler
 
 
 def _open_rendezvous_store(parameters: RendezvousParameters) -> Store:

@@ -116,20 +116,18 @@ class Docker(Cluster):
 
     def __init__(self, options: Options, submission: Submission) -> None:
         """Write the requests to the engine."""
-        hosts, least = submission.host_count(options.nodes), submission.loaded.pipeline.launch.host_range[0]
+        loaded, hosts = submission.loaded, submission.host_count(options.nodes)
         self.name, self._options = submission.new_name(), options
-        self._pipeline_path = f"{CONTAINER_RUNS_FOLDER}/{self.name}.yaml"
+        folder, name = "", f"{self.name}.yaml"
         if submission.modules:  # in a folder of their own: other jobs' files are in that of runs
-            self._pipeline_path = f"{CONTAINER_RUNS_FOLDER}/{self.name}-files/{submission.loaded.path.name}"
-        beside, _, name = self._pipeline_path.removeprefix(f"{CONTAINER_RUNS_FOLDER}/").rpartition("/")
-        self._file_contents = {
-            posixpath.join(beside, path): data
-            for path, data in {**submission.modules, name: submission.loaded.path.read_bytes()}.items()
-        }
-        self._min_hosts = min(least, hosts)
+            folder, name = f"{self.name}-files/", loaded.path.name
+        files = {**submission.modules, name: loaded.path.read_bytes()}
+        self._file_contents = {f"{folder}{path}": data for path, data in files.items()}
+        self._min_hosts = min(loaded.pipeline.launch.host_range[0], hosts)
         self._env = [name for name in options.env if name not in trust_variables()]
         names = [f"{self.name}-{node}" for node in range(hosts)]
-        command = submission.container_arguments(self.name, self._pipeline_path, hosts, names[0])
+        path = f"{CONTAINER_RUNS_FOLDER}/{folder}{name}"
+        command = submission.container_arguments(self.name, path, hosts, names[0])
         self._configs = {name: self._container_config(node, name, command) for node, name in enumerate(names)}
 
     def unset_in_job(self, variables: Iterable[str]) -> list[str]:
@@ -287,18 +285,17 @@ def _archive(files: Mapping[str, bytes]) -> bytes:
     folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in (*sorted(folders), *files):
-            entry = tarfile.TarInfo(path)
+            entry, content = tarfile.TarInfo(path), files.get(path, b"")
             entry.mode, entry.uid, entry.gid = 0o644, CONTAINER_USER_ID, CONTAINER_USER_ID
             if path in folders:
                 entry.mode, entry.type = 0o755, tarfile.DIRTYPE
-            entry.size = len(files.get(path, b""))
-            tar.addfile(entry, io.BytesIO(files.get(path, b"")))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
 
 
 def _parse_bytes(text: str) -> int:
-    unit = {"b": 0, "k": 10, "m": 20, "g": 30}.get(text[-1])
-    return int(text) if unit is None else int(text[:-1]) << unit
+    return int(text.rstrip("bkmg")) << {"k": 10, "m": 20, "g": 30}.get(text[-1], 0)
 
 
 @contextlib.contextmanager

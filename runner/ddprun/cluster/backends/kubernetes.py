@@ -37,6 +37,7 @@ from ddprun.cluster import (
     trust_variables,
 )
 from ddprun.config.secrets import PipelineString
+from ddprun.config.tree import map_strings
 from ddprun.options import (
     CustomValidator,
     KeyPath,
@@ -53,7 +54,6 @@ from ddprun_hooks.config.messages import allowed_values
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
 _POLL_S = 2.0
-_STANDARD_LABELS = "app.kubernetes.io"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"  # of a job that waits in a queue
 _TRAINER_API_GROUP = "trainer.kubeflow.org"
@@ -149,25 +149,21 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
                 hint = allowed_values(_INIT_CONTAINER_FIELDS)
                 faults.append(problem(text, hint, at=("initContainers", index, str(name)), on_key=True))
     hint = "take it from a Secret, by valueFrom: {secretKeyRef: {name, key}}"
-    for path, leaf in _leaves(value):
-        if isinstance(leaf, str) and "${env:" in leaf:
+
+    def check_text(path: KeyPath, text: str) -> str:
+        if "${env:" in text:
             faults.append(problem("${env:NAME} is not filled in for pods", hint, at=path))
         match path:
-            case ("initContainers", int(at), "env", int(number), "value") if isinstance(leaf, str):
+            case ("initContainers", int(at), "env", int(number), "value"):
                 name = value["initContainers"][at]["env"][number].get("name")
-                if PipelineString((str(name),), leaf).is_literal_secret:
+                if PipelineString((str(name),), text).is_literal_secret:
                     faults.append(problem("a secret in plain text", hint, at=path))
+        return text
+
+    map_strings(value, check_text)
     if faults:
         raise combine(faults)
     return dict(value)
-
-
-def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    if not isinstance(value, dict | list):
-        yield path, value
-        return
-    for step, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(item, (*path, step))
 
 
 class Kubernetes(Cluster):
@@ -308,20 +304,15 @@ class Kubernetes(Cluster):
         self, api: str, kind: str, labels: Mapping[str, str | None] = MappingProxyType({}), **rest: Manifest
     ) -> Manifest:
         """The manifest of one of the job's objects; of `labels` and `rest` what is None is left out."""
-        metadata = {
-            "name": self.name,
-            "namespace": self._options.namespace,
-            "labels": {**self._labels(), **labels},
-        }
+        labels = {**self._labels(), **labels}
+        metadata = {"name": self.name, "namespace": self._options.namespace, "labels": labels}
         made: Manifest = _without_none({"apiVersion": api, "kind": kind, "metadata": metadata, **rest})
         return made
 
     def _labels(self) -> dict[str, str]:
         """Of all that belongs to the job, its pods too."""
         standard = {"name": "ddprun", "instance": self.name, "managed-by": "ddprun"}
-        return {JOB_LABEL: self.name} | {
-            f"{_STANDARD_LABELS}/{key}": value for key, value in standard.items()
-        }
+        return {JOB_LABEL: self.name} | {f"app.kubernetes.io/{key}": text for key, text in standard.items()}
 
     def _train_job(self) -> list[Manifest]:
         options, launch = self._options, self._launch
@@ -403,9 +394,8 @@ class Kubernetes(Cluster):
             "envFrom": options.env_from and [{"secretRef": {"name": options.env_from}}],
             "resources": self._resources(),
         }
-        items = None
-        if len(self._paths) > 1:
-            items = [{"key": key, "path": path} for key, path in self._paths.items()]
+        items = [{"key": key, "path": path} for key, path in self._paths.items()]
+        config_map = {"name": self.name, "items": items if len(items) > 1 else None}
         init_containers = [
             {**one, "securityContext": _RESTRICTED_CONTEXT} for one in options.pod.get("initContainers", ())
         ]
@@ -425,7 +415,7 @@ class Kubernetes(Cluster):
             "initContainers": init_containers or None,
             "containers": [container],
             "volumes": [
-                {"name": "pipeline", "configMap": {"name": self.name, "items": items}},
+                {"name": "pipeline", "configMap": config_map},
                 {"name": "runs", "persistentVolumeClaim": {"claimName": options.runs or self.name}},
                 {"name": "tmp", "emptyDir": {"sizeLimit": options.tmp}},
                 {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},

@@ -89,9 +89,8 @@ def _check_options(value: Any) -> dict[str, str | int | float | bool]:
             text = f'"{name}" is not a long option of sbatch'
             faults.append(problem(text, "as in mem-per-cpu", at=str(name), on_key=True))
         elif name in _RESERVED_OPTIONS:
-            faults.append(
-                problem(f'"{name}" is set by ddprun', _RESERVED_OPTIONS[name], at=name, on_key=True)
-            )
+            text = f'"{name}" is set by ddprun'
+            faults.append(problem(text, _RESERVED_OPTIONS[name], at=name, on_key=True))
         elif not isinstance(item, (str, int, float)):
             text = "expected a string, a number, or true for a flag without a value"
             faults.append(problem(text, at=name))
