@@ -156,7 +156,7 @@ def _mapping(node: Node | None, path: KeyPath, place: Place, key: str) -> dict[s
     if isinstance(node.value, dict):
         return node.value
     if isinstance(node.value, list):
-        hint = f"name an item, as in {format_path(path)}[0].{key}"
+        hint = f"name an item, as in {format_path(path)}[0]" + ("" if key.isdigit() else f".{key}")
         raise _override_error(place, path, "is a list in the file", hint)
     if is_choice_path(path) and isinstance(node.value, str):
         return {} if is_data_pair_key(path, key) else {node.value: Entry(node.place, Node(node.place, None))}

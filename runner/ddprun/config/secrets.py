@@ -77,13 +77,21 @@ class PipelineString:
         return self.has_secret_key_name and len(self.text) >= MIN_SECRET_LENGTH and not taken
 
 
+_POD_SECRET_HINT = "put it into the Secret that kubernetes.env_from names"
+
+
 def secret_or_reference_problem(found: PipelineString) -> tuple[str, str] | None:
     """What is wrong with a string or key, and what to write instead; None: nothing is."""
     text = found.text
     if found.is_key and _ENV_PREFIX in text:
         return "${env:NAME} is not filled in for keys", "write the key itself"
+    # Kubernetes starts a pod with these as they are: ddprun, which fills in references, comes later.
+    of_pods = found.path[:2] == ("kubernetes", "env")
+    if of_pods and _ENV_PREFIX in text:
+        return "${env:NAME} is not filled in for pods", _POD_SECRET_HINT
     if found.is_literal_secret:
-        return "a secret in plain text", "write ${env:NAME} and set the variable"
+        hint = _POD_SECRET_HINT if of_pods else "write ${env:NAME} and set the variable"
+        return "a secret in plain text", hint
     if REDACTED in text:
         return "the password that was here is not written to files", "write ${env:NAME} and set the variable"
     if text.count(_ENV_PREFIX) > len(ENV_REFERENCE.findall(text)):

@@ -49,7 +49,7 @@ from ddprun.options import (
     pattern_constraint,
     problem,
 )
-from ddprun_hooks.config.messages import allowed_values
+from ddprun_hooks.config.messages import allowed_values, closest_match
 
 JOB_LABEL = "ddprun.dev/job"  # label of all that belongs to a job; its value is the job's id
 _PIPELINE_FOLDER, _PIPELINE_FILE = "/workspace/pipeline", "pipeline.yaml"
@@ -109,15 +109,20 @@ _REFUSED_FIELDS = {
     "hostNetwork": _POD_SECURITY_REASON,
     "hostPID": _POD_SECURITY_REASON,
 }  # fields of a pod that may not stand in a file, and why
+_POD_FIELDS = [
+    *("affinity", "dnsConfig", "dnsPolicy", "enableServiceLinks", "hostAliases", "hostUsers"),
+    *("imagePullSecrets", "initContainers", "nodeName", "nodeSelector", "os", "overhead"),
+    *("preemptionPolicy", "priority", "priorityClassName", "readinessGates", "resourceClaims"),
+    *("runtimeClassName", "schedulerName", "schedulingGates", "serviceAccountName"),
+    *("setHostnameAsFQDN", "shareProcessNamespace", "tolerations", "topologySpreadConstraints"),
+]  # what `pod` may say of a pod: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/
 # What `pod` may say of an init container.
 _INIT_CONTAINER_FIELDS = ["name", "image", "imagePullPolicy", "command", "args", "workingDir"]
 _INIT_CONTAINER_FIELDS += ["env", "envFrom", "resources", "volumeMounts"]
 
-_FIELD_PATTERN = r"^[a-z][A-Za-z]*$"
-
 _POD_SCHEMA = {
     "type": "object",
-    "propertyNames": {"pattern": _FIELD_PATTERN, "not": {"enum": list(_RESERVED_FIELDS)}},
+    "propertyNames": {"enum": [*_POD_FIELDS, *_REFUSED_FIELDS]},
     "properties": {
         **{name: {"const": False} for name in _REFUSED_FIELDS},
         "initContainers": {"items": {"propertyNames": {"enum": _INIT_CONTAINER_FIELDS}}},
@@ -131,13 +136,15 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
         raise expected("a mapping of a pod's fields", "write {priorityClassName: low}")
     faults: list[ValidationError] = []
     for name, item in value.items():
-        if not isinstance(name, str) or not re.fullmatch(_FIELD_PATTERN, name):
-            text = f'"{name}" is not a field of a pod'
-            faults.append(problem(text, "as in nodeSelector", at=str(name), on_key=True))
-        elif name in _RESERVED_FIELDS:
+        if name in _RESERVED_FIELDS:
             faults.append(problem(f'"{name}" is set by ddprun', _RESERVED_FIELDS[name], at=name, on_key=True))
         elif name in _REFUSED_FIELDS and item is not False:
             faults.append(problem(f'"{name}" is not allowed', _REFUSED_FIELDS[name], at=name, on_key=True))
+        elif name not in (*_POD_FIELDS, *_REFUSED_FIELDS):
+            near = closest_match(str(name), _POD_FIELDS)
+            hint = "the fields of a PodSpec" if near is None else f'did you mean "{near}"?'
+            text = f'"{name}" is not a field of a pod'
+            faults.append(problem(text, hint, at=str(name), on_key=True))
     init_containers = value.get("initContainers", [])
     if not isinstance(init_containers, list) or not all(isinstance(one, dict) for one in init_containers):
         faults.append(expected("a list of containers, each a mapping", at="initContainers"))
