@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class BucketLayout:
             params.append(ParamSlice(name, tuple(tensor.shape), offset, tensor.numel()))
             offset += tensor.numel()
         return cls(index, dtype_name(dtype), offset, tuple(params))
+
+    def to_plain_data(self) -> dict[str, Any]:
+        """As events have it."""
+        params = [param.name for param in self.params]
+        return {"bucket": self.index, "dtype": self.dtype, "numel": self.numel, "params": params}
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -131,12 +131,7 @@ class BucketDispatcher:
             fail_future(future, error)
             return future
         self._sent_buckets.add(index)
-        if buffer.is_sparse:  # one parameter of an Embedding(sparse=True): its rows are sent as dense ones
-            dense = self._send(buffer.coalesce().to_dense().view(-1), layout, self.stack)
-            as_rows = partial(_as_sparse_rows, shape=buffer.shape)
-            future = dense.then(await_callback_at_exit(as_rows))
-        else:
-            future = self._send(buffer, layout, self.stack)
+        future = self._send_bucket(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():
             self.on_last_bucket_sent()
         return future
@@ -149,14 +144,14 @@ class BucketDispatcher:
             self._buckets.clear()
         self._buckets.append(bucket)
         if bucket.is_last():
-            _call_after_backward(self._note_gradient_versions)
+            call_after_backward(self._note_gradient_versions)
         return self._on_bucket(state, bucket)
 
     def _note_gradient_versions(self) -> None:
         """Gradients are complete; DDP's own callback, which writes the means to them, comes next."""
         params = [param for bucket in self._buckets for param in bucket.parameters()]
         versions = [None if param.grad is None else param.grad._version for param in params]
-        _call_after_backward(partial(self._take_back_unused, versions))
+        call_after_backward(partial(self._take_back_unused, versions))
 
     def _take_back_unused(self, versions_before: Sequence[int | None]) -> None:
         versions, means = iter(versions_before), dict[str, Tensor]()
@@ -175,6 +170,15 @@ class BucketDispatcher:
 
     def _take_back(self, means: dict[str, Tensor]) -> None:
         self.stack.take_back("gradient", means)
+
+    def _send_bucket(
+        self, buffer: Tensor, layout: BucketLayout, stack: Stack
+    ) -> torch.futures.Future[Tensor]:
+        if not buffer.is_sparse:
+            return self._send(buffer, layout, stack)
+        # One parameter of an Embedding(sparse=True): its rows are sent as dense ones.
+        dense = self._send(buffer.coalesce().to_dense().view(-1), layout, stack)
+        return dense.then(await_callback_at_exit(partial(_as_sparse_rows, shape=buffer.shape)))
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         buffer.mul_(1.0 / self.group.size)
@@ -212,6 +216,6 @@ def _as_sparse_rows(dense: torch.futures.Future[Tensor], shape: torch.Size) -> T
     return dense.value().view(shape).to_sparse(1)
 
 
-def _call_after_backward(callback: Callable[[], None]) -> None:
+def call_after_backward(callback: Callable[[], None]) -> None:
     """Call when the backward pass under way has ended, after what is to be called then already."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -10,19 +10,20 @@ import itertools
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import DeferredScalar, StreamTimestamp
 from ddprun_hooks.comm.groups import merge_requirements
+from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
@@ -46,7 +47,7 @@ class Handle(BucketDispatcher):
         stack: Stack,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._control: ControlChannel = exchange.control
+        self.exchange, self._control = exchange, exchange.control
         self._all_reduce_stack = Stack([])
         self._passes_until_layout = 3 if model.static_graph else 2
         self._scaler = scaler
@@ -54,7 +55,8 @@ class Handle(BucketDispatcher):
         self._noted_scale: tuple[int, DeferredScalar] | None = None  # the scale's version and value
         if scaler is not None:
             model.register_forward_pre_hook(self._note_scale)
-        self._overflow_warned = False
+        self.warns_of_overflow = True  # until it has
+        self.on_backward: Callable[[], None] | None = None  # is called when a pass has its first bucket
         self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradient_queue, stack)
         self.traces: list[BucketTrace[Any]] = []
@@ -77,7 +79,7 @@ class Handle(BucketDispatcher):
         if bucket.is_last():
             self._passes_until_layout -= 1
             self.layout_frozen = self._passes_until_layout == 0
-        return self._send(bucket.buffer(), layout, self._all_reduce_stack)
+        return self._send_bucket(bucket.buffer(), layout, self._all_reduce_stack)
 
     def _send(self, buffer: Tensor, layout: BucketLayout, stack: Stack) -> torch.futures.Future[Tensor]:
         if layout.index == 0:
@@ -94,7 +96,9 @@ class Handle(BucketDispatcher):
         super()._take_back(means)
 
     def _begin_backward(self, device: torch.device) -> None:
-        if not self._overflow_warned:
+        if self.on_backward is not None:
+            self.on_backward()
+        if self.warns_of_overflow:
             self._traces_with_findings += [trace for trace in self.traces if trace.findings]
             # A stream ends them in their order.
             finished = list(itertools.takewhile(_payload_arrived, self._traces_with_findings))
@@ -104,7 +108,7 @@ class Handle(BucketDispatcher):
                 (trace.bucket, one.hook) for trace in finished for one in trace.findings if one.code == 1
             ]
             if overflows:
-                self._overflow_warned = True
+                self.warns_of_overflow = False
                 bucket, hook = overflows[0]
                 text = f"bucket {bucket} overflowed in {hook}: finite gradients came back as infinity"
                 warnings.warn(f"{text}; use bf16, or a smaller loss", stacklevel=2)
@@ -154,38 +158,56 @@ def register(
         HookSetupError: no such hook, wrong options, a stack that cannot work, or a model it cannot work on.
         DisagreementError: the ranks were given different hooks; it names the ranks.
     """
+    check_model(model)
+    return attach(model, make_stack(hooks), open_control_channel(timeout), scaler=scaler, timeout=timeout)
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Raise HookSetupError for a model that hooks cannot work on."""
     if not isinstance(model, DistributedDataParallel):
         raise HookSetupError(
             f"hooks are registered with a DistributedDataParallel, got {type(model).__name__}"
         )
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")
-    stack = make_stack(hooks)
-    control = open_control_channel(timeout)
+    if model._comm_hooks:
+        raise HookSetupError("the model has a communication hook already: DDP accepts only one")
+
+
+def attach(
+    model: DistributedDataParallel,
+    stack: Stack,
+    control: ControlChannel,
+    *,
+    scaler: torch.amp.GradScaler | None,
+    timeout: timedelta,
+    observer: CollectiveObserver = NULL_OBSERVER,
+) -> Handle:
+    """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives."""
     control.check_agreement("the hooks", stack.description)
-    device = next(param.device for param in model.parameters() if param.requires_grad)
+    device = device_of(model)
     hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode())]
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or str(hosts.count(hosts[control.rank]))
     exchange = Exchange.open(
         control=control,
         device=device,
-        backend=_backend_for(device),
+        backend=backend_of(device),
         hosts=hosts,
         local_sizes=[int(size) for size in control.all_gather_bytes(local_world_size.encode())],
         gradients=merge_requirements([stack.requirements, Stack([]).requirements]),
         plain={},
         timeout=timeout,
+        observer=observer,
     )
-    try:
-        return Handle(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
-    except RuntimeError as error:
-        if "only be called once" not in str(error):
-            raise
-        text = "the model has a communication hook already: DDP accepts only one"
-        raise HookSetupError(text) from None
+    return Handle(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
 
 
-def _backend_for(device: torch.device) -> str:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's gradients are."""
+    return next(param.device for param in model.parameters() if param.requires_grad)
+
+
+def backend_of(device: torch.device) -> str:
     """`gloo` or `nccl`: the default group's for a device, which `get_backend` does not always know."""
     of_devices = dict(one.split(":") for one in dist.get_backend_config().split(","))
     return "nccl" if of_devices.get(device.type) == "nccl" else "gloo"

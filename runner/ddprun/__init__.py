@@ -1,8 +1,14 @@
 """ddprun: a declarative pipeline runner for PyTorch DistributedDataParallel.
 
-Importing this package imports nothing else: `ddprun.__main__` has to mend `sys.path` before anything of
-the working directory could shadow an installed package.
+`ddprun.observe` is for training scripts of your own. Importing this package imports nothing else:
+`ddprun.__main__` has to mend `sys.path` before anything of the working directory could shadow an installed
+package.
 """
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ddprun.observer.run import ObservedRun as ObservedRun
+    from ddprun.observer.run import observe as observe
 
 __version__ = "0.1.0"
 
@@ -37,3 +43,12 @@ def exit_unless_linux() -> None:
 
 class InputError(Exception):
     """What the user has given cannot be used; the message says why. It ends a command: `EXIT_BAD_INPUT`."""
+
+
+def __getattr__(name: str) -> object:
+    if name in ("observe", "ObservedRun"):
+        exit_unless_linux()
+        from ddprun.observer import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

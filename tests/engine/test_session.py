@@ -57,7 +57,7 @@ def go(stage_run: StageRun, steps: int) -> None:
         train_step(stage_run, batches, step)
         exchanged = sync_after_step(stage_run, step)
         session.state.step = step
-        session.runtime.recorder.end_step(stop=False, compare_clocks=False, exchanged=exchanged)
+        session.runtime.recorder.end_step(exchanged=exchanged)
 
 
 def begin(session: Session) -> StageRun:

@@ -20,7 +20,7 @@ import ddprun_hooks
 from ddprun_hooks.builtin.cast import Cast
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.payload import Finding
-from ddprun_hooks.standalone import _backend_for
+from ddprun_hooks.standalone import backend_of
 from tests.ranks import as_processes
 from tests.reads import Reads
 
@@ -374,7 +374,7 @@ def test_the_backend_is_the_default_groups_for_the_models_device(
     config: str, device: str, backend: str
 ) -> None:
     with mock.patch.object(dist, "get_backend_config", return_value=config):
-        assert _backend_for(torch.device(device, 0)) == backend
+        assert backend_of(torch.device(device, 0)) == backend
 
 
 def scale_reads() -> tuple[int, list[float]]:

@@ -18,7 +18,7 @@ from ddprun.checkpoint import folder as checkpoints
 from ddprun.checkpoint.codec import DamagedError, read_tensors, write_tensors
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.engine.outcome import append_to_rank_log, rank_log_path, write_summary
+from ddprun.engine.failures import append_to_rank_log, rank_log_path
 from ddprun.run_files import (
     WrongFileTypeError,
     check_folder_if_exists,
@@ -28,7 +28,7 @@ from ddprun.run_files import (
     replace_atomically,
 )
 from ddprun.telemetry.records import Summary
-from ddprun.telemetry.writer import Writer
+from ddprun.telemetry.writer import Writer, write_summary
 from tests.engine.running import run_pipeline, summary, to_its_end
 from tests.ranks import as_processes
 from tests.report.made_up import make

@@ -1,6 +1,7 @@
 """When ranks know what the others have posted, and which records come of their steps."""
 
 import json
+import math
 import random
 import threading
 import time
@@ -76,7 +77,7 @@ def take(recorder: StepRecorder, step: int, *, exchanged: bool = True) -> list[i
     """One step; the steps that ranks know of at its end."""
     recorder.begin_step(step, 0)
     recorder.note_loss(torch.tensor(float(step)), 1)
-    return steps_of(recorder.end_step(stop=False, compare_clocks=False, exchanged=exchanged))
+    return steps_of(recorder.end_step(exchanged=exchanged))
 
 
 @pytest.mark.parametrize("control_delay_steps", [1, 3])
@@ -241,7 +242,7 @@ def test_a_rank_waits_from_its_last_bucket_to_the_end_of_backward(
         alone.end_backward()
         time.sleep(0.002)
         alone.lap("optimizer_us")
-        alone.end_step(stop=False, compare_clocks=False)
+        alone.end_step()
     alone.end_stage()
     for record in recorded(alone, tmp_path):
         ((start, end),) = record["waits"]
@@ -265,14 +266,17 @@ def test_requests_come_back_with_the_message_about_their_step(alone: StepRecorde
         {},
         {"stop": True},
         {"checkpoint": True},
-        {"compare_clocks": True},
+        {"clocks_are_old": True},
         {"stop": True, "checkpoint": True},
     )
     known = []
     for step, request in enumerate(requests, start=1):
         alone.begin_step(step, 0)
         alone.note_loss(torch.tensor(1.0), 1)
-        known += alone.end_step(**{"stop": False, "compare_clocks": False, **request})
+        if request.pop("clocks_are_old", False):
+            alone.clocks_compared_s = -math.inf
+        known += alone.end_step(**request)
+        alone.clocks_compared_s = math.inf
         known += alone.wait_for_messages()
     assert [agreed.steps for agreed in known] == [[1], [2], [3], [4], [5]]
     assert [(agreed.stop, agreed.checkpoint, agreed.compare_clocks) for agreed in known] == [
@@ -295,7 +299,7 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
         now = now_us()
         alone.traces.append(BucketTrace("gradient", step, (), "float32", 2, 8, now, now, now, findings=found))
         alone.end_backward()
-        known += alone.end_step(stop=False, compare_clocks=False, exchanged=step != 6)
+        known += alone.end_step(exchanged=step != 6)
     known += alone.end_stage()
     assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
     assert known[0].rank_losses == [6.0], "of the newest"
@@ -379,7 +383,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
         for clock.step in range(1, steps + 1):
             recorder.begin_step(clock.step, 0)
             recorder.note_loss(torch.tensor(float(rank + clock.step)), 1)
-            agreed = recorder.end_step(stop=False, compare_clocks=False, exchanged=clock.step in exchanged)
+            agreed = recorder.end_step(exchanged=clock.step in exchanged)
             known[rank] += flat(clock.step, agreed)
             resolved[rank].append(len(recorder._buffer.steps))
         known[rank] += flat(steps + 1, recorder.end_stage())
@@ -405,7 +409,7 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
     for clock.step in range(1, 8):
         recorder.begin_step(clock.step, 0)
         recorder.note_loss(torch.tensor(1.0), 1)
-        recorder.end_step(stop=False, compare_clocks=False)
+        recorder.end_step()
         buffer = recorder._buffer
         assert len(buffer.steps) == clock.step, "nothing was resolved"
         read = [isinstance(mark, int) for mark in buffer.marks]

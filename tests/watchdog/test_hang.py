@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from ddprun.engine import outcome, worker
-from ddprun.engine.outcome import FailureContext
+from ddprun.engine import failures
+from ddprun.engine.failures import FailureContext
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.watchdog.hang import HangContext, PeerAddress, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
@@ -93,11 +93,11 @@ def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
         one.connect(store)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
-    monkeypatch.setattr(outcome, "_LAUNCHER_REACTION_S", 0.0)
-    worker.exit_if_peer_failed(both[0], FailureContext(), "making a group")
+    monkeypatch.setattr(failures, "_LAUNCHER_REACTION_S", 0.0)
+    failures.exit_if_peer_failed(both[0], FailureContext(), "making a group")
     assert codes == [], "nobody has failed yet"
     both[claimant].claim_first_failure(2, is_hang=is_hang)
-    worker.exit_if_peer_failed(both[0], FailureContext(), "making a group")
+    failures.exit_if_peer_failed(both[0], FailureContext(), "making a group")
     assert codes == ([] if code is None else [code])
 
 

@@ -11,7 +11,20 @@ import click
 from click.shell_completion import CompletionItem
 
 from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_SUCCESS, InputError, __version__
-from ddprun.cli import catalog, check, compare, doctor, explain, init, printing, report, run, submit, tune
+from ddprun.cli import (
+    catalog,
+    check,
+    compare,
+    doctor,
+    explain,
+    init,
+    observe,
+    printing,
+    report,
+    run,
+    submit,
+    tune,
+)
 from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
@@ -120,6 +133,7 @@ def _is_key_value(word: str) -> bool:
         report.report,
         compare.compare,
         tune.tune,
+        observe.observe,
         init.init,
         catalog.catalog,
         catalog.schema,

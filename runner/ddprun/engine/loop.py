@@ -40,13 +40,14 @@ from ddprun.engine import build, seeding
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
-from ddprun.engine.session import CLOCKS_EVERY_S, Session
+from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
 from ddprun.engine.turns import Turn, groups_of, only_groups_of
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.plan import is_due
 from ddprun.telemetry.recorder import AgreedSteps
+from ddprun.telemetry.writer import log_event
 
 StepFunction = Callable[[StageRun, StepBatches, int], None]
 """A step's own work, the optimizer's step included: a function of the stage, of batches and of `stage_step`.
@@ -176,7 +177,9 @@ def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
                 of_turn, update = train_turn(run, turn, micro_batches, batches)
             results.append(of_turn)
             updates.append(update)
-        runtime.recorder.note_update(runtime.optimizer, *_combine_norms(runtime.optimizer, turns, updates))
+        runtime.recorder.note_update(
+            runtime.optimizer.param_groups, *_combine_norms(runtime.optimizer, turns, updates)
+        )
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
         mean = mean_loss(session, loss, micro.samples)
@@ -311,7 +314,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
     if any(param.grad is not None for param in model.parameters()):
         with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
             applied, norm, group_norms = optimizer_step(run, from_backward=False)
-            recorder.note_update(runtime.optimizer, norm, group_norms)
+            recorder.note_update(runtime.optimizer.param_groups, norm, group_norms)
     if applied:
         after_update(run)
     recorder.lap("optimizer_us")
@@ -473,7 +476,6 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
         stop=runtime.signals.stop_requested,
         # Without an exchange there is no message, and the request waits.
         checkpoint=exchanged and runtime.signals.pop_checkpoint_request(),
-        compare_clocks=time.monotonic() - session.clocks_measured_s > CLOCKS_EVERY_S,
         exchanged=exchanged,
     )
     step = session.state.step
@@ -513,7 +515,7 @@ def act_on_messages(
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, step)
     if any(one.compare_clocks for one in agreed_steps):
-        session.measure_clocks()
+        log_event(session.reporter.events, runtime.recorder.compare_clocks())
     if run.sequence.exchanges_nothing and run.must_stop_alone():
         return "stop alone"
     return "continue"

@@ -6,7 +6,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from structlog.typing import FilteringBoundLogger
 
 from ddprun import LAUNCHED_VARIABLE
 from ddprun.config import LoadedPipeline, PipelineError
@@ -27,6 +27,7 @@ from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import StepRecord, Straggler
+from ddprun.telemetry.writer import Writer, event_log
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
 from ddprun.units import abbreviated_list, format_count
@@ -37,8 +38,16 @@ from ddprun_hooks.errors import format_ranks
 class Reporter:
     """Reports how a run goes; the screen shows what rank 0 reports."""
 
-    def __init__(self, screen: Screen, events: FilteringBoundLogger, recorder: StepRecorder) -> None:
-        self.screen, self.events, self._recorder = screen, events, recorder
+    def __init__(
+        self,
+        screen: Screen,
+        recorder: StepRecorder,
+        writer: Writer,
+        redact_all: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    ) -> None:
+        self.screen, self.writer, self.redact_all, self._recorder = screen, writer, redact_all, recorder
+        rank = recorder.rank
+        self.events = event_log(writer if rank == 0 else None, redact_all, rank=rank)
         self.trackers = Trackers()
         self.location = "before the first stage"  # for an error's message
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
@@ -47,6 +56,12 @@ class Reporter:
 
     def note(self, text: str) -> None:
         self.screen.note(text)
+
+    def salvage_records(self) -> None:
+        """Write what can be recorded without the other ranks: the run has failed."""
+        with suppress(Exception):  # what has failed may have left a step that cannot be read
+            self._recorder.salvage()
+        self.writer.flush()
 
     # Of the stage that is running.
 

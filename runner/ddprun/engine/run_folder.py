@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,25 +55,33 @@ def agree_on_folder(
             folder = wanted
             _take_over(folder, _WAIT_S)
         else:
-            now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            folder = wanted or Path("runs") / loaded.pipeline.name / f"{now}-{secrets.token_hex(2)}"
-            _make(folder, loaded)
+            folder = wanted or new_folder(loaded.pipeline.name)
+            about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
+            text = loaded.resolved_yaml()
+            make_folder(folder, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
         return str(folder), secrets.token_hex(4), known_folder is not None or begun
 
     path, token, resumed = ranks.from_rank_0("run_dir", make)
     return Path(path), token, resumed
 
 
-def _make(folder: Path, loaded: LoadedPipeline) -> None:
+def new_folder(name: str) -> Path:
+    """Where a run of this name keeps its files by default."""
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / name / f"{now}-{secrets.token_hex(2)}"
+
+
+def make_folder(folder: Path, texts: Mapping[str, str], option: str = "--run-dir") -> None:
+    """Make the folder of a new run, with files of these texts, and keep it locked; raises RunFolderError,
+    which says by which `option` another folder is named.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(entry.name != _LOCK for entry in folder.iterdir()):
-            raise RunFolderError(f"the run folder {folder} is not empty: name another with --run-dir")
+            raise RunFolderError(f"the run folder {folder} is not empty: name another with {option}")
         _lock(folder)
         if any(entry.name != _LOCK for entry in folder.iterdir()):
             raise RunFolderError(f"the run folder {folder} was just taken by another run")
-        about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-        texts = {PIPELINE_FILE: loaded.resolved_yaml(), RUN_INFO_FILE: json.dumps(about) + "\n"}
         for name, text in texts.items():
             with open_file(folder, name, "xb") as file:
                 file.write(text.encode())

@@ -19,8 +19,8 @@ from ddprun import __version__
 from ddprun.checkpoint.codec import sort_metadata, umask_permissions
 from ddprun.checkpoint.folder import fsync_folder
 from ddprun.config import SaveStage
+from ddprun.engine.failures import OutputWriteError
 from ddprun.engine.model_with_loss import model_alone
-from ddprun.engine.outcome import OutputWriteError
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import averaged_weights, make_buffers_equal
 from ddprun.engine.weights import plain_name

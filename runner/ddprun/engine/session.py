@@ -37,12 +37,9 @@ from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.clock import Clock, GradientTimes
 from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import ClockOffsets
-from ddprun.telemetry.writer import RecordFiles, log_event
+from ddprun.telemetry.writer import RecordFiles
 from ddprun_hooks.comm.gpu import PinnedStaging
 from ddprun_hooks.exchange import Exchange
-
-CLOCKS_EVERY_S = 60.0  # how often clocks are compared: none runs like another
 
 
 @dataclass(slots=True)
@@ -202,7 +199,6 @@ class Session:
     runtime: RunComponents
     state: RunState
     reporter: Reporter
-    clocks_measured_s: float = 0.0  # when that was done last, on this process's monotonic clock
 
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
@@ -216,13 +212,3 @@ class Session:
         """Whether one is taken after this step of the run; the same on all ranks."""
         every = self.runtime.loaded.pipeline.checkpoint.every
         return self.runtime.checkpoints is not None and is_due(every, self.state.step)
-
-    def measure_clocks(self) -> None:
-        """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
-        control = self.runtime.exchange.control
-        offset, bound = control.clock_offset()
-        self.runtime.recorder.offset_us = offset
-        measured = control.all_gather([offset, bound], "clock offsets")
-        offset_us, error_us = ([round(us, 1) for us in column] for column in measured.T.tolist())
-        log_event(self.reporter.events, ClockOffsets(offset_us=offset_us, error_us=error_us))
-        self.clocks_measured_s = time.monotonic()

@@ -52,7 +52,7 @@ from ddprun.telemetry.profile import Profiler
 from ddprun.telemetry.progress import screen_for
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import StragglerDetector
-from ddprun.telemetry.writer import RecordFiles, event_log
+from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError, UnequalHostsError
@@ -128,8 +128,6 @@ def build_session(
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {shown_dir}: {error.strerror}") from None
     screen = screen_for(ranks.rank, loaded.secrets.redact)
-    event_writer = records.writer if ranks.rank == 0 else None
-    events = event_log(event_writer, loaded.secrets.redact_all, rank=ranks.rank)
     clock, timings = clock_for(device), pipeline.timings
     stragglers = None
     if control.rank == 0:
@@ -137,7 +135,7 @@ def build_session(
     recorder = StepRecorder(
         clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
     )
-    reporter = Reporter(screen, events, recorder)
+    reporter = Reporter(screen, recorder, records.writer, loaded.secrets.redact_all)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.largest_cap_bytes)
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
@@ -208,7 +206,7 @@ def build_session(
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
-    session.measure_clocks()
+    log_event(reporter.events, recorder.compare_clocks())
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
         open_trackers(loaded, run_dir, started_in, reporter, recorder, signals)
     return session

@@ -4,7 +4,6 @@ import gc
 import importlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,17 +24,10 @@ from ddprun import (
 from ddprun.config import LoadedPipeline
 from ddprun.engine.compiling import as_compile_error
 from ddprun.engine.evaluate import discard_stale_best, evaluate, try_evaluations
+from ddprun.engine.failures import FailureContext, make_rank_watchdog, report_failure
 from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
-from ddprun.engine.outcome import (
-    FailureContext,
-    Status,
-    close_after_peer_failure,
-    finish_run,
-    rank_log_path,
-    report_failure,
-    write_failure_summary,
-)
+from ddprun.engine.outcome import Status, finish_run
 from ddprun.engine.resume import resume
 from ddprun.engine.run_folder import agree_on_folder
 from ddprun.engine.save import check_saves, save
@@ -57,9 +49,8 @@ from ddprun.parallel.ddp import as_backward_error
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
 from ddprun.telemetry.records import BufferUsage, Started
-from ddprun.telemetry.writer import Writer, event_log, log_event
-from ddprun.watchdog.hang import HangContext, HangReport, report_hang_and_exit
-from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
+from ddprun.telemetry.writer import log_event
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
 
@@ -73,8 +64,6 @@ _STAGE_RUNNERS: dict[str, Callable[[Session, Any], dict[str, Any]]] = {
 }
 
 _HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
-_TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
-_LEAVE_DEADLINE_S = 10.0  # how long a rank may take to close what it has open after another one's failure
 _DEFAULT_GC_THRESHOLDS = (700, 2000)  # of the youngest generation; the second since Python 3.13
 _GC_YOUNG_THRESHOLD = 5_000  # telemetry keeps a few thousand objects for steps with messages in flight
 _NCCL_VARIABLES = {
@@ -119,7 +108,7 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
         os._exit(code)  # threads may hang in collectives whose peers are gone
     # Process groups have threads of their own. One that outlives this function would be taken down with the
     # interpreter, and abort it if a thread is just then on its way back into Python.
-    failure_context.session = None
+    failure_context.reporter, failure_context.step = None, int
     gc.collect()
     ranks.leave()
     watchdog.close()
@@ -152,7 +141,8 @@ def _run(
     folder, token, begun = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
     failure_context.run_dir = folder.absolute()
     rank_files.report_run_dir(folder)
-    session = failure_context.session = build_session(loaded, folder, ranks, device, backend, signals, token)
+    session = build_session(loaded, folder, ranks, device, backend, signals, token)
+    failure_context.reporter, failure_context.step = session.reporter, lambda: session.state.step
     check_saves(session)
     try_evaluations(session)
     _announce(session)
@@ -194,67 +184,6 @@ def prepare_nccl(timeout_s: float) -> None:
         del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
     for name, value in _NCCL_VARIABLES.items():
         os.environ.setdefault(name, value)
-
-
-def make_rank_watchdog(
-    environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
-) -> RankWatchdog:
-    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
-
-    def publish_hang_report(report: HangReport) -> None:
-        session, run_dir = failure_context.session, failure_context.run_dir
-        if session is not None:
-            session.reporter.screen.end()
-        standard_streams.print_stderr(report.message)
-        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
-        if run_dir is None or not write_failure_summary(failure_context, failure):
-            return
-        # Rank 0's own writer may be what hangs.
-        writer = Writer(run_dir)
-        redact = session.runtime.loaded.secrets.redact_all if session is not None else dict
-        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
-        writer.close()
-        if session is not None:
-            session.runtime.records.writer.flush()
-
-    def close_trackers() -> None:
-        if failure_context.session is not None:
-            failure_context.session.reporter.trackers.close_as_failed(_TRACKERS_END_S)
-
-    hang_context = HangContext(
-        rank=environment.rank,
-        size=environment.world_size,
-        host=os.uname().nodename,
-        peers=lambda: ranks().peers(),
-        hosts_store=lambda: ranks().hosts_store,
-        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
-        log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
-        publish_report=publish_hang_report,
-        before_exit=close_trackers,
-    )
-    return RankWatchdog(
-        environment.rank,
-        timeout_s,
-        rank_files.attempt_folder(),
-        partial(report_hang_and_exit, hang_context),
-        lambda what: exit_if_peer_failed(ranks(), failure_context, what),
-    )
-
-
-def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
-    """End this process if another rank has failed: `what` it waits for may never be there. After a hang its
-    watchdog has a report of its own to make.
-    """
-    first = ranks.first_failure()
-    if first is None or first.is_hang or first.rank == ranks.rank:
-        return
-    deadline = threading.Timer(_LEAVE_DEADLINE_S, os._exit, [first.exit_code])
-    deadline.daemon = True
-    deadline.start()
-    rank_files.unregister_pid()
-    close_after_peer_failure(failure_context, ranks, first.rank, f"waited for {what}")
-    standard_streams.flush()
-    os._exit(first.exit_code)
 
 
 def _run_stages(session: Session) -> Status:
@@ -313,10 +242,7 @@ def _announce(session: Session) -> None:
         backend=runtime.backend,
         cores=cores(),
         device_name=device_name(runtime.device),
-        buckets=[
-            {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
-            for b in runtime.turns.buckets
-        ],
+        buckets=[layout.to_plain_data() for layout in runtime.turns.buckets],
         groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer),
     )
     log_event(reporter.events, started)

@@ -32,12 +32,14 @@ _T = TypeVar("_T")
 
 
 def die_with_launcher() -> None:
-    """For a rank of ddprun's launcher, before anything that takes time: to import torch takes seconds."""
+    """For a rank of ddprun's launcher or torchrun, before what takes time: importing torch takes seconds."""
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
     if launcher is not None:
         die_with_parent(int(launcher))
         # Slurm signals all processes of a step at once; to one that has no handler yet that would be the end.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -139,8 +139,7 @@ class Ranks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self.watchdog.set_device(device)
-        local_size, server = self.environment.local_world_size, os.environ.get(STATUS_SERVER_VARIABLE, "")
-        self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, self.status_page, server]))
+        self._publish_address()
         with observed_wait(self._joining, "init_process_group", "making the process group of all ranks"):
             dist.init_process_group(
                 backend,
@@ -149,6 +148,20 @@ class Ranks:
                 world_size=self.size,
                 timeout=self.timeout,
             )
+        self._learn_hosts()
+
+    def adopt_process_group(self, prefix: str) -> None:
+        """Use the default process group, which a script has made, and its store, with this prefix of keys."""
+        base: Any = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._base_store, self._second_connection = base, dist.PrefixStore("ddprun", base.clone())
+        self._publish_address()
+        self._learn_hosts()
+
+    def _publish_address(self) -> None:
+        local_size, server = self.environment.local_world_size, os.environ.get(STATUS_SERVER_VARIABLE, "")
+        self.store.set(f"host/{self.rank}", json.dumps([self.host, local_size, self.status_page, server]))
+
+    def _learn_hosts(self) -> None:
         everyone = self._collect("host", "learning which host each rank is on")
         self.hosts, self.local_sizes, pages, servers = zip(*everyone, strict=True)
         self._peers = dict(enumerate(map(PeerAddress, self.hosts, pages, servers)))
@@ -245,7 +258,11 @@ class Ranks:
                 return
 
         thread = threading.Thread(target=run, name="ddprun-store", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            run()
+            return answers[0] if answers else None
         thread.join(timeout_s)
         self._unanswered = thread
         return answers[0] if answers else None

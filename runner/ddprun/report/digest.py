@@ -189,7 +189,7 @@ class StageDigest:
     first_step: int  # that was recorded
     last_step: int
     times: StepTimes
-    synced_steps: int  # recorded steps in which ranks exchanged their losses
+    synced_steps: int  # recorded steps in which ranks exchanged something
     traffic: list[Traffic] = field(default_factory=list)
     buckets: list[Traffic] = field(default_factory=list)
     step_percentiles_ms: Mapping[str, float] = field(default_factory=dict)  # over steps; mean over ranks
@@ -329,7 +329,8 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 times = StepTimes([Counter() for _ in run.ranks])
                 stage = stages_by_index[line.stage] = StageDigest(*about, step, step, times, synced_steps=0)
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
-            stage.synced_steps += position == 0 and line.mean_loss is not None
+            # The loss of a script may not be known; then only a wait shows that ranks exchanged something.
+            stage.synced_steps += position == 0 and (line.mean_loss is not None or bool(line.waits))
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
                 stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})

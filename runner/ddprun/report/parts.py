@@ -30,5 +30,5 @@ STEP_PARTS = {
     "exposed_wire_us": Part("wire, exposed", "on the wire", "wire", "#E69F00", "\\"),
     "optimizer_us": Part("optimizer", "in the optimizer", "compute", "#009E73"),
     "sync_us": Part("between steps", "between steps", "sync", "#F0E442", "-"),
-    "other_us": Part("other", "elsewhere", "sync", "#777777", "+"),
+    "other_us": Part("other", "elsewhere", "other", "#777777", "+"),
 }

@@ -26,6 +26,7 @@ _STRAGGLER_ADVICE = {
     "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
     "optimizer": "a look at what else runs on the late rank's cores or GPU",
     "sync": "a look at what the late rank does between steps",
+    "other": "a look at what the late rank's script does besides forward, backward and optimizer",
     "communication": "a look at the late rank's link, and at hooks that work on its training thread",
 }
 
@@ -73,6 +74,7 @@ def time_breakdown(times: StepTimes) -> str:
         ),
         (shares["data"], "loading data"),
         (shares["sync"], "between steps"),
+        (shares["other"], "elsewhere"),
     ]
     named = [f"{share:.0%} {what}" for share, what in sorted(known, reverse=True) if share >= 0.005]
     text = f"A step took {times.mean_parts_us['step_us'] / 1000:.1f} ms on average"
@@ -214,6 +216,9 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["sync"] > _ADVICE_THRESHOLD:
         what = "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation"
         exact.append((shares["sync"], what))
+    if shares["other"] > _ADVICE_THRESHOLD:
+        what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
+        exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
     balance = hook_balance(digest, stage)
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
         without = _fastest_stage(digest, stage, with_hooks=False)

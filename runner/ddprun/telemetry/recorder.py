@@ -22,7 +22,6 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
@@ -46,7 +45,7 @@ from ddprun.telemetry.control_message import (
     mean_losses_over_ranks,
     mean_values_over_ranks,
 )
-from ddprun.telemetry.records import PARTS, MachineRecord, StepRecord, Straggler
+from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
     FloatArray,
     MarkBuffer,
@@ -73,6 +72,8 @@ their time, and so does code that has not run for a while. A request to stop tak
 _MAX_PER_POST, _MAX_PER_POST_ON_DEVICE = 256, 32
 """At most so many messages in a post, which bounds the memory for steps. Fewer with a GPU: reading its marks
 takes longer, and the GPU idles meanwhile."""
+
+_COMPARE_CLOCKS_EVERY_S = 60.0  # none runs like another
 
 _RECORDS_PER_SLICE = 8  # records that are made before looking whether there is still time
 _SLICE_US = 2000
@@ -188,11 +189,13 @@ class StepRecorder:
         stragglers: StragglerDetector | None = None,
     ) -> None:
         self._clock, self._control, self._writer, self._every = clock, control, writer, every
+        self.rank = control.rank
         self._max_per_post = _MAX_PER_POST_ON_DEVICE if clock.lag_steps else _MAX_PER_POST
         self.stragglers = stragglers
         self.deferred = DeferredWork()  # methods here finish it when they need its results
         self.mark: Callable[[], Any] = clock.mark  # this moment on the training thread's time line
         self.offset_us = 0.0  # how far this rank's clock is ahead of rank 0's
+        self.clocks_compared_s = time.monotonic()  # when that was measured last
         self.on_step_record: Callable[[StepRecord, Sequence[BucketTrace[int]]], None] | None = None
         """Is called with every step's record, and with the traces of what was waited for in it."""
 
@@ -286,15 +289,18 @@ class StepRecorder:
         return self.current.number % self._every == 0 or self.on_step_record is not None
 
     def note_update(
-        self, optimizer: Optimizer, grad_norm: Tensor | None, group_norms: Sequence[Tensor] | None
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        grad_norm: Tensor | None,
+        group_norms: Sequence[Tensor] | None,
     ) -> None:
-        """Note the parameter groups' learning rates, the norm of all gradients, and those of the groups.
+        """Note the learning rates of parameter groups, the norm of all gradients, and those of the groups.
         Norms are of shape (); None: not measured. On a device they are read some steps later, as losses are.
         """
         if not self.records_step:
             return
         step, copy_to_host = self.current, self._clock.copy_to_host
-        rates = [group.get("lr") for group in optimizer.param_groups]  # Adafactor's may be None
+        rates = [group.get("lr") for group in param_groups]  # Adafactor's may be None
         if any(rate is not None for rate in rates):
             step.lr = [None if rate is None else float(rate) for rate in rates]
         step.grad_norm = None if grad_norm is None else copy_to_host(grad_norm.float())
@@ -318,24 +324,35 @@ class StepRecorder:
         self.current.gradient_marks = {**(self.current.gradient_marks or {}), **marks}
 
     def end_step(
-        self, *, stop: bool, compare_clocks: bool, checkpoint: bool = False, exchanged: bool = True
+        self,
+        *,
+        stop: bool = False,
+        checkpoint: bool = False,
+        exchanged: bool = True,
+        at: Any = None,
+        alone: bool = False,
     ) -> list[AgreedSteps]:
         """End the step, and return what all ranks newly agree on about earlier ones; waits for no message.
 
-        `stop`, `checkpoint` and `compare_clocks` are what this rank asks for. `exchanged`: ranks exchanged
-        something in this step; alike on all of them.
+        `stop` and `checkpoint` are what this rank asks for. `exchanged`: ranks exchanged something in this
+        step; alike on all of them. `at`: the mark of its end, if that was before now. `alone`: the other
+        ranks may be gone, so nothing is exchanged.
         """
         step, cpu_ns = self.current, time.process_time_ns()
-        self.lap("other_us")
+        self._buffer.parts.append("other_us")
+        self._buffer.marks.append(self.mark() if at is None else at)
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
         if not exchanged:
             step.exchanged = False
+        compare_clocks = time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
-        self._last_end = self._buffer.marks[-1]
+        self._last_end = self._buffer.marks[-1] if at is None else None
         self._buffer.end_step(step)
         self._steps_since_post += 1
         self._step = None
+        if alone:
+            return []
         if self._clock.lag_steps:
             self._read_ahead()
         due = 0
@@ -346,6 +363,14 @@ class StepRecorder:
         return self._await_messages(due) if due else []
 
     # Between steps.
+
+    def compare_clocks(self) -> ClockOffsets:
+        """Measure each rank's clock against rank 0's; called by all ranks at the same moment."""
+        self.offset_us, bound = self._control.clock_offset()
+        measured = self._control.all_gather([self.offset_us, bound], "clock offsets")
+        self.clocks_compared_s = time.monotonic()
+        offset_us, error_us = ([round(us, 1) for us in column] for column in measured.T.tolist())
+        return ClockOffsets(offset_us=offset_us, error_us=error_us)
 
     def wait_for_messages(self, *, post_remainder: bool = False) -> list[AgreedSteps]:
         """Wait for the messages about all steps that are over, and finish these.
@@ -372,7 +397,7 @@ class StepRecorder:
     def record_between_step_exchanges(self, stage: int, step: int) -> None:
         """Write the records of what was exchanged between steps, and count it."""
         traffic, self._between_steps = self._between_steps, NonBackwardExchanges()
-        traces, rank = list(self._clock.read_traces(traffic.completed)), self._control.rank
+        traces, rank = list(self._clock.read_traces(traffic.completed)), self.rank
         read_finding_codes(traces)
         self._accumulator.note_findings(traces)
         self._count_traffic(
@@ -398,11 +423,13 @@ class StepRecorder:
         if self.stragglers is not None:
             self.stragglers.load_state_dict(state["stragglers"])
 
-    def salvage(self) -> None:
-        """Record the steps that are over without the messages of other ranks: the run has failed."""
+    def salvage(self, *, wait_for_device: bool = False) -> None:
+        """Record the steps that are over without the messages of other ranks: these may be gone. After a
+        failure the device may never reach the end of a step.
+        """
         self.deferred.do_all()
-        if self._clock.lag_steps:
-            return  # the device may never get there
+        if self._clock.lag_steps and not wait_for_device:
+            return
         all_pending, self._pending_steps = self._pending_steps, deque()
         for pending in all_pending:
             if pending.resolved is not None:
@@ -538,7 +565,7 @@ class StepRecorder:
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
-            rank, names = self._control.rank, self.value_names
+            rank, names = self.rank, self.value_names
             for one in step_records(resolved, losses, all_ready, names, means, rank=rank, every=every):
                 if self.on_step_record is not None:
                     self.on_step_record(one.record, one.traces)
@@ -556,7 +583,7 @@ class StepRecorder:
 
     def _write(self, kind: str, lines: Sequence[bytes]) -> None:
         if lines:
-            self._writer.put(record_file(kind, self._control.rank), b"".join(lines), len(lines))
+            self._writer.put(record_file(kind, self.rank), b"".join(lines), len(lines))
 
     def _count_traffic(self, traces: Sequence[BucketTrace[int]], communication_us: int) -> None:
         self.totals.communication_us += communication_us

@@ -19,7 +19,7 @@ Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what arrays take
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 StepNumber = Annotated[int, Meta(gt=0, le=2**63 - 1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-Cause = Literal["data", "forward", "backward", "optimizer", "sync", "communication"]
+Cause = Literal["data", "forward", "backward", "optimizer", "sync", "other", "communication"]
 
 _MAX_PROFILED_STEPS = 100_000
 

@@ -581,6 +581,24 @@ class Totals:
         parts_us = dict(zip((*PARTS, "step_us"), parts, strict=True))
         return cls(steps, samples, wire_bytes, communication_us, parts_us)
 
+    @staticmethod
+    def summary_fields(totals: Sequence["Totals"]) -> dict[str, Any]:
+        """What the summary says of all ranks, by its fields; times are means over ranks, in seconds."""
+
+        def mean_s(*parts: str) -> float:
+            return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
+
+        return {
+            "samples": sum(total.samples for total in totals),
+            "seconds_in_steps": mean_s("step_us"),
+            "data_s": mean_s("data_us"),
+            "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
+            "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
+            "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
+            "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
+            "wire_bytes": sum(total.wire_bytes for total in totals),
+        }
+
     @classmethod
     def of_other_ranks(cls, totals: Sequence["Totals"], rank: int, ranks: int) -> "Totals":
         """With what one of so many ranks goes on, after as many others as have `totals`. Counts are divided

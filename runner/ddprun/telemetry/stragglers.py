@@ -31,7 +31,7 @@ from ddprun.telemetry.records import OWN_PARTS, Cause, Straggler
 from ddprun.telemetry.steps import FloatArray
 
 _CAUSES: dict[str, Cause] = {f"{cause}_us": cause for cause in get_args(Cause)}  # by part in `OWN_PARTS`
-_CAUSES |= {"hook_us": "communication", "other_us": "sync"}
+_CAUSES["hook_us"] = "communication"
 _MIN_LATE_US = 1000.0  # less may be the error of clocks or the noise of a busy machine
 _SPREAD_FACTOR = 3.0
 _HYSTERESIS = 2.0

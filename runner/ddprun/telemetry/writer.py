@@ -7,6 +7,7 @@ A resume cuts off what came after the checkpoint (`truncate_records`).
 
 import json
 import mmap
+import platform
 import queue
 import re
 import tempfile
@@ -20,9 +21,11 @@ from typing import IO, Any, NoReturn
 
 import msgspec
 import structlog
+import torch
 
+from ddprun import __version__
 from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, names_in, open_file, parse_json, replace_atomically
-from ddprun.telemetry.records import Event
+from ddprun.telemetry.records import Event, Summary
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
 
@@ -177,6 +180,22 @@ def log_event(events: structlog.typing.FilteringBoundLogger, event: Event) -> No
     """Log one of the events that readers know."""
     fields = msgspec.to_builtins(event)
     events.info(fields.pop("event"), **fields)
+
+
+def versions() -> dict[str, str]:
+    """What the summary says of them."""
+    return {
+        "ddprun": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Write `summary.json`, whole or not at all; NaN and infinities become null."""
+    with replace_atomically(run_dir, "summary.json") as file:
+        data = nonfinite_to_none(msgspec.to_builtins(summary))
+        file.write(json.dumps(data, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def ranks_with_records(run_dir: Path, kind: str) -> list[int]:

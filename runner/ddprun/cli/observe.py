@@ -1,0 +1,45 @@
+"""`ddprun observe`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@click.option(
+    "--hooks", metavar="HOOKS", default="[]", help="A list as in a pipeline, such as [fp16]; by default none."
+)
+@click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for the records.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds in a collective until a hang is reported; by default the script's own limit.",
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
+def observe(
+    hooks: str, run_dir: Path | None, timeout_s: float | None, script: Path, arguments: tuple[str, ...]
+) -> int:
+    """Run a training script of your own under torchrun, and record its steps as those of a run.
+
+    `torchrun --nproc-per-node 2 -m ddprun observe train.py --lr 0.1` does for train.py what a call of
+    `ddprun.observe` in it would do, for the first DistributedDataParallel that it makes. That class's
+    constructor is replaced in this process until then; nothing else is. The exit code is the script's.
+    """
+    from ddprun.config.faults import PipelineError
+    from ddprun.config.reader import parse_yaml
+    from ddprun.config.tree import Source
+    from ddprun.observer.script import run_observed_script
+    from ddprun_hooks.errors import HookSetupError
+    from ddprun_hooks.registry import make_stack
+
+    found, faults = parse_yaml(hooks, Source.from_text("--hooks", 1, hooks))
+    if faults:
+        raise PipelineError(faults)
+    chosen: Any = [] if found is None else found.data()
+    try:
+        make_stack(chosen)
+    except HookSetupError as error:
+        raise click.BadParameter(str(error), param_hint="--hooks") from None
+    return run_observed_script(script, arguments, hooks=chosen, run_dir=run_dir, timeout_s=timeout_s)

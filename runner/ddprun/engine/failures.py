@@ -1,0 +1,249 @@
+"""How a run fails: what is reported, by which rank, and what is left in its folder."""
+
+import os
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddprun import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_REPEATED, standard_streams
+from ddprun.checkpoint import folder
+from ddprun.config import PipelineError
+from ddprun.config.secrets import Secrets
+from ddprun.engine.reporter import Reporter
+from ddprun.engine.run_folder import RunFolderError
+from ddprun.host import rank_files
+from ddprun.host.network import NetworkError
+from ddprun.host.processes import file_limit_hint
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.sync.audit import DriftError
+from ddprun.telemetry.records import Summary
+from ddprun.telemetry.writer import Writer, event_log, write_summary
+from ddprun.watchdog.hang import HangContext, HangReport, open_log, report_hang_and_exit
+from ddprun.watchdog.rank_watchdog import RankWatchdog
+from ddprun_hooks.errors import DisagreementError
+
+_TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
+_LEAVE_DEADLINE_S = 10.0  # how long a rank may take to close what it has open after another one's failure
+
+
+class OutputWriteError(Exception):
+    """Something that a run leaves behind could not be written."""
+
+
+_LOST_PEER = re.compile(  # Gloo raises plain RuntimeErrors, whatever has gone wrong
+    "connection (closed by peer|reset by peer|refused)|broken pipe|socket closed|remote process exited|"
+    "read error|left the exchange",
+    re.IGNORECASE,
+)
+_NETWORK_ERRORS = (dist.DistBackendError, dist.DistNetworkError)
+_EXCHANGE_MODULES = (
+    "ddprun_hooks.",
+    "ddprun.parallel.ranks.",
+    "torch.distributed.",
+    "torch.futures.",
+    "torch.nn.parallel.distributed.",
+    "torch.autograd.graph.",  # an exchange that breaks in backward's own code, which has no frames
+)  # where collectives and the store are called from
+_GLOO_CAUSE_PREFIX = ". This is typically caused by"
+_LAUNCHER_REACTION_S, _STORE_LINGER_S, _TICK_S = 3.0, 3.0, 0.1
+
+
+@dataclass(slots=True)
+class FailureContext:
+    """What of the run exists so far, for reports of a failure."""
+
+    run_dir: Path | None = None
+    reporter: Reporter | None = None
+    step: Callable[[], int] = int  # how many steps of the run are done
+
+
+def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
+    """Report what went wrong, unless another rank failed first; gives the exit code."""
+    rank_files.unregister_pid()
+    reporter = context.reporter
+    bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
+    if not bad_input:
+        wait_for_first_failure(error, ranks)
+    headline = _headline(error, secrets)
+    step, run_dir = context.step(), context.run_dir
+    checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
+    how: list[str | int | None] = [headline, step, next(iter(checkpoints), None)]
+    code = EXIT_BAD_INPUT if bad_input else EXIT_FAILURE
+    if rank_files.previous_attempt_error() == how and not _is_lost_peer(error):
+        code = EXIT_REPEATED  # all ranks end with the code of the first: all launchers decide alike
+    claimed = ranks.claim_first_failure(code)
+    if claimed.rank != ranks.rank:
+        close_after_peer_failure(context, ranks, claimed.rank, headline)
+        return claimed.exit_code
+    rank_files.report_error(how)
+    if reporter is not None:
+        reporter.screen.end()
+        reporter.trackers.delay_close_as_failed()  # the failure is reported first
+    if isinstance(error, PipelineError):
+        message = str(error)
+    elif bad_input or isinstance(error, OutputWriteError):
+        message = secrets.redact(f"ddprun: {error}")
+    else:
+        where = reporter.location if reporter is not None else "before the first stage"
+        head = f"ddprun: rank {ranks.rank} failed ({where}): {headline}"
+        if isinstance(error, DriftError | DisagreementError):
+            detail = str(error)  # all ranks found it; where in the code says nothing
+            head = f"ddprun: the run failed ({where}):"
+        elif _is_lost_peer(error):
+            head = head.partition(_GLOO_CAUSE_PREFIX)[0]
+            detail = "another rank is gone; its own message, if it left one, is in its launcher's output"
+        else:
+            detail = "".join(traceback.format_exception(error)).rstrip()
+        message = secrets.redact(f"{head}{file_limit_hint(error)}\n{detail}")
+    standard_streams.print_stderr(message)
+    if not bad_input:
+        append_to_rank_log(context.run_dir, ranks.rank, message)
+    if reporter is not None:
+        reporter.salvage_records()
+    write_failure_summary(context, {"rank": ranks.rank, "message": headline})
+    if reporter is not None:
+        reporter.trackers.close_as_failed()
+    if ranks.hosts_store:
+        time.sleep(_STORE_LINGER_S)  # so that the others can still read whose failure was first
+    return claimed.exit_code
+
+
+def wait_for_first_failure(error: BaseException, ranks: Ranks) -> None:
+    """If the cause of an error is that another rank is gone, let that one, or its launcher, say so first."""
+    if _is_lost_peer(error):  # one that was killed cannot say so; its launcher can, and ends this rank
+        until = time.monotonic() + _LAUNCHER_REACTION_S
+        while time.monotonic() < until and ranks.first_failure() is None:
+            time.sleep(_TICK_S)
+
+
+def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
+    """Close what this rank has open after rank `first` has failed; `what` happened to this one is logged.
+    Returns once this host's launcher has seen that rank's end, if it is its own, and nobody needs the store.
+    """
+    reporter = context.reporter
+    if reporter is not None:
+        reporter.screen.end()
+    append_to_rank_log(context.run_dir, ranks.rank, f"after another rank had failed: {what}")
+    if reporter is not None:
+        reporter.trackers.close_as_failed()
+    if ranks.hosts_store or not ranks.is_on_another_host(first):
+        time.sleep(_LAUNCHER_REACTION_S)
+
+
+def write_failure_summary(context: FailureContext, failure: dict[str, object]) -> bool:
+    """Write a failure into the run's folder, if this host sees it."""
+    if context.run_dir is None or not context.run_dir.is_dir():
+        return False
+    with suppress(OSError):
+        write_summary(context.run_dir, Summary(status="failed", steps=context.step(), error=failure))
+    return True
+
+
+def rank_log_path(run_dir: Path | None, rank: int) -> Path | None:
+    """A rank's log, made only when something is written to it; None where no run folder is known."""
+    return None if run_dir is None else run_dir / "logs" / f"rank-{rank:05}.log"
+
+
+def append_to_rank_log(run_dir: Path | None, rank: int, text: str) -> None:
+    """Append to a rank's log, if there can be one."""
+    log = rank_log_path(run_dir, rank)
+    if log is not None:
+        with suppress(OSError), open_log(log) as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _headline(error: BaseException, secrets: Secrets) -> str:
+    """The error in a line, and what it was raised from in the first place."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    text = _in_a_line(error, secrets)
+    return text if first is error else f"{text} (caused by {_in_a_line(first, secrets)})"
+
+
+def _in_a_line(error: BaseException, secrets: Secrets) -> str:
+    text = secrets.redact(str(error)).strip().splitlines()  # before a secret of several lines is cut
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether an exchange broke because another rank is gone.
+
+    Any code may raise an error with such a text, a dataset that reads over the network for one: what counts
+    first is the module of the traceback's innermost frame.
+    """
+    if not isinstance(error, RuntimeError | OSError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or not f"{frames[-1].f_globals.get('__name__', '')}.".startswith(_EXCHANGE_MODULES):
+        return False
+    return isinstance(error, _NETWORK_ERRORS) or _LOST_PEER.search(str(error)) is not None
+
+
+def make_rank_watchdog(
+    environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
+) -> RankWatchdog:
+    """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
+
+    def publish_hang_report(report: HangReport) -> None:
+        reporter, run_dir = failure_context.reporter, failure_context.run_dir
+        if reporter is not None:
+            reporter.screen.end()
+        standard_streams.print_stderr(report.message)
+        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
+        if run_dir is None or not write_failure_summary(failure_context, failure):
+            return
+        # Rank 0's own writer may be what hangs.
+        writer = Writer(run_dir)
+        redact = dict if reporter is None else reporter.redact_all
+        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
+        writer.close()
+        if reporter is not None:
+            reporter.writer.flush()
+
+    def close_trackers() -> None:
+        if failure_context.reporter is not None:
+            failure_context.reporter.trackers.close_as_failed(_TRACKERS_END_S)
+
+    hang_context = HangContext(
+        rank=environment.rank,
+        size=environment.world_size,
+        host=os.uname().nodename,
+        peers=lambda: ranks().peers(),
+        hosts_store=lambda: ranks().hosts_store,
+        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
+        log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
+        publish_report=publish_hang_report,
+        before_exit=close_trackers,
+    )
+    return RankWatchdog(
+        environment.rank,
+        timeout_s,
+        rank_files.attempt_folder(),
+        partial(report_hang_and_exit, hang_context),
+        lambda what: exit_if_peer_failed(ranks(), failure_context, what),
+    )
+
+
+def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str) -> None:
+    """End this process if another rank has failed: `what` it waits for may never be there. After a hang its
+    watchdog has a report of its own to make.
+    """
+    first = ranks.first_failure()
+    if first is None or first.is_hang or first.rank == ranks.rank:
+        return
+    deadline = threading.Timer(_LEAVE_DEADLINE_S, os._exit, [first.exit_code])
+    deadline.daemon = True
+    deadline.start()
+    rank_files.unregister_pid()
+    close_after_peer_failure(failure_context, ranks, first.rank, f"waited for {what}")
+    standard_streams.flush()
+    os._exit(first.exit_code)

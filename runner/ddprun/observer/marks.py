@@ -1,0 +1,267 @@
+"""Where a script's steps begin and end, found from hooks of the model, of autograd and of torch.optim.
+
+::
+
+    the loader gives a batch          data_us      where `ObservedRun.steps` wraps the loader
+    model(...)                        forward_us
+    the loss; its own backward pass   other_us
+    backward, from the model's output backward_us, exposed_*_us
+    clipping, GradScaler.unscale_     other_us
+    optimizer.step()                  optimizer_us
+    all until the next forward pass   other_us
+
+A step ends when the next forward pass, or the search for the next batch, begins after an optimizer has
+stepped. With a GradScaler it also ends when that has skipped the optimizer's step. Ranks exchange messages
+where a step ends, and wait for each other at the beginning of a forward pass with gradients alone: one rank
+may evaluate, or get other batches, while the others do something else.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ddprun.telemetry.recorder import StepRecorder
+from ddprun.watchdog.rank_watchdog import EngineListener
+from ddprun_hooks.dispatcher import call_after_backward
+from ddprun_hooks.standalone import Handle
+
+_T = TypeVar("_T")
+_MAX_PASSES = 256  # backward passes without an optimizer's step, until that is told
+
+
+class _Hook:
+    """A hook that torch.compile does not look into, and that a copy of the model does without."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+class StepMarks:
+    """Marks the steps of a script in the `recorder`.
+
+    `optimized`: the parameters by which an optimizer is known as the script's. `after_step` is called where a
+    step ends: with whether ranks exchanged gradients in it, and with the mark of its end, if that was before.
+    `before_forward` is called before each forward pass with gradients, which all ranks take together.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        recorder: StepRecorder,
+        watchdog: EngineListener,
+        device: torch.device,
+        optimized: Iterable[Tensor],
+        scaler: torch.amp.GradScaler | None,
+        after_step: Callable[[bool, Any], None],
+        before_forward: Callable[[], None],
+    ) -> None:
+        self.step = 0  # steps that are over
+        self._handle, self._recorder, self._watchdog, self._scaler = handle, recorder, watchdog, scaler
+        self._after_step, self._before_forward = after_step, before_forward
+        self._optimized = {id(param) for param in optimized}
+        self._running = self._updated = self._exchanged = self._in_backward = False
+        self._ended_at: Any = None  # the mark of the running step's end, where an evaluation has begun
+        self._passes = 0  # backward passes in the running step
+        self._stepping: Optimizer | None = None
+        self._scale_version = self._version_of_scale()
+        self._no_loss = torch.full((), math.nan, device=device)
+        self._param_groups: list[Mapping[str, Any]] = []  # of the optimizers that have stepped in this step
+        self._micro_batches: list[tuple[Tensor | None, int]] = []  # loss and samples, not noted yet
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Begin to watch. Nothing here changes a value that the script computes."""
+        begins, module_begins = _Hook(self._forward_begins), _Hook(self._module_begins)
+        self._hooks = [
+            model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
+            model.register_forward_hook(_Hook(self._forward_ends)),
+            model.module.register_forward_pre_hook(module_begins, prepend=True),
+            register_optimizer_step_pre_hook(_Hook(self._optimizer_begins)),
+            register_optimizer_step_post_hook(_Hook(self._optimizer_ends)),
+        ]
+        self._handle.on_backward = self._backward_begins
+
+    def detach(self) -> None:
+        """End the running step, and watch no longer."""
+        self._end_step_if_over()
+        for hook in self._hooks:
+            hook.remove()
+        self._handle.on_backward = None
+        if self._running:
+            self._recorder.cancel_step()
+        self._running = False
+
+    def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """The batches of a loader, with the time that it takes for each."""
+        source = iter(loader)
+        while True:
+            self._end_step_if_over()
+            self._begin_part(b"data")
+            try:
+                batch = next(source)
+            except StopIteration:
+                self._pause_before_step()
+                return
+            self._recorder.lap("data_us")
+            yield batch
+
+    def note_loss(self, loss: Tensor) -> None:
+        """The mean loss of the newest forward pass, shape (), which may change in place afterwards."""
+        if loss.numel() != 1:
+            raise ValueError(f"a loss is one number, got a tensor of shape {tuple(loss.shape)}")
+        if self._micro_batches:
+            self._micro_batches[-1] = loss.detach().clone().view(()), self._micro_batches[-1][1]
+
+    # Hooks.
+
+    def _forward_begins(
+        self, model: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._end_step_if_over()
+        self._before_forward()
+        self._in_backward = False  # a pass that has failed, if it was true
+        self._begin_part(b"forward")
+        self._note_micro_batches()
+        first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
+        self._micro_batches.append((None, len(first) if first is not None and first.dim() else 1))
+
+    def _forward_ends(self, model: torch.nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        if not torch.is_grad_enabled() or not self._running:
+            return
+        self._recorder.lap("forward_us")
+        self._watchdog.set_phase(b"the script's code")
+        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+        if outputs := [one for one in tensors if one.grad_fn is not None]:  # a hook of a parameter would stay
+            torch.autograd.graph.register_multi_grad_hook(outputs, self._output_has_gradient, mode="any")
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if isinstance(loss, Tensor) and not loss.dim():
+            self.note_loss(loss)
+
+    def _module_begins(self, module: torch.nn.Module, inputs: Sequence[Any]) -> None:
+        """The model is called, under DDP or not: without gradients, after a step or before one, that is an
+        evaluation. Maybe only this rank's, so nothing is exchanged here.
+        """
+        if torch.is_grad_enabled() or not self._running or self._ended_at is not None:
+            return
+        if self._is_over():
+            self._ended_at = self._recorder.mark()
+        elif not (self._micro_batches or self._passes):
+            self._pause_before_step()
+        self._watchdog.set_phase(b"evaluate")
+
+    def _output_has_gradient(self, _: Tensor) -> None:
+        self._backward_begins()
+
+    def _backward_begins(self) -> None:
+        outside = torch._C._current_graph_task_id() < 0  # `Join` sends zeros for a rank without data
+        if self._in_backward or outside:
+            return
+        self._in_backward = True
+        self._begin_part(b"backward")
+        # DDP waits for its buckets in a callback of its own, which comes between these two.
+        call_after_backward(lambda: call_after_backward(self._backward_ends))
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self._passes += 1
+        if self._handle.traces:
+            self._recorder.traces.extend(self._handle.traces)
+            self._handle.traces = []
+            self._exchanged = True
+            self._recorder.end_backward()
+        else:  # under `no_sync`
+            self._recorder.lap("backward_us")
+        self._watchdog.set_phase(b"the script's code")
+        if self._passes == _MAX_PASSES:
+            warnings.warn(
+                f"no step of an optimizer seen in {_MAX_PASSES} backward passes, so nothing is recorded: "
+                "pass the torch.optim optimizer that holds the model's parameters to ddprun.observe",
+                stacklevel=2,
+            )
+
+    def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is None and self._is_observed(optimizer):
+            self._stepping = optimizer
+            self._begin_part(b"optimizer")
+
+    def _optimizer_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is self._stepping:
+            self._stepping = None
+            self._recorder.lap("optimizer_us")
+            self._param_groups += optimizer.param_groups
+            self._recorder.note_update(self._param_groups, None, None)
+            self._updated = True
+            self._watchdog.set_phase(b"the script's code")
+
+    # Steps.
+
+    def _begin_part(self, phase: bytes) -> None:
+        """Something that is timed begins; what was before it in the step is `other_us`."""
+        if self._running:
+            self._recorder.lap("other_us")
+            self._watchdog.set_phase(phase)
+        else:
+            self._watchdog.set_phase(phase, self.step + 1)
+            self._recorder.begin_step(self.step + 1, 0)
+            self._running, self._scale_version = True, self._version_of_scale()
+
+    def _pause_before_step(self) -> None:
+        """There is no further batch: what comes until the next step is no step's time."""
+        if self._micro_batches or self._passes:  # of a step that continues with another loader's batches
+            self._recorder.lap("data_us")
+            return
+        self._recorder.cancel_step()
+        self._running = False
+        self._recorder.pause_timing()
+        self._watchdog.set_phase(b"the script's code")
+
+    def _is_over(self) -> bool:
+        """Whether an optimizer has stepped, or a GradScaler has skipped that."""
+        return self._updated or self._version_of_scale() != self._scale_version
+
+    def _end_step_if_over(self) -> None:
+        if not self._running or not self._is_over():
+            return
+        self._note_micro_batches()
+        self.step += 1
+        exchanged, ended_at = self._exchanged, self._ended_at
+        self._running = self._updated = self._exchanged = False
+        self._ended_at, self._passes, self._param_groups = None, 0, []
+        self._after_step(exchanged, ended_at)
+
+    def _note_micro_batches(self) -> None:
+        for loss, samples in self._micro_batches:
+            if loss is None:
+                self._recorder.note_loss(self._no_loss, samples, weight=0)
+            else:
+                self._recorder.note_loss(loss, samples)
+        self._micro_batches.clear()
+
+    def _is_observed(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(id(param) in self._optimized for group in groups for param in group["params"])
+
+    def _version_of_scale(self) -> int:
+        """Counts `GradScaler.update`, which comes after each step, whether the optimizer took it or not."""
+        scale = None if self._scaler is None else self._scaler._scale
+        return 0 if scale is None else scale._version

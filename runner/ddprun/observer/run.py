@@ -1,0 +1,380 @@
+"""`observe`: two lines in a script with DistributedDataParallel, and the folder of a run beside it."""
+
+import atexit
+import itertools
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddprun import EXIT_FAILURE, LAUNCHED_VARIABLE, __version__
+from ddprun.engine.failures import (
+    FailureContext,
+    append_to_rank_log,
+    make_rank_watchdog,
+    wait_for_first_failure,
+)
+from ddprun.engine.reporter import Reporter
+from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder
+from ddprun.host import rank_files
+from ddprun.host.device import device_name
+from ddprun.host.processes import cores
+from ddprun.observer.marks import StepMarks
+from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.telemetry.clock import clock_for
+from ddprun.telemetry.progress import Screen
+from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
+from ddprun.telemetry.records import StageStarted, Started, Summary
+from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.stragglers import StragglerDetector
+from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
+from ddprun.units import format_count
+from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
+from ddprun_hooks.comm.control import open_control_channel
+from ddprun_hooks.errors import format_ranks
+from ddprun_hooks.registry import AnyHook, make_stack
+from ddprun_hooks.standalone import Handle, attach, backend_of, check_model, device_of
+
+_T = TypeVar("_T")
+
+_STRAGGLER_WINDOW, _STRAGGLER_OVER = 20, 0.1  # as `timings` in a pipeline has them by default
+_EXIT_WAIT_S = 5.0  # how long rank 0 waits for the others' totals when the script ends without `close`
+_SYNC = "every_step"
+_observed = itertools.count()
+
+
+def observe(
+    model: DistributedDataParallel,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    hooks: AnyHook | Sequence[AnyHook] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    every: int = 1,
+) -> "ObservedRun":
+    """Record the steps of a script that trains `model`, as a run of a pipeline records them. Every rank calls
+    it, with the same arguments, before the first step.
+
+    Args:
+        model: on the default process group; no communication hook may be registered with it.
+        optimizer: one, or several; their steps end the run's steps. None: every optimizer of torch.optim that
+            holds a parameter of the model.
+        hooks: as in `ddprun_hooks.register`; none: DDP's own all-reduce, bucket by bucket.
+        scaler: the GradScaler, if one scales the loss.
+        run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. Where torchrun has restarted
+            the ranks, `-restart-N` is added.
+        name: of the run; None: the script's file name.
+        timeout_s: after so long in a collective of this run, a report says which rank is missing and where it
+            is, and the process ends. None: as long as the default process group has.
+        every: every n-th step gets a record.
+
+    Raises:
+        HookSetupError: no such hook, wrong options, or a model on which hooks cannot work.
+        DisagreementError: the ranks were given different hooks.
+        RunFolderError: the folder cannot be made, or is not empty.
+    """
+    check_model(model)
+    stack, device = make_stack(hooks), device_of(model)
+    name = name or Path(sys.argv[0]).stem or "script"
+    if timeout_s is None:
+        options: Any = dist.distributed_c10d._get_default_group()._get_backend(device).options
+        timeout_s = options._timeout.total_seconds()
+    context, timeout = FailureContext(), timedelta(seconds=timeout_s + GROUP_TIMEOUT_MARGIN_S)
+    environment = replace(Environment.read(), rank=dist.get_rank(), world_size=dist.get_world_size())
+    watchdog = make_rank_watchdog(environment, timeout_s, context, lambda: ranks)
+    ranks = Ranks(environment, timeout, watchdog, watchdog.status_page.path)
+    watchdog.start()
+    with ExitStack() as undo:
+        undo.callback(watchdog.close)
+        ranks.adopt_process_group(f"ddprun-{next(_observed)}")
+        shown = _agree_on_folder(ranks, run_dir, name)
+        folder = context.run_dir = shown.absolute()
+        if device.type == "cuda":
+            watchdog.set_device(device)
+        control = open_control_channel(timeout, watchdog)
+        # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
+        seen = scaler if stack.names else None
+        handle = attach(model, stack, control, scaler=seen, timeout=timeout, observer=watchdog)
+        records = RecordFiles(folder, control, ranks.from_rank_0, rank_files.attempt_folder())
+        recorder = StepRecorder(
+            clock=clock_for(device),
+            control=control,
+            writer=records.writer,
+            every=every,
+            stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER) if ranks.rank == 0 else None,
+        )
+        reporter = Reporter(_NotesOnly(str, quiet=ranks.rank != 0), recorder, records.writer)
+        run = ObservedRun(
+            folder, handle, name, device, backend_of(device), ranks, watchdog, records, recorder, reporter
+        )
+        context.reporter, context.step = reporter, lambda: run.marks.step
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        params, calls = _params(model, optimizer), (run.after_step, run.meet_if_due)
+        run.begin(model, StepMarks(handle, recorder, watchdog, device, params, scaler, *calls), shown)
+        undo.pop_all()
+    return run
+
+
+def _agree_on_folder(ranks: Ranks, run_dir: str | os.PathLike[str] | None, name: str) -> Path:
+    """Make the run's folder on rank 0; where that fails, all ranks raise RunFolderError."""
+
+    def make() -> list[str]:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        folder = new_folder(name) if run_dir is None else Path(run_dir)
+        if restarts != "0":
+            folder = folder.with_name(f"{folder.name}-restart-{restarts}")
+        try:
+            make_folder(folder, {}, "run_dir")
+        except RunFolderError as error:
+            return ["", str(error)]
+        return [str(folder), ""]
+
+    path, problem = ranks.from_rank_0("run_dir", make)
+    if problem:
+        raise RunFolderError(problem)
+    return Path(path)
+
+
+def _params(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> Iterable[Tensor]:
+    """The parameters by which the script's optimizers are known."""
+    if optimizer is None:
+        return model.parameters()
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    return (param for one in optimizers for group in one.param_groups for param in group["params"])
+
+
+class _NotesOnly(Screen):
+    """Says what happens, and leaves the progress to the script."""
+
+    def step(self, done: int, agreed: AgreedSteps | None, own_loss: float, steps_per_s: float) -> None:
+        """The script shows its own."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ObservedRun:
+    """A run of a script's own; `observe` makes it. As a context manager it closes itself."""
+
+    folder: Path
+    """The run's folder, an absolute path."""
+
+    hooks: Handle
+    """The hooks' state: each rank's checkpoint needs `run.hooks.state_dict()`, if hooks keep anything."""
+
+    _name: str
+    _device: torch.device
+    _backend: str
+    _ranks: Ranks
+    _watchdog: RankWatchdog
+    _records: RecordFiles
+    _recorder: StepRecorder
+    _reporter: Reporter
+    marks: StepMarks = field(init=False)
+    _began: float = field(default_factory=time.monotonic)
+    _loss: float | None = None  # mean over ranks in the newest step whose loss is known
+    _layout_known: bool = False
+    _clocks_are_due: bool = False
+    _alone: bool = False  # the other ranks may be gone
+    _error_before: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
+    _closed: bool = False
+
+    def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """The loader's batches, with the time for each as `data_us`. Without it that time is `other_us`."""
+        return self.marks.batches(loader)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Record the mean loss of the newest forward pass, shape (). A model's output may also have it: a
+        mapping's `loss`, as that of transformers is.
+        """
+        self.marks.note_loss(loss)
+
+    def close(self) -> None:
+        """Finish the records and write `summary.json`; every rank calls it, after its last step.
+
+        A script that ends without it leaves the same, but for two things: of the newest half second nobody
+        knows how late other ranks were, and records of hosts that do not share the run's disk are lost.
+        """
+        if self._end(alone=False):
+            self._progress(self._recorder.end_stage())
+            self._records.collect()
+            self._finish(self._ranks.timeout.total_seconds())
+
+    def __enter__(self) -> "ObservedRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif self._end(alone=True):
+            self._fail(error)
+
+    def begin(self, model: DistributedDataParallel, marks: StepMarks, shown: Path) -> None:
+        """Begin to watch the script; called by all ranks."""
+        self.marks = marks
+        stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(self.hooks.stack.names))
+        for event in (self._recorder.compare_clocks(), stage):
+            log_event(self._reporter.events, event)
+        self._reporter.begin_stage("train", None, steps_before=0, step=0)
+        self._recorder.begin_stage([])
+        marks.attach(model)
+        atexit.register(self._end_with_process)
+        self._reporter.note(f"ddprun {__version__}: observing {self._name}, in {shown}")
+
+    def after_step(self, exchanged: bool, at: object) -> None:
+        """A step is over; `exchanged`: its gradients were averaged over ranks; `at`: where it ended."""
+        agreed = self._recorder.end_step(exchanged=exchanged, at=at, alone=self._alone)
+        self._clocks_are_due |= any(one.compare_clocks for one in agreed)
+        self._progress(agreed)
+
+    def meet_if_due(self) -> None:
+        """All ranks are about to take a forward pass: compare clocks, and tell each other from here on when
+        each bucket was ready, once DDP's buckets are as they stay.
+        """
+        layout_is_new = self.hooks.layout_frozen and not self._layout_known
+        if not (layout_is_new or self._clocks_are_due):
+            return
+        self._progress(self._recorder.wait_for_messages())
+        if self._clocks_are_due:
+            self._clocks_are_due = False
+            log_event(self._reporter.events, self._recorder.compare_clocks())
+        if layout_is_new:
+            self._layout_known = True
+            self._recorder.begin_stage([self.hooks.params_by_bucket])
+            self._log_start()
+
+    def _log_start(self) -> None:
+        started = Started(
+            version=__version__,
+            pipeline=self._name,
+            world_size=self._ranks.size,
+            hosts=list(self._ranks.hosts),
+            device=self._device.type,
+            backend=self._backend,
+            cores=cores(),
+            device_name=device_name(self._device),
+            buckets=[layout.to_plain_data() for layout in self.hooks.layout],
+        )
+        log_event(self._reporter.events, started)
+
+    def _progress(self, agreed: list[AgreedSteps]) -> None:
+        if agreed and not math.isnan(loss := agreed[-1].mean_losses[-1]):
+            self._loss = loss
+        self._reporter.progress(agreed, self.marks.step)
+
+    # The end.
+
+    def _end(self, *, alone: bool) -> bool:
+        """Watch no longer; False: that is so already. `alone`: the other ranks may be gone."""
+        if self._closed:
+            return False
+        self._closed, self._alone = True, alone
+        atexit.unregister(self._end_with_process)
+        self.marks.detach()
+        return True
+
+    def _end_with_process(self) -> None:
+        """The interpreter ends without `close`."""
+        if not self._end(alone=True):
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None and error is not self._error_before:  # nobody has caught it
+            self._fail(error)
+            return
+        self._recorder.salvage(wait_for_device=True)
+        self._finish(_EXIT_WAIT_S)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave what is known, and why the script has failed, unless another rank failed first."""
+        self._reporter.salvage_records()
+        rank = self._ranks.rank
+        append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
+        wait_for_first_failure(error, self._ranks)
+        if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
+            failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
+            with suppress(OSError):
+                write_summary(self.folder, Summary(status="failed", steps=self.marks.step, error=failure))
+        self._leave()
+
+    def _finish(self, wait_s: float) -> None:
+        """Write the summary on rank 0. What each rank has added up is in the store, since a script may have
+        destroyed its process groups.
+        """
+        ranks, note, writer = self._ranks, self._reporter.note, self._records.writer
+        writer.flush()
+        own = [self._recorder.totals.numbers(), writer.dropped, writer.failure]
+        with suppress(RuntimeError):  # the store's host has ended
+            ranks.store.set(f"end/{ranks.rank}", json.dumps(own))
+        if ranks.rank == 0 and ranks.first_failure() is None:
+            self._reporter.events.info("finished", status="done", step=self.marks.step)
+            try:
+                write_summary(self.folder, self._summarize(wait_s))
+            except OSError as error:
+                note(f"cannot write {self.folder}/summary.json: {error.strerror or error}")
+            note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self.folder}")
+        self._leave()
+
+    def _summarize(self, wait_s: float) -> Summary:
+        of_ranks, until = dict[int, tuple[list[float], int, str | None]](), time.monotonic() + wait_s
+        for rank in range(self._ranks.size):
+            key, left = f"end/{rank}", timedelta(seconds=max(0.01, until - time.monotonic()))
+            with suppress(RuntimeError):  # it has not ended, or the store's host has
+                self._ranks.store.wait([key], left)
+                of_ranks[rank] = json.loads(self._ranks.store.get(key))
+        missing = [rank for rank in range(self._ranks.size) if rank not in of_ranks]
+        if missing:
+            late = f"{format_ranks(missing)} did not end within {wait_s:g} s"
+            self._reporter.note(f"the summary has no totals: {late}")
+        totals = [] if missing else [Totals.of(numbers) for numbers, _, _ in of_ranks.values()]
+        steps, seconds = self.marks.step, time.monotonic() - self._began
+        in_steps = self._recorder.totals.parts_us["step_us"] / 1e6
+        return Summary(
+            status="done",
+            steps=steps,
+            loss=self._loss,
+            seconds=seconds,
+            steps_per_s=self._recorder.totals.steps / in_steps if in_steps else 0.0,
+            stragglers=[] if self._recorder.stragglers is None else self._recorder.stragglers.episodes,
+            world_size=self._ranks.size,
+            world_sizes=[(1, self._ranks.size)],
+            backend=self._backend,
+            device=self._device.type,
+            versions=versions(),
+            records_dropped=sum(dropped for _, dropped, _ in of_ranks.values()),
+            records_failure=next((why for _, _, why in of_ranks.values() if why), None),
+            run_dir=str(self.folder),
+            stages=[
+                {
+                    "kind": "train",
+                    "index": 0,
+                    "steps": steps,
+                    "seconds": seconds,
+                    "sync": _SYNC,
+                    "hooks": list(self.hooks.stack.names),
+                    "loss": self._loss,
+                    "interrupted": False,
+                }
+            ],
+            **(Totals.summary_fields(totals) if totals else {}),
+        )
+
+    def _leave(self) -> None:
+        self._records.close()
+        self._watchdog.close()
+        if LAUNCHED_VARIABLE not in os.environ:
+            self._watchdog.status_page.remove()
