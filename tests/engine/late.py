@@ -38,6 +38,24 @@ class Net(nn.Module):
         return out
 
 
+class InTurns(nn.Module):
+    """Two layers with a turn each; a rank sleeps 50 ms in the forward pass of the second.
+
+    Args:
+        rank: whose it is.
+    """
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 10), nn.Linear(512, 10)
+        self.late_s = 0.05 if rank == RANK else 0.0
+
+    def forward(self, inputs: Tensor, label: Tensor, turn: str = "second") -> dict[str, Tensor]:
+        if turn == "second":
+            time.sleep(self.late_s)
+        return {"loss": self.get_submodule(turn)(inputs).square().mean()}
+
+
 class _Late(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: Tensor, late_s: float) -> Tensor:

@@ -105,7 +105,7 @@ def test_a_summary_that_is_lost_is_told_and_the_table_is_shown(disk: Path) -> No
     assert (
         "ddprun: the run is done, but not all of it could be written: summary.json: No space left on device\n"
     ) in said
-    assert "mean loss, last step" in said
+    assert "mean loss, last known" in said
     assert "the records of rank 0 are incomplete: No space left on device" in said
     assert not (disk / "run" / "summary.json").exists()
     assert not list((disk / "run").glob(".summary*"))

@@ -25,6 +25,16 @@ def text(where: str = "nowhere", late_s: float = 0.0, sync: str = "every_step") 
     return TEXT.replace("WHERE", where).replace("LATE_S", str(late_s)).replace("SYNC", sync)
 
 
+IN_TURNS = (
+    text()
+    .replace("tests.engine.late.Net: {where: nowhere}", "tests.engine.late.InTurns: {}")
+    .replace(
+        "{steps: 64}", "{steps: 64, turns: [{name: first, match: f*}, {name: second, match: s*, every: 2}]}"
+    )
+    .replace("loader:", "loss: model\nloader:")
+)
+
+
 @pytest.mark.parametrize(
     ("pipeline", "cause"),
     [
@@ -32,10 +42,13 @@ def text(where: str = "nowhere", late_s: float = 0.0, sync: str = "every_step") 
         (text("forward"), "forward"),
         (text("backward 1"), "backward"),
         (text("backward 1", sync="{local_sgd: {every: 2}}"), "backward"),
+        (IN_TURNS, "forward"),
     ],
 )
 def test_a_rank_that_sleeps_is_named_with_the_cause(tmp_path: Path, pipeline: str, cause: str) -> None:
-    """20 ms in every step: as an event and in the summary, and the others' waiting is for that rank."""
+    """20 ms in every step, or 50 ms in every second one: as an event and in the summary, and the others'
+    waiting is for that rank.
+    """
     run = run_pipeline(tmp_path, pipeline, 4)
     told = [event for event in events(run) if event["event"] == "straggler"]
     first = next(event for event in told if (event["straggler"], event["cause"]) == (2, cause))

@@ -16,7 +16,7 @@ from ddprun import EXIT_BAD_INPUT
 from ddprun.config import load
 from ddprun.explain.explain import explain
 from tests.checkpoint.runs import assert_killed_run_ends_alike
-from tests.engine.running import events, lines, run_pipeline, run_to_end, weights
+from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import as_processes
 
 MODULE = """
@@ -227,24 +227,30 @@ def test_a_gan_is_bitwise_a_plain_ddp_loop(
 
 
 def test_records_and_explain_know_both_turns(tmp_path: Path) -> None:
-    """Curves of both losses, rates and norms of both groups, and the bytes of each turn's own buckets."""
-    run = run_pipeline(tmp_path, written(tmp_path, EVERY="2", CLIP="1.0"), 2)
+    """Losses, rates and norms of both groups, and the bytes of each turn's own buckets. No number mixes steps
+    with and without the generator's turn; the summary, which ends without it, has the last ones known.
+    """
+    text = written(tmp_path, EVERY="2", CLIP="1.0").replace("steps: 10", "steps: 9")
+    run = run_pipeline(tmp_path, text, 2)
     steps = [line for line in lines(run, "steps") if line["rank"] == 0]
     for line in steps:
         values, even = line["mean_values"], line["step"] % 2 == 0
         assert list(values) == ["logit", "discriminator", "generator"]
         assert (values["generator"] is not None) == even
-        total = values["discriminator"] + (values["generator"] or 0.0)
-        assert line["mean_loss"] == pytest.approx(total, rel=1e-6)
+        for means, loss in ((values, line["mean_loss"]), (line["values"], line["loss"])):
+            assert loss == (means["discriminator"] + means["generator"] if even else None)
         rates = line["lr"]
         assert rates[0] == pytest.approx(2 * rates[1])
         norms = line["group_grad_norms"]
-        assert (norms[0] > 0) == even
-        assert norms[1] > 0
-        assert line["grad_norm"] == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5, rel=1e-5)
+        assert (norms[0] is not None) == even
+        total = sum(norm**2 for norm in norms if norm is not None)
+        assert line["grad_norm"] == pytest.approx(total**0.5, rel=1e-5)
+    found, (before, last) = summary(run), [line["mean_values"] for line in steps[-2:]]
+    assert found["values"] == {**last, "generator": before["generator"]}
+    assert found["loss"] == steps[-2]["mean_loss"]
     buckets = [line for line in lines(run, "buckets") if line["rank"] == 0 and line["kind"] == "gradient"]
     of_each = Counter((line["bucket"], line["params"][0].partition(".")[0]) for line in buckets)
-    assert of_each == {(0, "discriminator"): 10, (1, "generator"): 5}
+    assert of_each == {(0, "discriminator"): 9, (1, "generator"): 4}
     (stage, _) = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).stages
     assert stage.sent_in_stage is not None
     assert stage.sent_in_stage.sizes()["per_rank"] == sum(line["wire_bytes"] for line in buckets)
@@ -269,14 +275,18 @@ def test_what_turns_share_goes_by_the_whole_step(tmp_path: Path) -> None:
     text = text.replace("steps: 10", more.replace(", ", "\n      "))
     text = text.replace("stages:", "stages:\n  - train: {steps: 2}").replace("hooks: []", "hooks: [int8]")
     run = run_pipeline(tmp_path, text, 2)
-    rounds = [line["mean_values"] for line in lines(run, "steps") if line["step"] in (6, 10)]
-    assert all(None not in means.values() for means in rounds)
+    for line in lines(run, "steps"):
+        if line["step"] in (6, 10):
+            means = line["mean_values"]
+            assert line["mean_loss"] == means["discriminator"] + means["generator"]
     evaluated = [one for one in events(run) if one["event"] == "evaluated"]
     assert len(evaluated) == 2
     assert not any({"discriminator", "generator"} & one.keys() for one in evaluated)
     started = next(one for one in events(run) if one["event"] == "started")
     assert [len(one["params"]) for one in started["buckets"]] == [8]
-    assert started["groups"] == ["generator.*, generator", "discriminator"]
+    assert started["groups"] == ["turn generator (generator.*)", "turn discriminator"]
+    stages = [one["turns"] for one in events(run) if one["event"] == "stage_started"]
+    assert stages == [[], ["discriminator", "generator"]]
     mutated = [torch.load(tmp_path / f"mutated-{rank}.pt") for rank in (0, 1)]
     for name, value in mutated[0].items():
         assert not torch.equal(value, mutated[1][name]), name

@@ -250,14 +250,17 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
     assert "more rows are not shown" in words(text)
 
 
-def test_slow_steps_are_marked_and_step_times_have_percentiles(tmp_path: Path) -> None:
-    """A step that ranks exchange something in is compared with its like; no such step is slow for that."""
+@pytest.mark.parametrize("turn", [False, True])
+def test_slow_steps_are_marked_and_step_times_have_percentiles(tmp_path: Path, turn: bool) -> None:
+    """A step is compared with its like: with or without an exchange, and with the same turns."""
 
     def change(record: dict[str, Any]) -> None:
         more = 40_000 if record["step"] == 50 else 30_000 if record["step"] % 4 == 0 else 0
+        if turn:
+            record["values"] = {"generator": None if record["step"] % 4 else 1.0}
         record["step_us"] += more
         record["optimizer_us"] += more
-        record["mean_loss"] = None if record["step"] % 4 else 1.0
+        record["mean_loss"] = None if record["step"] % 4 and not turn else 1.0
 
     found = digest_run(Run(rewrite(make(tmp_path / "run", steps=200), "steps", change)))
     assert found.slow_steps == [SlowStep(50, 50.0, 10.0, "optimizer_us")]

@@ -52,7 +52,7 @@ def test_the_first_screen_says_where_the_time_went_before_any_table(tmp_path: Pa
     told = words(text)
     assert (
         "samples per second 1,600 steps per second 100 step, p50 / p95 / p99 10 / 10 / 10 ms wall time, s "
-        "0.2 ranks 2 on 1 host, cpu over gloo mean loss, last step 0.05" in told
+        "0.2 ranks 2 on 1 host, cpu over gloo mean loss, last known 0.05" in told
     )
     for row in (
         "model mlp: {hidden: [8]} parameters exchanged 1,000 optimizer SGD: {lr: 0.1} seed 7",

@@ -1,5 +1,6 @@
 """Control messages are the same whichever steps a rank resolves together, and all ranks read them alike."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from ddprun.telemetry.control_message import (
     US_AT,
     Accumulator,
     HookOverflow,
+    LossMeans,
     OwnMessages,
     ReadyColumns,
     empty_messages,
@@ -242,9 +244,26 @@ def known(*messages: Sequence[NDArray[np.float64]]) -> AgreedSteps:
     """What ranks know after these messages, one behind another: of each, every rank's numbers."""
     numbers = np.array(messages)
     steps = list(range(1, len(messages) + 1))
-    found = combine_messages(OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {}), numbers, None)
+    own = OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {})
+    found = combine_messages(own, numbers, LossMeans(numbers, numbers[..., :0], (), ()), None)
     assert found is not None
     return found
+
+
+def test_what_a_step_lacks_is_known_from_the_steps_before() -> None:
+    """A turn that did not run has no loss, and the sum of all turns' is not known; NaN is known."""
+    one, means, found = np.array([[message()]]), list[LossMeans](), None
+    for values in ([1.0, 2.0, 1, 1], [3.0, 0.0, 2, 0], [math.nan, 4.0, 1, 1]):
+        means.append(LossMeans(one, np.array([[values]]), ("often", "rarely"), (0, 1)))
+        found = combine_messages(OwnMessages(one[:, 0], [1], [0], {}), one, means[-1], None, found)
+        assert found is not None
+        if not values[3]:
+            assert (means[-1].losses, means[-1].values) == ([None], [{"often": 1.5, "rarely": None}])
+            assert (found.loss, found.rank_losses) == (3.0, [3.0])
+            assert found.mean_values == {"often": 1.5, "rarely": 2.0}
+    assert found is not None
+    assert found.loss is not None
+    assert math.isnan(found.loss)
 
 
 def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> NDArray[np.float64]:

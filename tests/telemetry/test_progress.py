@@ -5,7 +5,7 @@ import pytest
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps
 
-KNOWN = AgreedSteps([120], [1.9484], [1.9493, 1.9475], stop=False, checkpoint=False, compare_clocks=False)
+KNOWN = AgreedSteps([120], [1.9484], [1.9493, 1.9475], False, False, False, loss=1.9484)
 
 
 @pytest.mark.parametrize(

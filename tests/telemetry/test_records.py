@@ -80,7 +80,9 @@ def records_of(
     if us is not None:
         resolved.parts_us[:] = us
     losses: list[float | None] = [None] * len(steps)
-    for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=True):
+    for row, loss in zip(
+        own.rows, mean_losses_over_ranks(messages, np.zeros((*messages.shape[:2], 0))), strict=True
+    ):
         losses[row] = loss
     all_ready = all_ready_us(
         resolved,

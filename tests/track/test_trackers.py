@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ddprun.config import PipelineError, load
 from ddprun.engine.reporter import check_trackers, open_trackers
@@ -197,6 +198,20 @@ def test_prometheus_reads_a_file(tmp_path: Path) -> None:
     assert [found["ddprun_group_gradient_norm", group] for group in "01"] == pytest.approx(norms)
     assert found["ddprun_evaluation", "accuracy"] == summary(run)["metrics"]["accuracy"]
     assert found["ddprun_run_info", "run", "run"] == 1, "pipeline and folder"
+
+
+def test_prometheus_keeps_the_last_known_numbers_of_a_turn(tmp_path: Path) -> None:
+    """A turn that did not run has no loss, and its parameters no norm."""
+    pytest.importorskip("prometheus_client")
+    made = TRACKERS.load("prometheus")
+    tracker = made(made.Options(), RunInfo("run", tmp_path, {}, tmp_path))
+    for value in (2.5, None):
+        record = replace(record_of(1), mean_values={"generator": value}, group_grad_norms=[value])
+        tracker.log_step(StepInfo(record, {}))
+    tracker.close({})
+    told = (tmp_path / "metrics.prom").read_text()
+    assert 'ddprun_value{name="generator"} 2.5' in told
+    assert 'ddprun_group_gradient_norm{group="0"} 2.5' in told
 
 
 def test_prometheus_asks_an_endpoint(tmp_path: Path) -> None:

@@ -426,8 +426,8 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 def _combine_norms(
     optimizer: torch.optim.Optimizer, turns: Sequence[Turn], updates: Sequence[Update]
-) -> tuple[Tensor | None, Sequence[Tensor] | None]:
-    """As `clip_gradients`, for all turns of a step; 0 for a group whose turn is not due."""
+) -> tuple[Tensor | None, Sequence[Tensor | None] | None]:
+    """As `clip_gradients`, for all turns of a step; None for a group whose turn is not due."""
     if len(updates) == 1 and turns[0].name is None:
         return updates[0].norm, updates[0].group_norms
     norms = [one.norm for one in updates if one.norm is not None]
@@ -436,8 +436,8 @@ def _combine_norms(
     of_groups = dict[int, Tensor]()
     for turn, update in zip(turns, updates, strict=True):
         of_groups |= zip(map(id, groups_of(turn, optimizer)), update.group_norms or (), strict=False)
-    zero, measured = torch.zeros_like(norms[0]), all(one.group_norms is not None for one in updates)
-    of_each = [of_groups.get(id(group), zero) for group in optimizer.param_groups]
+    measured = all(one.group_norms is not None for one in updates)
+    of_each = [of_groups.get(id(group)) for group in optimizer.param_groups]
     return torch.linalg.vector_norm(torch.stack(norms)), of_each if measured else None
 
 

@@ -173,7 +173,7 @@ class RunState:
 
     step: int = 0  # steps of the run that are done
     loss: float | None = None  # mean over ranks in the newest step whose loss is known
-    values: dict[str, float] | None = None  # the same of the numbers beside it; None: there are none
+    values: dict[str, float] | None = None  # the same of each number beside it; None: there are none
     metrics: dict[str, float] | None = None  # of the last evaluation
     evaluations: Evaluations = field(default_factory=Evaluations)  # those inside stages
     cursor: Cursor = field(default_factory=Cursor)
@@ -203,8 +203,9 @@ class Session:
     def record_agreed(self, agreed_steps: Sequence[AgreedSteps]) -> None:
         """Record and show what all ranks have just learned, oldest first."""
         if agreed_steps:
-            self.state.loss = agreed_steps[-1].mean_losses[-1]
-            self.state.values = dict(agreed_steps[-1].mean_values) or None
+            newest, state = agreed_steps[-1], self.state
+            state.loss = state.loss if newest.loss is None else newest.loss
+            state.values = {**(state.values or {}), **newest.mean_values} or None
         self.reporter.progress(agreed_steps, self.state.step)
 
     @property

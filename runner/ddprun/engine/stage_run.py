@@ -166,7 +166,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     state.synchronizer = synchronizer
     runtime.recorder.control_delay_steps = plan.control_delay_steps
     replicas_used = [turn.replica for turn in turns if plan.gradients and turn.replica is not None]
-    runtime.recorder.begin_stage([one.dispatcher.params_by_bucket for one in replicas_used])
+    turn_names = tuple(turn.name for turn in turns if turn.name is not None)
+    runtime.recorder.begin_stage([one.dispatcher.params_by_bucket for one in replicas_used], turn_names)
     signature = f"{synchronizer.signature()}; {stack.description}"
     for replica in replicas_used:
         hooks, ranks = stack, runtime.exchange.gradient_queue.world
@@ -178,6 +179,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
         stage=stage.index,
         kind=stage.name,
         steps=steps,
+        turns=turn_names,
         sync=settings.sync.to_plain_data(),
         hooks=tuple(stack.names),
         buffers=settings.buffers.to_plain_data(),

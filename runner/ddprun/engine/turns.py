@@ -98,15 +98,16 @@ def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:
-    """What reports call the parameter groups: by the patterns of `groups`, or each by its turn."""
+    """What reports call the parameter groups: by their patterns, or each by its turns (and its patterns)."""
     if not turns.apart:
         return [", ".join(group.match) for group in loaded.pipeline.groups]
     names, found = {id(param): name for name, param in turns.trained.items()}, list[str]()
     for group in optimizer.param_groups:
         name = plain_name(next((names[id(one)] for one in group["params"] if id(one) in names), ""))
-        match = next((one.match for one in loaded.pipeline.groups if matches(name, one.match)), ())
+        match = next((", ".join(one.match) for one in loaded.pipeline.groups if matches(name, one.match)), "")
         of_turns = dict.fromkeys(turn.name for turn in turns.all() if turn.name and name in turn.params)
-        found.append(", ".join([*match, *of_turns]))
+        of_turn = " and ".join(f"turn {name}" for name in of_turns)
+        found.append(f"{of_turn} ({match})" if of_turn and match else of_turn or match or "the rest")
     return found
 
 

@@ -39,6 +39,8 @@ _STEP_AND_PARTS = (*PARTS, "step_us")
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "longest": 1.0}  # of how long a stage's steps take
 
 _TrafficKey = tuple[int, str, tuple[str, ...]]  # stage, kind, hooks
+_StepKind = tuple[bool, tuple[str, ...]]
+"""Whether ranks exchanged something in a step, and the numbers beside its loss: of the turns that ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class SlowStep(NamedTuple):
 
     step: int
     ms: float
-    median_ms: float  # of the steps of its stage that exchange something, or of those that do not
+    median_ms: float  # of the steps of its stage that are of its kind
     part: str  # of a step, which is longer by most
 
 
@@ -194,6 +196,7 @@ class StageDigest:
     buckets: list[Traffic] = field(default_factory=list)
     step_percentiles_ms: Mapping[str, float] = field(default_factory=dict)  # over steps; mean over ranks
     sampled_step_count: int = 0  # steps whose bucket records were read
+    turns: tuple[str, ...] = ()  # their names; empty: each step is a whole
 
     @property
     def name(self) -> str:
@@ -213,9 +216,10 @@ class StageDigest:
 
     @property
     def description(self) -> str:
-        """What it does: how it synchronises, and through which hooks."""
+        """What it does: its turns, how it synchronises, and through which hooks."""
         policy, _ = self.policy
-        about = [policy] * (policy not in ("", "every_step")) + list(self.hooks)
+        about = [*(f"turn {name}" for name in self.turns), *[policy] * (policy not in ("", "every_step"))]
+        about += self.hooks
         return self.kind + (f" ({', '.join(about)})" if about else "")
 
 
@@ -305,6 +309,8 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
     }
     values: dict[str, _StepMeans] = defaultdict(lambda: _StepMeans(steps))
+    kinds: list[_StepKind] = [(False, ())] * len(steps)
+    known_kinds: dict[_StepKind, _StepKind] = {}  # each once in memory
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
@@ -312,6 +318,11 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         for line in run.step_records(rank):
             step, index = line.step, _step_index(steps, line.step)
             own_loss.add(index, line.loss)
+            exchanged = line.mean_loss is not None or line.mean_values is not None
+            if index is not None:
+                measured = (name for name, value in (line.values or {}).items() if value is not None)
+                kind = exchanged, tuple(measured)
+                kinds[index] = known_kinds.setdefault(kind, kind)
             for name, column in columns.items():
                 column.add(index, getattr(line, name))
             for name, value in (line.mean_values or {}).items():
@@ -327,10 +338,12 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 started = start_events.get(line.stage, StageStarted(stage=line.stage))
                 about = line.stage, started.kind, started.sync, started.hooks
                 times = StepTimes([Counter() for _ in run.ranks])
-                stage = stages_by_index[line.stage] = StageDigest(*about, step, step, times, synced_steps=0)
+                stage = stages_by_index[line.stage] = StageDigest(
+                    *about, step, step, times, synced_steps=0, turns=started.turns
+                )
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             # The loss of a script may not be known; then only a wait shows that ranks exchanged something.
-            stage.synced_steps += position == 0 and (line.mean_loss is not None or bool(line.waits))
+            stage.synced_steps += position == 0 and (exchanged or bool(line.waits))
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
                 stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
@@ -355,7 +368,8 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         },
     )
     if found.recorded_steps:
-        _add_step_times(found, columns, is_timed)
+        by_step = dict(zip(steps, kinds, strict=True))
+        _add_step_times(found, columns, by_step.__getitem__, is_timed)
         _read_buckets(found)
         shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
@@ -411,7 +425,10 @@ def _thin_to_maxima(points: Sequence[tuple[int, float]]) -> Curve:
 
 
 def _add_step_times(
-    digest: RunDigest, columns: Mapping[str, _StepMeans], is_timed: Callable[[int], bool]
+    digest: RunDigest,
+    columns: Mapping[str, _StepMeans],
+    kind_of: Callable[[int], _StepKind],
+    is_timed: Callable[[int], bool],
 ) -> None:
     """How long steps take: the total and percentiles of each stage, and the slow steps."""
     slow = list[SlowStep]()
@@ -423,15 +440,14 @@ def _add_step_times(
         }
         samples = sum(us["samples"] for us in stage.times.total_us_by_rank)
         stage.times.total_us.update({"steps": len(timed), "samples": samples, **totals})
-        ms_by_sort: dict[bool, dict[int, float]] = {False: {}, True: {}}
+        ms_by_kind: dict[_StepKind, dict[int, float]] = defaultdict(dict)
         for step in timed:
-            synced = columns["mean_loss"].at_step(step) is not None
-            ms_by_sort[synced][step] = (columns["step_us"].at_step(step) or 0.0) / 1000
-        lengths = sorted(ms for by_step in ms_by_sort.values() for ms in by_step.values())
+            ms_by_kind[kind_of(step)][step] = (columns["step_us"].at_step(step) or 0.0) / 1000
+        lengths = sorted(ms for by_step in ms_by_kind.values() for ms in by_step.values())
         if lengths:
             places = {name: math.ceil(share * len(lengths)) - 1 for name, share in PERCENTILES.items()}
             stage.step_percentiles_ms = {name: lengths[place] for name, place in places.items()}
-        for by_step in filter(None, ms_by_sort.values()):
+        for by_step in ms_by_kind.values():
             median_ms = median(by_step.values())
             for step, ms in by_step.items():
                 if ms > _SLOW_STEP * median_ms:

@@ -145,9 +145,9 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     hosts, ranks = len(set(started.hosts)), format_world_sizes(digest.run.world_sizes)
     device = "GPU" if started.device == "cuda" else started.device
     yield "ranks", f"{ranks} on {format_count(hosts, 'host')}, {device} over {started.backend}"
-    yield "mean loss, last step", summary and summary.loss
+    yield "mean loss, last known", summary and summary.loss
     for name, value in ((summary and summary.values) or {}).items():
-        yield f"mean {name}, last step", value
+        yield f"mean {name}, last known", value
     for name, curve in digest.held_out.items():
         yield f"held-out {name}", curve.means[-1]
 
@@ -339,7 +339,8 @@ def _step_time_section(digest: RunDigest) -> Iterator[Block]:
         rows = [[one.step, one.ms, one.median_ms, STEP_PARTS[one.part].name] for one in slow]
         title = f"{format_count(digest.slow_step_count, 'step')} took more than twice the median"
         caption = f"The {len(slow)} longest. " * (digest.slow_step_count > len(slow))
-        caption += "The median is over the stage's steps of the same kind: with or without an exchange."
+        caption += "The median is over the stage's steps of the same kind: with or without an exchange, "
+        caption += "and with the same turns."
         heads = ["step", "ms", "median, ms", "part that grew most"]
         yield Table(heads, rows, caption, f"{title}: which, and why")
     of_stages, of_ranks = _mean_parts(digest)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps
+from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, sum_if_known
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import PayloadKind
 
@@ -209,27 +209,46 @@ class Accumulator:
         return by_message
 
 
-def mean_losses_over_ranks(messages: FloatArray) -> list[float]:
-    """Over all samples of all ranks, for each message; shape (messages, ranks, numbers of a message)."""
-    # The order of additions must not depend on how many messages there are: `sum` would choose one.
-    return mean_loss_of_each_row(np.add.accumulate(messages[..., : SAMPLES_AT + 1], axis=1)[:, -1])
-
-
-def mean_values_over_ranks(values: FloatArray) -> FloatArray:
-    """Means of numbers beside the loss, of sums and weights, shape (messages, ranks, 2 * numbers); gives
-    (messages, numbers).
+def mean_losses_over_ranks(
+    messages: FloatArray, values: FloatArray, turns: Sequence[int] = ()
+) -> list[float | None]:
+    """Over all samples of all ranks, for each message, shape (messages, ranks, numbers of a message); of
+    `turns`, each the index of a number beside the loss, the sum of their means. None: one has no samples.
     """
+    if not turns:
+        return [mean for (mean,) in mean_values_over_ranks(messages[..., LOSS_AT : SAMPLES_AT + 1])]
+    return [sum_if_known([means[turn] for turn in turns]) for means in mean_values_over_ranks(values)]
+
+
+def mean_values_over_ranks(values: FloatArray) -> list[list[float | None]]:
+    """Means of numbers beside the loss, of sums and weights, shape (messages, ranks, 2 * numbers): a list for
+    each message. None: no sample has one.
+    """
+    # The order of additions must not depend on how many messages there are: `sum` would choose one.
     sums, weights = np.split(np.add.accumulate(values, axis=1)[:, -1], 2, axis=-1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        means: FloatArray = sums / weights
-    return means
+    totals = np.stack((sums, weights), -1).tolist()
+    return [[total / weight if weight else None for total, weight in pairs] for pairs in totals]
 
 
-def mean_loss_of_each_row(messages: FloatArray) -> list[float]:
-    """The mean loss in each message, shape (messages, numbers of a message); NaN without samples."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        losses: list[float] = (messages[:, LOSS_AT] / messages[:, SAMPLES_AT]).tolist()
-    return losses
+class LossMeans:
+    """The means in the messages of all ranks about some steps: of the loss, which is the sum of those of
+    `turns`, if there are any (`mean_losses_over_ranks`); and of the numbers of `names`, which are beside it.
+    """
+
+    def __init__(
+        self, messages: FloatArray, values: FloatArray, names: Sequence[str], turns: Sequence[int]
+    ) -> None:
+        self._messages, self._values, self._turns = messages, values, turns
+        self.losses = mean_losses_over_ranks(messages, values, turns)
+        """Of each message; None: not known."""
+
+        self.values = [dict(zip(names, means, strict=True)) for means in mean_values_over_ranks(values)]
+        """By name, of each message; None: not known."""
+
+    def losses_of_ranks(self, message: int) -> list[float | None]:
+        """Each rank's own mean loss in a message."""
+        of_ranks = self._messages[message, :, None], self._values[message, :, None]
+        return mean_losses_over_ranks(*of_ranks, self._turns)
 
 
 def all_ready_us(

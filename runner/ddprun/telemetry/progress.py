@@ -134,12 +134,12 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
     if agreed is None:
         return f"rank 0's loss {own_loss:.4f}, {steps_per_s:.1f} steps/s"
     late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
-    losses = f"mean loss {agreed.mean_losses[-1]:.4f} (rank 0: {agreed.rank_losses[0]:.4f})"
-    known = [one for one in agreed.mean_values if not math.isnan(one[1])]  # a turn may not have been due
-    losses += "".join(f", {name} {value:.4f}" for name, value in known)
+    means = [f"{name} {value:.4f}" for name, value in agreed.mean_values.items()]
+    if agreed.loss is not None:
+        means.insert(0, f"mean loss {agreed.loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})")
     newest = agreed.steps[-1]  # in which ranks last exchanged anything
     at = "" if newest >= step else f" at step {newest}"
-    return f"{losses}{at}, {steps_per_s:.1f} steps/s{late}"
+    return f"{', '.join(means) or 'no loss yet'}{at}, {steps_per_s:.1f} steps/s{late}"
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -151,9 +151,9 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("status", summary.status),
         ("ranks", f"{format_world_sizes(sizes)} on {summary.device} over {summary.backend}"),
         ("steps", f"{summary.steps:,} ({summary.steps_per_s:.1f} a second)"),
-        ("mean loss, last step", "-" if summary.loss is None else f"{summary.loss:.4f}"),
+        ("mean loss, last known", "-" if summary.loss is None else f"{summary.loss:.4f}"),
         *(
-            (f"mean {name}, last step", "-" if value is None or math.isnan(value) else f"{value:.4f}")
+            (f"mean {name}, last known", "-" if value is None or math.isnan(value) else f"{value:.4f}")
             for name, value in (summary.values or {}).items()
         ),
         *((f"held-out {name}", f"{value:.4f}") for name, value in (summary.metrics or {}).items()),

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,14 +37,12 @@ from ddprun.telemetry.control_message import (
     US_AT,
     Accumulator,
     HookOverflow,
+    LossMeans,
     OwnMessages,
     ReadyColumns,
     all_ready_us,
     empty_messages,
     find_overflow,
-    mean_loss_of_each_row,
-    mean_losses_over_ranks,
-    mean_values_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
@@ -86,8 +85,8 @@ class AgreedSteps(NamedTuple):
     """Steps in which ranks exchanged something: what all ranks now know of them, and of those before each."""
 
     steps: Sequence[int]  # at least one, oldest first
-    mean_losses: Sequence[float]  # of each: over the samples of all ranks since the exchange before
-    rank_losses: Sequence[float]  # each rank's own mean in the newest
+    mean_losses: Sequence[float]  # of each: over the samples of all ranks since the exchange before; or NaN
+    rank_losses: Sequence[float]  # each rank's own mean in the step of `loss`, or NaN; empty: none is known
     stop: bool  # some rank asked to stop in one of them
     checkpoint: bool  # some rank was asked for a checkpoint
     compare_clocks: bool  # rank 0 wants the clocks compared again
@@ -95,17 +94,20 @@ class AgreedSteps(NamedTuple):
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
-    mean_values: Sequence[tuple[str, float]] = ()  # of the newest step: of numbers beside the loss
+    loss: float | None = None  # the newest mean loss that is known in the stage
+    mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
 
 
 def combine_messages(
     own: OwnMessages,
     messages: FloatArray,
+    means: LossMeans,
     stragglers: StragglerDetector | None,
-    mean_values: Sequence[Mapping[str, float]] = (),
+    before: AgreedSteps | None = None,
 ) -> AgreedSteps | None:
     """What the messages of all ranks come to; None if they are about no step of any rank. `messages` are
-    about the same steps as `own`, shape (messages, ranks, numbers of a message); so are `mean_values`.
+    about the same steps as `own`, shape (messages, ranks, numbers of a message); so are `means`. `before`:
+    what came before in the stage.
     """
     count = len(own.steps)
     if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
@@ -121,10 +123,19 @@ def combine_messages(
             overflows.append((own.steps[message], found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
     of_any_rank = int(np.bitwise_or.reduce(requests))
+    loss, values = None, dict[str, float]()
+    rank_losses: Sequence[float] = ()
+    if before is not None:
+        loss, rank_losses, values = before.loss, before.rank_losses, {**before.mean_values}
+    for of_message in means.values[:count]:
+        values |= {name: mean for name, mean in of_message.items() if mean is not None}
+    if newest := [message for message in range(count) if means.losses[message] is not None]:
+        loss = means.losses[newest[-1]]
+        rank_losses = [math.nan if one is None else one for one in means.losses_of_ranks(newest[-1])]
     return AgreedSteps(
         steps=own.steps[:count],
-        mean_losses=mean_losses_over_ranks(messages[:count]),
-        rank_losses=mean_loss_of_each_row(messages[count - 1]),
+        mean_losses=[math.nan if one is None else one for one in means.losses[:count]],
+        rank_losses=rank_losses,
         stop=of_any_rank & STOP > 0,
         checkpoint=of_any_rank & CHECKPOINT > 0,
         compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
@@ -132,7 +143,8 @@ def combine_messages(
         overflows=overflows,
         straggler=None if stragglers is None else stragglers.current,
         straggler_changes=changes,
-        mean_values=list(mean_values[count - 1].items()) if mean_values else (),
+        loss=loss,
+        mean_values=values,
     )
 
 
@@ -205,6 +217,8 @@ class StepRecorder:
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
         self.value_names: Sequence[str] = ()  # of the numbers beside the loss; the same on all ranks
+        self._turns: Sequence[int] = ()  # of these numbers, the losses of the stage's turns
+        self._agreed: AgreedSteps | None = None  # the newest of the stage
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
         self._columns = ReadyColumns([])  # of the stage's gradient buckets in messages
@@ -218,10 +232,12 @@ class StepRecorder:
         self._accumulator = Accumulator()
         self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
 
-    def begin_stage(self, turns: Sequence[Mapping[int, tuple[str, ...]]]) -> None:
+    def begin_stage(self, turns: Sequence[Mapping[int, tuple[str, ...]]], losses: Sequence[str] = ()) -> None:
         """Begin another stage. `turns`: for each of its turns, the parameters of the gradient buckets that
-        ranks exchange, by the bucket's number, in the order in which backward fills them.
+        ranks exchange, by the bucket's number, in the order in which backward fills them. `losses`: of its
+        turns, by their names in `value_names`; none: the stage has one loss.
         """
+        self._turns, self._agreed = [self.value_names.index(name) for name in losses], None
         self._columns = ReadyColumns([list(params) for params in turns])
         self.steps_per_post, self._steps_since_post = 1, 0
         if self.stragglers is not None:
@@ -292,7 +308,7 @@ class StepRecorder:
         self,
         param_groups: Sequence[Mapping[str, Any]],
         grad_norm: Tensor | None,
-        group_norms: Sequence[Tensor] | None,
+        group_norms: Sequence[Tensor | None] | None,
     ) -> None:
         """Note the learning rates of parameter groups, the norm of all gradients, and those of the groups.
         Norms are of shape (); None: not measured. On a device they are read some steps later, as losses are.
@@ -305,7 +321,9 @@ class StepRecorder:
             step.lr = [None if rate is None else float(rate) for rate in rates]
         step.grad_norm = None if grad_norm is None else copy_to_host(grad_norm.float())
         if group_norms is not None:
-            step.group_grad_norms = [copy_to_host(norm.float()) for norm in group_norms]
+            step.group_grad_norms = [
+                None if norm is None else copy_to_host(norm.float()) for norm in group_norms
+            ]
 
     def lap(self, part: str) -> None:
         """End a part of the step (one of `PARTS`); what follows belongs to the next."""
@@ -488,7 +506,9 @@ class StepRecorder:
                 resident, load = psutil.Process().memory_info().rss, round(os.getloadavg()[0], 2)
                 recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
             resolved = resolve_steps(buffer, self._clock, every=self._every)
-            self.own_loss = resolved.loss(-1)
+            rows = reversed(range(len(resolved.steps)))
+            known = (loss for row in rows if (loss := resolved.loss(row, self._turns)) is not None)
+            self.own_loss = next(known, self.own_loss)
             if self.first_nonfinite_loss is None and not math.isfinite(sum(resolved.loss_sums)):
                 losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
                 nonfinite = (one for one in losses if not math.isfinite(one[1]))
@@ -510,26 +530,24 @@ class StepRecorder:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""
         agreed_steps = []
         for _ in range(posts):
-            pending, messages = self._pending_steps[0], None
-            mean_values: Sequence[Mapping[str, float]] = ()
+            pending, messages, means = self._pending_steps[0], None, None
             if pending.posted is not None:
                 gathered: FloatArray = pending.posted.wait().numpy()  # (ranks, numbers of all messages)
                 gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
-                if self.value_names:
-                    means = mean_values_over_ranks(values).tolist()
-                    mean_values = [dict(zip(self.value_names, one, strict=True)) for one in means]
+                means = LossMeans(messages, values, self.value_names, self._turns)
                 steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
                 per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
                 self.steps_per_post = max(1, min(self._max_per_post, per_post))
             self._pending_steps.popleft()  # only now, so that it is salvaged if the other ranks are gone
             if pending.resolved is not None:
-                record = self._split_and_record(pending.resolved, pending.own, messages, mean_values)
+                record = self._split_and_record(pending.resolved, pending.own, messages, means)
                 self.deferred.add(record)
             newest = None
-            if messages is not None:
-                newest = combine_messages(pending.own, messages, self.stragglers, mean_values)
+            if messages is not None and means is not None:
+                newest = combine_messages(pending.own, messages, means, self.stragglers, self._agreed)
             if newest is not None:
+                self._agreed = newest
                 agreed_steps.append(newest)
         return agreed_steps
 
@@ -538,11 +556,10 @@ class StepRecorder:
         resolved: ResolvedSteps,
         own: OwnMessages,
         messages: FloatArray | None,
-        mean_values: Sequence[Mapping[str, float]] = (),
+        means: LossMeans | None = None,
     ) -> Iterator[None]:
         """Deferred work: split the steps' waiting, count their time, and record them. `messages`: those of
-        all ranks, shape (messages, ranks, numbers of a message); None: there are none. `mean_values`: the
-        means over ranks of the numbers beside the loss, for each message.
+        all ranks, shape (messages, ranks, numbers of a message); None: there are none, and no `means`.
         """
         all_ready = all_ready_us(resolved, own, messages, columns=self._columns, offset_us=self.offset_us)
         exposed = split_exposed_time(resolved, all_ready)
@@ -556,17 +573,18 @@ class StepRecorder:
         totals.parts_us["step_us"] += sum(resolved.step_us)
         yield
         losses: list[float | None] = [None] * len(resolved.steps)
-        if messages is not None:
-            for row, loss in zip(own.rows, mean_losses_over_ranks(messages), strict=False):
-                losses[row] = loss
-        means: list[Mapping[str, float] | None] = [None] * len(resolved.steps)
-        for row, mean in zip(own.rows, mean_values, strict=False):
-            means[row] = mean
+        values: list[Mapping[str, float | None] | None] = [None] * len(resolved.steps)
+        if means is not None:
+            for row, loss, of_message in zip(own.rows, means.losses, means.values, strict=False):
+                losses[row], values[row] = loss, of_message
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
             rank, names = self.rank, self.value_names
-            for one in step_records(resolved, losses, all_ready, names, means, rank=rank, every=every):
+            turns = self._turns
+            for one in step_records(
+                resolved, losses, all_ready, names, values, turns=turns, rank=rank, every=every
+            ):
                 if self.on_step_record is not None:
                     self.on_step_record(one.record, one.traces)
                 made += 1

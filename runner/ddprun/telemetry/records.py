@@ -210,6 +210,7 @@ class StageStarted(Event, tag="stage_started"):
     stage: Count
     kind: str = "train"
     steps: Count | None = None
+    turns: tuple[str, ...] = ()
     sync: Any = None
     hooks: tuple[str, ...] = ()
     buffers: Any = None

@@ -15,7 +15,7 @@ step has two *sections* in which buckets travel, with traces and waits of their 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ class StepMarks:
     requests: int = 0  # of this rank: a sum of `control_message.STOP` and the like
     lr: Sequence[float | None] | None = None  # of each parameter group; None: no step, or no rates
     grad_norm: Any = None  # of all gradients before clipping, from `Clock.copy_to_host`; None: not measured
-    group_grad_norms: list[Any] | None = None  # the same of each parameter group
+    group_grad_norms: list[Any] | None = None  # the same of each parameter group; None: of no turn that ran
     machine: MachineRecord | None = None  # memory and load after it; None: not measured
 
 
@@ -183,14 +183,19 @@ class ResolvedSteps:
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
-    def loss(self, row: int) -> float:
-        """This rank's mean loss of a step; NaN where nothing counts."""
-        return self.loss_sums[row] / self.loss_weights[row] if self.loss_weights[row] else math.nan
+    def loss(self, row: int, turns: Sequence[int] = ()) -> float | None:
+        """This rank's mean loss of a step; of `turns`, each the index of a number beside the loss, the sum of
+        their means. None: nothing counts, or a turn has not run.
+        """
+        if turns:
+            values = self.values(row)
+            return sum_if_known([values[turn] for turn in turns])
+        return self.loss_sums[row] / self.loss_weights[row] if self.loss_weights[row] else None
 
-    def values(self, row: int) -> list[float]:
-        """This rank's means of the numbers beside the loss in a step; NaN where nothing counts."""
+    def values(self, row: int) -> list[float | None]:
+        """This rank's means of the numbers beside the loss in a step; None: nothing counts."""
         pairs = self.value_sums[row].reshape(2, -1).T.tolist()
-        return [total / (weight or math.nan) for total, weight in pairs]
+        return [total / weight if weight else None for total, weight in pairs]
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -211,6 +216,12 @@ class ResolvedSteps:
         own[:, _HOOK] = hooks.sum(1)
         picked: IntArray = own[:, _OWN_COLUMNS]
         return picked
+
+
+def sum_if_known(parts: Sequence[float | None]) -> float | None:
+    """The sum; None if a part is not known."""
+    known = [one for one in parts if one is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
@@ -413,13 +424,13 @@ def _value_sums(buffer: MarkBuffer, clock: Clock) -> FloatArray:
 def _read_norms(steps: Sequence[StepMarks], clock: Clock) -> None:
     """Make numbers of the norms that were measured."""
     measured = [step for step in steps if step.grad_norm is not None]
-    of_groups = [norm for step in measured for norm in step.group_grad_norms or ()]
+    of_groups = [norm for step in measured for norm in step.group_grad_norms or () if norm is not None]
     norms = iter(clock.read_numbers([*(step.grad_norm for step in measured), *of_groups]))
     for step in measured:
         step.grad_norm = next(norms)
     for step in measured:
         if step.group_grad_norms is not None:
-            step.group_grad_norms = list(islice(norms, len(step.group_grad_norms)))
+            step.group_grad_norms = [one if one is None else next(norms) for one in step.group_grad_norms]
 
 
 def _as_columns(numbers: Sequence[int], columns: int) -> IntArray:
@@ -455,14 +466,15 @@ def step_records(
     mean_losses: Sequence[float | None],
     all_ready_us: FloatArray,
     value_names: Sequence[str] = (),
-    mean_values: Sequence[Mapping[str, float] | None] = (),
+    mean_values: Sequence[Mapping[str, float | None] | None] = (),
     *,
+    turns: Sequence[int] = (),
     rank: int,
     every: int,
 ) -> Iterator[RecordedStep]:
     """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
     taken out. `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing. `mean_values`:
-    the same of the numbers of `value_names`, which are beside the loss.
+    the same of the numbers of `value_names`, which are beside the loss. `turns`: as in `ResolvedSteps.loss`.
     """
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
@@ -487,7 +499,7 @@ def step_records(
             stage=step.stage,
             step=step.number,
             samples=resolved.samples[row],
-            loss=resolved.loss(row),
+            loss=resolved.loss(row, turns),
             mean_loss=mean_losses[row],
             values=dict(zip(value_names, resolved.values(row), strict=True)) if value_names else None,
             mean_values=mean_values[row] if value_names else None,

@@ -8,13 +8,15 @@ closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
 the median over a window of steps, it is late by more than a share of the step and by more than what the other
-ranks scatter by, and if every judgement within half a second finds that. Its cause is the part of the step in
-which it exceeds the median of the others most. What no part accounts for is communication: its last exchange
-ended later than theirs.
+ranks scatter by, and if every judgement within half a second finds that. Where steps take different turns,
+there is a median for each kind of step, and the mean of them over the window's steps counts. Its cause is the
+part of the step in which it exceeds the median of the others most. What no part accounts for is
+communication: its last exchange ended later than theirs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -47,6 +49,7 @@ class _StepMessages(NamedTuple):
     """What all ranks say about one step."""
 
     step: int
+    turns: tuple[bool, ...]  # those that exchanged gradients in it
     skew_us: float  # from the first rank ready with its last bucket to the last; in backward and outside it
     numbers: FloatArray  # shape (ranks, numbers of a message)
 
@@ -94,10 +97,13 @@ class StragglerDetector:
         last_ready = messages[..., ends]  # outside backward, and in each backward pass
         skews = (last_ready.max(1) - last_ready.min(1)).sum(1).tolist()
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
+        in_turns = map(tuple, (messages[..., ends[1:]] != 0.0).all(1).tolist())
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
         new = [
-            _StepMessages(step, skew_us, numbers)
-            for step, skew_us, numbers, any_bucket in zip(steps, skews, messages, exchanged, strict=True)
+            _StepMessages(step, turns, skew_us, numbers)
+            for step, turns, skew_us, numbers, any_bucket in zip(
+                steps, in_turns, skews, messages, exchanged, strict=True
+            )
             if any_bucket
         ]
         changes: list[tuple[int, Straggler | None]] = []
@@ -153,10 +159,19 @@ class StragglerDetector:
         """The latest rank of the window, if it is late by enough."""
         if len(self._steps[0].numbers) < 2:
             return None
+        kinds = dict[tuple[bool, ...], list[int]]()  # the indices of the steps with the same turns
+        for place, one in enumerate(self._steps):
+            kinds.setdefault(one.turns, []).append(place)
         # The usual case comes first and is cheap: no rank is later than the skew of all.
-        skews = sorted([one.skew_us for one in self._steps])
-        if skews[(len(skews) - 1) // 2] <= _MIN_LATE_US / _HYSTERESIS:
+        skews = np.array([one.skew_us for one in self._steps])
+        if all(_median(skews[of_kind]) <= _MIN_LATE_US / _HYSTERESIS for of_kind in kinds.values()):
             return None
+
+        def over_kinds(statistic: Callable[[FloatArray], Any], values: FloatArray) -> Any:
+            """The mean over steps of a statistic of their kind; the first dimension is that of steps."""
+            weighted = [len(of_kind) * statistic(values[of_kind]) for of_kind in kinds.values()]
+            return sum(weighted) / len(values)
+
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
         # Ranks wait for each other in each backward pass that exchanges buckets, and once more outside it. A
         # turn need not run in every step; exchanges outside backward count only if every step has them.
@@ -168,32 +183,43 @@ class StragglerDetector:
         lateness = [np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in ends]
         outside_late = [_above_others_median(outside)] if outside.all() else []
         late: FloatArray = np.sum([*lateness, *outside_late], axis=0)  # (steps, ranks)
-        typical = _median(late)  # (ranks,)
+        typical = over_kinds(_median, late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
         before = self.current if self.current is not None and self.current.rank == rank else None
         divisor = 1.0 if before is None else _HYSTERESIS
-        others = np.delete(late, rank, 1).ravel()
-        spread = float(_median(abs(others - _median(others))))
+        spread = over_kinds(_spread, np.delete(late, rank, 1))
         step_us = float(_median(last_ready[0][-1] - last_ready[0][0])) / max(1, len(numbers) - 1)
         least_us = max(self._min_share * step_us, _SPREAD_FACTOR * spread, _MIN_LATE_US) / divisor
         if late_us <= least_us:
             return None
-        if before is None and float(np.quantile(late[:, rank], 0.25)) <= least_us / _HYSTERESIS:
+        in_most = over_kinds(partial(np.quantile, q=0.25), late[:, rank])
+        if before is None and in_most <= least_us / _HYSTERESIS:
             return None  # late in too few of the steps
-        cause, index = self._find_cause(rank, late_us, numbers, None if before is None else before.cause)
+
+        def more_than_others(values: FloatArray) -> list[float]:
+            """By how much this rank is above the others."""
+            found: list[float] = over_kinds(_median, _above_others_median(values)[:, rank]).tolist()
+            return found
+
+        last_cause = None if before is None else before.cause
+        cause, index = self._find_cause(more_than_others, late_us, numbers, last_cause)
         bucket = None if index is None else self._columns.buckets[index]
         params = () if bucket is None else self._params[bucket]
         first, last = self._steps[0].step, self._steps[-1].step
         return Straggler(rank, cause, bucket, params, late_us, step_us, first, last)
 
     def _find_cause(
-        self, rank: int, late_us: float, numbers: FloatArray, last_cause: Cause | None
+        self,
+        more_than_others: Callable[[FloatArray], list[float]],
+        late_us: float,
+        numbers: FloatArray,
+        last_cause: Cause | None,
     ) -> tuple[Cause, int | None]:
         """The part of the step in which a rank is furthest above the others; its last cause is preferred. For
         backward also the column of the late bucket.
         """
-        more = _median(_above_others_median(numbers[..., OWN_COLUMNS])[:, rank]).tolist()  # (parts,)
+        more = more_than_others(numbers[..., OWN_COLUMNS])  # of each part
         parts: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
         for name, us in zip(OWN_PARTS, more, strict=True):
             parts[_CAUSES[name]] += us
@@ -202,12 +228,12 @@ class StragglerDetector:
         ready, ends = numbers[..., READY_COLUMNS], self._columns.ends
         if cause != "backward" or not ready.any():
             return cause, None
-        above = _median(_above_others_median(ready)[:, rank])  # (columns,)
+        above = more_than_others(ready)  # of each column
         end = max(ends, key=above.__getitem__)  # of the turn in which it is latest
         first = max((1 + one for one in ends if one < end), default=0)
         # From one bucket to the next; what is left of backward lies before its first bucket.
-        more = _median(_above_others_median(np.diff(ready[..., first : end + 1]))[:, rank]).tolist()
-        whole = parts["backward"] if len(ends) == 1 else float(above[end])
+        more = more_than_others(np.diff(ready[..., first : end + 1]))
+        whole = parts["backward"] if len(ends) == 1 else above[end]
         shares = [whole - sum(more), *more]
         return cause, first + shares.index(max(shares))
 
@@ -228,6 +254,11 @@ def _median(values: FloatArray) -> FloatArray:
     """Over the first dimension; of an even number the lower one."""
     middle: FloatArray = np.sort(values, 0)[(len(values) - 1) // 2]
     return middle
+
+
+def _spread(values: FloatArray) -> float:
+    """The median absolute deviation of all values."""
+    return float(_median(abs(values.ravel() - _median(values.ravel()))))
 
 
 def _last_ready(messages: _StepMessages) -> float:

@@ -72,13 +72,15 @@ class Prometheus(Tracker):
         if record.mean_loss is not None:
             self._loss.set(record.mean_loss)
         for name, value in (record.mean_values or {}).items():
-            self._values.labels(name).set(math.nan if value is None else value)
+            if value is not None:
+                self._values.labels(name).set(value)
         for group, lr in enumerate(record.lr or ()):
             self._lr.labels(str(group)).set(math.nan if lr is None else lr)
         if record.grad_norm is not None:
             self._grad_norm.set(record.grad_norm)
         for group, norm in enumerate(record.group_grad_norms or ()):
-            self._group_norms.labels(str(group)).set(math.nan if norm is None else norm)
+            if norm is not None:
+                self._group_norms.labels(str(group)).set(norm)
         if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
