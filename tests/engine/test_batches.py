@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from ddprun import EXIT_BAD_INPUT
 from ddprun.config import PipelineError, load
 from ddprun.engine.data import StepBatches
 from ddprun.engine.stage_run import StageRun
 from ddprun.engine.worker import run_worker
-from tests.engine.running import lines, run_pipeline, summary, weights
+from tests.engine.running import lines, run_pipeline, run_to_end, summary, weights
 from tests.ranks import as_processes, ddprun_here
 
 MODULE = """
@@ -134,6 +135,7 @@ class Mapped(Dataset):
             "triple": (image, other, label),
             "pair": ({"image": image, "other": other}, label),
             "object": {"image": image, "other": other, "label": label},
+            "tensor": image,
         }[self.form]
 
 
@@ -151,6 +153,14 @@ class Two(nn.Module):
 
     def forward(self, image, other):
         return self.first(image) + 2 * self.second(other)
+
+
+class Shrinking(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 5)
+
+    def forward(self, image):
+        return super().forward(image).square().mean()
 """
 
 
@@ -303,6 +313,33 @@ def test_parts_of_a_batch_reach_model_and_loss(folder: Path, form: str, batch: s
         optimizer.step()
     for name, value in weights(run).items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_a_tensor_is_the_only_input(folder: Path) -> None:
+    """Of a model that returns its loss, as an input that is named: in training and evaluation."""
+    found = []
+    for form, batch in (("mapping", "batch: {inputs: image}"), ("tensor", "")):
+        text = PARTS.format(form=form, batch=f"loss: model\n{batch}", loader="").replace("Two", "Shrinking")
+        text = text.replace("save]", f"save, evaluate: {{data: {{mine.Mapped: {{form: {form}}}}}}}]")
+        run = run_pipeline(folder, text, 1, f"only-{form}")
+        found.append((weights(run), summary(run)["metrics"]))
+    assert found[0][1] == found[1][1]
+    assert all(torch.equal(value, found[1][0][name]) for name, value in found[0][0].items())
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("mse_loss", "its samples are tensors, and MSELoss needs a target; a sample is a pair"),
+        ("model\nweight_by: targets", "it is not known which part of a batch holds the targets"),
+    ],
+)
+def test_a_tensor_has_no_target(tmp_path: Path, loss: str, expected: str) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    text = PARTS.format(form="tensor", batch=f"loss: {loss}", loader="").replace("Two", "Shrinking")
+    codes, said = run_to_end(tmp_path, text, 1)
+    assert codes == [EXIT_BAD_INPUT]
+    assert expected in said
 
 
 SAMPLED = """

@@ -88,8 +88,8 @@ class OddState(torch.optim.SGD):
 
 
 class Wrapper(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        self.inner = torch.optim.SGD(params, lr, momentum=0.9)
+    def __init__(self, params, lr, momentum=0.9, inner=torch.optim.SGD):
+        self.inner = inner(params, lr, momentum=momentum)
         super().__init__(self.inner.param_groups, {})
 
     def step(self, closure=None):
@@ -102,6 +102,11 @@ class WithState(Wrapper):
 
     def load_state_dict(self, state):
         self.inner.load_state_dict(state)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "SAM wants a closure"
 
 
 class AsksForLoss(torch.optim.SGD):
@@ -205,6 +210,14 @@ def run(folder: Path, resuming: bool = False, /, **changes: str) -> tuple[list[i
             r'optimizer: a checkpoint would leave out the state of "inner", the SGD inside it; have its ',
         ),
         (
+            {"OPTIMIZER": "{mine.Wrapper: {lr: 0.1, inner: torch.optim.SGD}}"},
+            r'inner: "torch.optim.SGD" is passed on as a string; {ref: torch.optim.SGD} passes the object it',
+        ),
+        (
+            {"OPTIMIZER": "{mine.Wrapper: {lr: 0.1, inner: {torch.optim.SGD: {}}}}"},
+            r"missing a required argument: 'params'; it takes .*; {ref: torch.optim.SGD} passes torch.optim",
+        ),
+        (
             {"MODEL": "mine.Forces"},
             r"stages\[1\]\.evaluate: the model or the loss asks for gradients, which an evaluation ",
         ),
@@ -242,6 +255,30 @@ def test_a_metric_that_raises_does_so_before_step_1(tmp_path: Path) -> None:
     assert "before the first stage" in said
     assert "KeyError: 'threshold'" in said
     assert not (tmp_path / "run" / "steps").exists()
+
+
+@pytest.mark.parametrize(
+    ("momentum", "checkpoint"), [("0", "{every: 2}"), ("0.9", "{keep: 0}")], ids=["no state", "no checkpoint"]
+)
+def test_an_inner_optimizer_without_state_to_keep_may_be_used(
+    tmp_path: Path, momentum: str, checkpoint: str
+) -> None:
+    """The trial step that shows this changes no weight: they are as with plain SGD, bit for bit."""
+    found = []
+    for name, optimizer in (("plain", "sgd"), ("wrapped", "mine.Wrapper")):
+        (tmp_path / name).mkdir()
+        options = f"{{{optimizer}: {{lr: 0.1, momentum: {momentum}}}}}"
+        changes = {"OPTIMIZER": options, "{every: 2}": checkpoint, "EVALUATE": "save"}
+        codes, said = run(tmp_path / name, **changes)
+        assert codes == [0, 0], said
+        found.append((tmp_path / name / "run" / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_an_optimizer_that_fails_without_a_closure_gets_a_hint(tmp_path: Path) -> None:
+    codes, said = run(tmp_path, OPTIMIZER="{mine.NeedsClosure: {lr: 0.1}}")
+    assert codes == [1, 1]
+    assert "SAM wants a closure\nwrite closure: true beside the optimizer if" in said, said
 
 
 @pytest.mark.parametrize("held_out", ["mine.Data", "mine.Stream"])

@@ -445,6 +445,17 @@ class Own(Linear):
         return found if inputs.sum() > 0 else {key: found[key] for key in ("loss", "fit")}
 
 
+class Measured(Linear):
+    def forward(self, inputs, labels):
+        found = parts(super().forward(inputs), labels)
+        return found if self.training else {"loss": found["loss"], "held": found["fit"] + 0.1 * found["size"]}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (Samples()[index] for index in range(1, 10))
+
+
 class Pairs(Linear):
     '''A contrastive loss: each sample's first view against the second views of all ranks' samples.'''
 
@@ -525,6 +536,18 @@ def test_a_model_returns_numbers_and_one_that_a_batch_lacks_is_null(tmp_path: Pa
     assert None not in {line["fit"] for line in found}
     shown = r"mean loss [\d.]+ \(rank 0: [\d.]+\), fit [\d.]+, (size [\d.]+, )?"
     assert re.search(shown, told)
+
+
+@pytest.mark.parametrize("held_out", ["made.Samples", "made.Stream"])
+def test_an_evaluation_has_the_numbers_that_it_returns(tmp_path: Path, held_out: str) -> None:
+    """Not those of training: whatever is tried before step 1, which a stream is not."""
+    (tmp_path / "made.py").write_text(PARTS)
+    text = PARTS_TEXT.replace("MODEL", "Measured").replace("loss: made.parts", "loss: model")
+    run = run_pipeline(tmp_path, text.replace("evaluate: made.Samples", f"evaluate: {held_out}"), 2)
+    metrics = summary(run)["metrics"]
+    assert list(metrics) == ["loss", "held"]
+    assert metrics["held"] == pytest.approx(metrics["loss"])
+    assert all(list(line["values"]) == ["fit", "size", "weight"] for line in lines(run, "steps"))
 
 
 def test_a_number_renamed_in_the_middle_of_a_round_counts_from_the_next(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class Net(nn.Linear):
         return {"loss": nn.functional.cross_entropy(logits.movedim(-1, 1), labels), "logits": logits}
 
 
+def right(output, target):
+    return (output.argmax(1) == target).double().mean()
+
+
 class Share:
     def __init__(self, of):
         self.of, self.found, self.all = of, 0, 0
@@ -137,3 +141,14 @@ def test_a_key_that_is_not_there_is_told_before_step_1(tmp_path: Path, old: str,
     codes, said = run_to_end(tmp_path, PIPELINE.replace(old, new))
     assert codes == [EXIT_BAD_INPUT] * 2
     assert told in said
+
+
+@pytest.mark.parametrize("metric", ["mine.right", "{mine.Share: {of: 0}}"])
+def test_a_metric_without_keys_that_fails_gets_a_hint(tmp_path: Path, metric: str) -> None:
+    """A function or a class: with the parts that it could have."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    text = PIPELINE[: PIPELINE.index("        - {accuracy")] + f"        - {metric}\n"
+    codes, said = run_to_end(tmp_path, text)
+    assert codes == [1] * 2
+    hint = "write output: … and target: … beside the metric if it takes parts of these; "
+    assert f"{hint}output can be loss, logits; target can be features, labels" in said

@@ -204,7 +204,7 @@ def test_what_a_metric_was_called_with_is_told() -> None:
         made.update(ForwardResult(torch.zeros(()), {"logits": torch.ones(2, 3)}, torch.zeros(2), None))
     assert raised.value.__notes__ == [
         "the metric was called as Largest.update(dict, float32 (2,))",
-        "write output: … and target: … beside the metric if it takes parts of these",
+        "write output: … and target: … beside the metric if it takes parts of these; output can be logits",
     ]
 
 

@@ -1,5 +1,6 @@
 """Turns and stages that freeze: as hand-written DDP loops, bit for bit; with hooks, policies and kills."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddprun import EXIT_BAD_INPUT
-from ddprun.config import load
+from ddprun.config import PipelineError, load
 from ddprun.explain.explain import explain
 from tests.checkpoint.runs import assert_killed_run_ends_alike
 from tests.engine.running import events, lines, run_pipeline, run_to_end, summary, weights
@@ -113,6 +114,12 @@ class Twins(nn.Module):
 class Deaf(Gan):
     def forward(self, real, label):
         return super().forward(real, turn="generator")
+
+
+class Strict(Twins):
+    def forward(self, real, label, turn):
+        part = self.discriminator if turn == "discriminator" else self.generator
+        return {"loss": part(real).square().mean()}
 """
 PIPELINE = """
 seed: 5
@@ -471,3 +478,27 @@ def test_turns_that_do_not_fit_the_model_are_told_before_step_1(
     codes, said = run_to_end(tmp_path, text.replace(old, new))
     assert codes == [EXIT_BAD_INPUT] * 2
     assert told in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "name: discriminator",
+            "name: d",
+            'turns[0]: the loss of turn "d" does not depend on any parameter that matches discriminator.*',
+        ),
+        (
+            "  - save",
+            "  - evaluate: {data: turn_nets.Samples}",
+            "turns: the forward of Strict needs the argument turn, which evaluations and",
+        ),
+    ],
+)
+def test_a_forward_that_does_not_fit_the_turns_is_told(tmp_path: Path, old: str, new: str, told: str) -> None:
+    """Before step 1 of a run, and by `explain`."""
+    codes, said = run_to_end(tmp_path, written(tmp_path).replace("Gan", "Strict").replace(old, new))
+    assert codes == [EXIT_BAD_INPUT] * 2
+    assert told in said
+    with pytest.raises(PipelineError, match=re.escape(told)):
+        explain(load(tmp_path / "p.yaml"), hosts=1, ranks_per_host=2)

@@ -19,6 +19,7 @@ NAMES = [
     "named",
     "smooth",
     "sum",
+    "sam",
     "model",
     "lengths",
     "measured",

@@ -132,7 +132,7 @@ def test_noop(file: Path, capsys: Out) -> None:
     """Nothing is said to be averaged if nothing is sent."""
     stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"
     out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
-    assert "Gradients go through the hooks in every step, but to no other rank, in 2 buckets" in out
+    assert "Gradients go through the hooks, but to no other rank, in every step, in 2 buckets" in out
     assert "noop sends nothing, so ranks diverge." in out
     assert "Steps 2, 4: nothing, because the hook is noop." in out
     assert "Gradients are averaged" not in out
@@ -379,3 +379,44 @@ def test_as_a_process_under_detailed_debugging(file: Path) -> None:
     done = python("-m", "ddprun", "explain", file, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("explained: 4 ranks on 1 host\n")
+
+
+TURNS = """
+from torch import nn
+
+
+class Nets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.d, self.g = nn.Linear(64, 1), nn.Linear(64, 1)
+
+    def forward(self, x, y, turn=None):
+        return {"d": self.d, "g": self.g}[turn](x.flatten(1)).square().mean()
+"""
+
+
+def test_turns_are_told_apart(tmp_path: Path, capsys: Out) -> None:
+    """When each sends its buckets, and which they are; `--link` is refused before anything is imported."""
+    (tmp_path / "nets_in_turns.py").write_text(TURNS)
+    turns = "[{name: d, match: d.*}, {name: g, match: g.*, every: 2}]"
+    file = tmp_path / "turns.yaml"
+    file.write_text(
+        "model: nets_in_turns.Nets\ndata: digits\nloss: model\noptimizer: sgd\nhooks: []\n"
+        f"stages: [train: {{steps: 6, turns: {turns}}}]\nlaunch: {{nproc_per_node: 2}}\n"
+    )
+    out = folded(said(file, capsys))
+    when = (
+        "those of turn d in every step, in 1 bucket; those of turn g in steps 2, 4, 6, in 1 bucket, each sent"
+    )
+    assert f"Gradients are averaged over both ranks: {when} as soon" in out
+    for turn, bucket in (("d", 0), ("g", 1)):
+        row = f"parameters {bucket} float32 65 260 B 260 B {turn}.bias, {turn}.weight Each bucket: all_reduce"
+        head = "averaged over both ranks: bucket dtype values bytes sent per rank"
+        assert f"The gradients of turn {turn}, {head} {row} of float32 among both ranks (260 B)." in out
+    assert "steps 1, 3, 5 260 B 520 B 0 B the other step of every 2 520 B" in out
+    (stage,) = to_json_data(file, capsys)["stages"]
+    assert [one["turn"] for one in stage["exchanges"]] == ["d", "g"]
+    assert [(one["steps"], one["exchanges"]) for one in stage["patterns"]] == [([1], [0]), ([2], [0, 1])]
+    (tmp_path / "nets_in_turns.py").write_text(POISON)
+    assert main(["explain", str(file), "--link", "1Gbit"]) == 2
+    assert "a stage has turns" in capsys.readouterr().err

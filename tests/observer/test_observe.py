@@ -363,9 +363,9 @@ def with_copies(folder: Path) -> None:
         with torch.no_grad():
             average(torch.ones(2, 12))
             torch.jit.trace(model.module, torch.ones(2, 12))  # type: ignore[no-untyped-call]
-    run.close()
-    for _ in range(3):
-        model(torch.ones(2, 12)).square().mean().backward()
+    for batch in run.steps([torch.ones(2, 12)] * 3):
+        run.close()
+        model(batch).square().mean().backward()
         optimizer.step()
 
 

@@ -96,6 +96,10 @@ def explain(
     try:
         loaded = load(pipeline, overrides)
         secrets = loaded.secrets
+        if predicts:
+            from ddprun.predict.costs import check_one_set_of_parameters
+
+            check_one_set_of_parameters(loaded.pipeline)
         if not no_import:
             loaded.check_environment()
         printing.print_faults(loaded.warnings)

@@ -135,7 +135,10 @@ class ChoiceBuilder:
                 signature.bind(*positional, **self.options)
             except TypeError as error:
                 takes = ", ".join(map(str, list(signature.parameters.values())[len(positional) :]))
-                raise self.error(f'"{self.name}": {error}', f"it takes ({takes})") from None
+                allowed = f"it takes ({takes})"
+                if not self.kind and str(error).startswith("missing"):  # an object in the options
+                    allowed += f"; {{ref: {self.name}}} passes {self.name} itself, without calling it"
+                raise self.error(f'"{self.name}": {error}', allowed) from None
         return functools.partial(target, **self.options)
 
     def call(self) -> Any:
@@ -197,7 +200,7 @@ class ChoiceBuilder:
         except (ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and self.source != "torch":
                 raise
-            raise self.error(str(error)) from None
+            raise self.error(str(error), "; ".join(self._hints(error)) or None) from None
 
     def describe_result(self, made: Any) -> str:
         return f'"{self.name}" gives {type(made).__name__}'

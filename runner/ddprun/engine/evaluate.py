@@ -1,5 +1,6 @@
 """The held-out data, each sample once, summed over ranks: in an evaluate stage, and while a stage trains."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weig
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
-from ddprun.engine.stateful_metric import StatefulMetric
+from ddprun.engine.stateful_metric import StatefulMetric, add_metric_notes
 
 _T = TypeVar("_T")
 
@@ -260,15 +261,18 @@ def evaluate_metrics(
     batches: Iterable[tuple[Any, int]] = islice(_batches(session, held_out), wanted.steps)
     if not to_its_end:
         batches = _until_stop(session, batches)
-    mine = _measure(session, batches, metrics, wanted.gradients)
-    *totals, samples = control.all_gather(mine, "sums of the evaluation").sum(0).tolist()
-    sums = zip(totals[::2], totals[1::2], strict=True)
-    values, listed = dict[str, float](), metric_names(wanted.metrics)
-    for name, metric in metrics.items():
+    mine, samples = _measure(session, batches, metrics, wanted.gradients)
+    of_ranks = control.all_gather_bytes(json.dumps([*mine]).encode(), "names of numbers beside the loss")
+    names = list(dict.fromkeys(chain.from_iterable(map(json.loads, of_ranks))))
+    numbers = [*chain.from_iterable(mine.get(name, (0.0, 0.0)) for name in names), samples]
+    *totals, samples = control.all_gather(numbers, "sums of the evaluation").sum(0).tolist()
+    sums = dict(zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True))
+    beside = {name: metrics["loss"] for name in names if name not in metrics and sums[name][1]}
+    values = dict[str, float]()
+    for name, metric in {"loss": metrics["loss"], **beside, **metrics}.items():
         if isinstance(metric, MeanMetric):
-            value, count = next(sums)
-            if count or name == "loss" or name in listed:  # else no batch has had that number beside the loss
-                values[name] = metric.finish(value / count) if count else math.nan
+            value, count = sums[name]
+            values[name] = metric.finish(value / count) if count else math.nan
         else:
             values[name] = metric.compute(control)
     return values, int(samples)
@@ -279,13 +283,15 @@ def _measure(
     batches: Iterable[tuple[Any, int]],
     metrics: Mapping[str, MeanMetric | StatefulMetric],
     gradients: bool,
-) -> list[float]:
-    """Update the metrics with this rank's batches; gives, of each mean, the sum of its values and how many
-    they are, and last the number of samples.
+) -> tuple[dict[str, list[float]], int]:
+    """Update the metrics with this rank's batches; gives, of each mean and each number beside the loss, by
+    name, the sum of its values and how many they are, and the number of samples. Such a number is weighted
+    as the loss is; a batch that lacks it does not count.
     """
-    runtime, means = session.runtime, [one for one in metrics.values() if isinstance(one, MeanMetric)]
-    sums = torch.zeros((len(means), 2), dtype=torch.float64, device=runtime.device)
-    counted = 0
+    runtime, counted = session.runtime, 0
+    means = {name: metric for name, metric in metrics.items() if isinstance(metric, MeanMetric)}
+    beside = MeanMetric(partial(_mean_loss, runtime.objective.loss_is_sum))
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=runtime.device) for name in means}
     for content, samples in batches:
         with torch.set_grad_enabled(gradients):
             result = runtime.objective(runtime.model, runtime.precision.to_device(content))
@@ -295,14 +301,19 @@ def _measure(
         result = result._replace(loss=result.loss.detach())
         with torch.no_grad():
             weight = runtime.objective.weight_in_mean(result, samples)
-            for index, mean in enumerate(means):
-                value, count = mean.measure(mean.select(result), samples, weight)
-                sums[index, 0] += value
-                sums[index, 1] += count
+            measured = [(name, mean, mean.select(result)) for name, mean in means.items()]
+            for name, value in result.values.items():
+                if name not in metrics and name not in RESERVED_METRIC_NAMES:
+                    measured.append((name, beside, result._replace(loss=value)))
+                    sums.setdefault(name, torch.zeros_like(sums["loss"]))
+            for name, mean, found in measured:
+                total, count = mean.measure(found, samples, weight)
+                sums[name][0] += total
+                sums[name][1] += count
             for metric in metrics.values():
                 if isinstance(metric, StatefulMetric):
                     metric.update(metric.select(result))
-    return [*sums.flatten().tolist(), counted]
+    return {name: one.tolist() for name, one in sums.items()}, counted
 
 
 def _metrics(
@@ -313,9 +324,6 @@ def _metrics(
     mean_loss = partial(_mean_loss, objective.loss_is_sum)
     found: dict[str, MeanMetric | StatefulMetric]
     found = {"loss": MeanMetric(_summed_loss if objective.loss_is_sum else mean_loss)}
-    for index, name in enumerate(objective.value_names):
-        if name not in RESERVED_METRIC_NAMES:
-            found[name] = MeanMetric(partial(_mean_value, mean_loss, index))
     for index, (name, choice) in enumerate(zip(metric_names(metrics), metrics, strict=True)):
         place = f"{path}.metrics[{index}]"
         select = partial(objective.select, choice.beside, place)
@@ -348,14 +356,6 @@ def _mean_loss(is_sum: bool, result: ForwardResult, samples: int, weight: Tensor
     if isinstance(weight, Tensor):  # the mean over no target at all is not a number
         return torch.where(weight > 0, loss * weight, 0.0), weight
     return loss * weight if weight else 0.0, weight
-
-
-def _mean_value(
-    mean_loss: MetricFunction, index: int, result: ForwardResult, samples: int, weight: Tensor | float
-) -> Sums:
-    """Of a number beside the loss, weighted as the loss is; of a batch that lacks it, nothing."""
-    value = result.values[index]
-    return (0.0, 0) if value is None else mean_loss(result._replace(loss=value), samples, weight)
 
 
 def _accuracy(
@@ -393,7 +393,11 @@ def _custom_metric(
     weight: Tensor | float,
 ) -> Sums:
     count = float(weight) if by_weight else samples
-    return float(metric(result.output, result.target)) * count if count else 0.0, count
+    try:
+        return float(metric(result.output, result.target)) * count if count else 0.0, count
+    except Exception as error:
+        add_metric_notes(error, "metric", result)
+        raise
 
 
 def _batches(session: Session, held_out: HeldOutData) -> Iterator[tuple[Any, int]]:

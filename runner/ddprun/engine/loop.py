@@ -27,7 +27,7 @@ end_stage                 if the stage is complete: make ranks equal, evaluate_i
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, cast
@@ -40,6 +40,7 @@ from ddprun.engine import build, seeding
 from ddprun.engine.closure import StepClosure
 from ddprun.engine.data import MicroBatch, StepBatches
 from ddprun.engine.evaluate import evaluate_in_stage, summary_of_evaluations
+from ddprun.engine.optimizers import hint_at_closure
 from ddprun.engine.session import Session
 from ddprun.engine.stage_run import StageRun, begin_stage, end_stage, execute_action
 from ddprun.engine.state import report_checkpoints, take_checkpoint
@@ -150,7 +151,7 @@ class MicroResult(NamedTuple):
 
     micro: MicroBatch
     loss: Tensor  # shape ()
-    values: Sequence[Tensor | None]  # the numbers beside it
+    values: Mapping[str, Tensor]  # the numbers beside it
 
 
 class Update(NamedTuple):
@@ -287,7 +288,7 @@ def forward_step(update: UpdateFunction | None, run: StageRun, batches: StepBatc
         fixed_rng = seeding.RepeatableRng(runtime.device)
     weight = loss_weight(session, micro, batches.total_weight)
     losses: list[Tensor] = []
-    values: list[Sequence[Tensor | None]] = []
+    values: list[Mapping[str, Tensor]] = []
 
     def closure() -> Tensor:
         """The loss of the weights as they are, on this step's batch; all calls draw the same numbers."""
@@ -334,7 +335,8 @@ def optimizer_step(
         optimizer.step(cast(Any, closure))
         applied = True
     elif from_backward:
-        applied = precision.step(optimizer)
+        with hint_at_closure(runtime.loaded, optimizer):
+            applied = precision.step(optimizer)
     else:  # never scaled: look for what the loss scaler would have found
         gradients = _gradients(model.parameters())
         applied = precision.scaler is None or all(bool(one.isfinite().all()) for one in gradients)
@@ -375,12 +377,12 @@ def mean_loss(session: Session, loss: Tensor, samples: int) -> Tensor:
 
 
 def mean_values(
-    session: Session, of_calls: Sequence[Sequence[Tensor | None]], samples: int
+    session: Session, of_calls: Sequence[Mapping[str, Tensor]], samples: int
 ) -> list[Tensor | None]:
-    """The means over samples, and over the calls of the model that have them, of numbers beside a loss."""
+    """The means over samples, and over the calls of the model that have them, of the recorder's numbers."""
     found = list[Tensor | None]()
-    for same in zip(*of_calls, strict=True):
-        known = [mean_loss(session, one, samples) for one in same if one is not None]
+    for name in session.runtime.recorder.value_names:
+        known = [mean_loss(session, one[name], samples) for one in of_calls if name in one]
         found.append(torch.stack(known).mean() if len(known) > 1 else next(iter(known), None))
     return found
 

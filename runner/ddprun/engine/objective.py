@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +178,7 @@ class ForwardResult(NamedTuple):
     output: Any  # what the model returned
     target: Any  # what the loss compared it with; the batch where the model returns its loss
     content: Any  # the batch
-    values: Sequence[Tensor | None] = ()  # numbers beside the loss, in the order of `Objective.value_names`
+    values: Mapping[str, Tensor] = MappingProxyType({})  # numbers beside the loss, by name, shape () each
 
 
 class Objective:
@@ -185,7 +186,8 @@ class Objective:
 
     A batch of (input, target) calls `model(input)` and `loss(output, target)`, where an input that is a
     mapping becomes keyword arguments. With `loss: model` it calls `model(input, target)`, and a batch that is
-    a mapping becomes the model's keyword arguments. `batch` in the file names other parts.
+    a mapping becomes the model's keyword arguments, a batch that is a tensor its only argument. `batch` in
+    the file names other parts.
 
     `loss` is of (output, target), or None: the model returns its own. `weight` is the file's own `weight_by`.
     `transform` changes the batches of training.
@@ -204,8 +206,7 @@ class Objective:
         self._loaded, self.loss, self.precision, self._weight_function = loaded, loss, precision, weight
         self._transform = transform
         self._joined = loss_joins_model(loss)
-        self.value_names: tuple[str, ...] = ()  # of numbers beside the loss
-        self.found_names: dict[str, None] = {}  # the same, as passes so far had them
+        self.value_names: dict[str, None] = {}  # of numbers beside the loss, in the passes so far
         self.called: set[str | None] = set()  # the turns of passes so far
         self._batch, self._weight_by = loaded.pipeline.batch, loaded.pipeline.weight_by
         options = loaded.pipeline.loss.options
@@ -233,11 +234,12 @@ class Objective:
         with self.precision.autocast():
             output, loss, found = model(call) if self._joined else call(model, self.loss)
         if turn is not None:
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise self._no_gradient_error(turn)
             found[turn] = loss.detach().float()
         self.called.add(turn)
-        self.found_names |= dict.fromkeys(found)
-        values = [found.get(name) for name in self.value_names]
-        return ForwardResult(loss, output, content if self.loss is None else target, content, values)
+        self.value_names |= dict.fromkeys(found)
+        return ForwardResult(loss, output, content if self.loss is None else target, content, found)
 
     def _output_and_loss(
         self,
@@ -253,7 +255,7 @@ class Objective:
             error.add_note(f"the model was called as {describe_call('model', positional, named)}")
             if _BATCH_NORM_ERROR in str(error):
                 error.add_note("write loader: {drop_last: true} if an epoch's last batch is a single sample")
-            if criterion is None and self._batch.inputs is None and positional:
+            if criterion is None and self._batch.inputs is None and len(positional) > 1:
                 error.add_note("write batch: {inputs: …} if its arguments are different")
             raise
         returned = output
@@ -291,11 +293,19 @@ class Objective:
                 hint = "write batch: {inputs: …, target: …}, or loss: model"
                 raise self._loaded.error("data", f"{problem}which is the target", hint)
             return (), content, None
+        if isinstance(content, Tensor):
+            if self.loss is not None:
+                problem = f"its samples are tensors, and {self._loaded.pipeline.loss.name} needs a target"
+                allowed = "a sample is a pair (input, target), or with loss: model the model's only input"
+                raise self._loaded.error("data", problem, allowed)
+            return (content,), {}, None
         if not isinstance(content, list | tuple) or len(content) != 2:
             several = isinstance(content, list | tuple)
             shown = f"tuples of {len(content)}" if several else type(content).__name__
-            allowed = "a sample is a pair (input, target), or a mapping of the model's keyword arguments; or "
-            allowed += "write batch: {inputs: …, target: …}"
+            allowed = (
+                "a sample is a pair (input, target), a mapping of the model's keyword arguments, or the "
+            )
+            allowed += "model's only input, a tensor; or write batch: {inputs: …, target: …}"
             raise self._loaded.error("data", f"its samples are {shown}", allowed)
         given, target = content
         if self.loss is None:
@@ -353,7 +363,7 @@ class Objective:
         loss = self.loss if wanted.of is None else None
         if wanted.of is not None:
             target = self._pick(content, wanted.of, "weight_by.targets.of")
-        elif self.loss is None and (isinstance(content, Mapping) or self._batch.inputs is not None):
+        elif self.loss is None and (isinstance(content, Mapping | Tensor) or self._batch.inputs is not None):
             problem = "it is not known which part of a batch holds the targets"
             raise self._loaded.error("weight_by", problem, _TARGETS_HINT)
         else:
@@ -384,6 +394,17 @@ class Objective:
         problem += ", so ranks would wait for their gradients forever"
         allowed = "write ddp: {find_unused_parameters: true}, or leave them out of the model, or freeze them "
         return self._loaded.error(key, problem, f"{allowed}(requires_grad_(False))")
+
+    def _no_gradient_error(self, turn: str) -> PipelineError:
+        """An error for a turn whose loss depends on no parameter that it trains."""
+        path, match = next(
+            (f"{stage.path}.turns[{index}]", ", ".join(one.match))
+            for stage in self._loaded.pipeline.train_stages()
+            for index, one in enumerate(stage.turns or ())
+            if one.name == turn
+        )
+        text = f'the loss of turn "{turn}" does not depend on any parameter that matches {match}'
+        return self._loaded.error(path, text, f'check that forward knows a turn called "{turn}"')
 
 
 def _numbers_beside_loss(returned: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -421,7 +442,7 @@ def initialize_lazy_parameters(model: nn.Module, objective: Objective, feed: Fee
             for name in turns.names:
                 objective(model, objective.training_batch(feed.first_batch()), name)
         objective.called.clear()  # passes in training may give other numbers beside the loss
-        objective.found_names.clear()
+        objective.value_names.clear()
         model.train()
 
 

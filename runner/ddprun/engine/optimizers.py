@@ -1,6 +1,8 @@
 """The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,7 +18,7 @@ from ddprun.engine.model_with_loss import model_alone
 from ddprun.engine.turns import Turns, check_groups_of_turns
 from ddprun.engine.weights import has_train_eval_modes, parameter_groups
 from ddprun.parallel.ddp import sparse_parameters
-from ddprun.sync.exchanger import requires_closure
+from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
 from ddprun.sync.frozen import trainable_parameters
 from ddprun.units import abbreviated_list
 
@@ -91,16 +93,36 @@ def _check_optimizer(chosen: ChoiceBuilder, optimizer: Optimizer) -> None:
     if not {"state", "param_groups"}.issubset(held := optimizer.state_dict()):
         has = f"its state_dict() holds {', '.join(map(str, held)) or 'nothing'}"
         raise chosen.error(has, "a checkpoint needs torch's form: state and param_groups")
-    for name, inner in vars(optimizer).items():
-        same = isinstance(inner, Optimizer) and inner.state is optimizer.state
-        if isinstance(inner, Optimizer) and kind.state_dict is Optimizer.state_dict and not same:
+    own = not chosen.loaded.pipeline.checkpoint.keep or kind.state_dict is not Optimizer.state_dict
+    for name, inner in () if own else vars(optimizer).items():
+        if isinstance(inner, Optimizer) and inner.state is not optimizer.state and _keeps_state(inner):
             text = f'a checkpoint would leave out the state of "{name}", the {type(inner).__name__} inside it'
             raise chosen.error(text, f"have its state_dict and load_state_dict pass on those of {name}")
+
+
+def _keeps_state(optimizer: Optimizer) -> bool:
+    """Whether steps leave something in the state of parameters, as a trial step shows."""
+    initialize_optimizer_state(optimizer)
+    found = any(optimizer.state.values())
+    optimizer.state.clear()
+    return found
 
 
 def takes_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> bool:
     """Whether steps pass a closure: `step` requires one, or the file says `closure: true`."""
     return "closure" in loaded.pipeline.optimizer.beside or requires_closure(optimizer)
+
+
+@contextmanager
+def hint_at_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> Iterator[None]:
+    """What an optimizer's step without a closure raises gets a note on `closure: true`, if it takes one."""
+    try:
+        yield
+    except Exception as error:
+        optional = "closure" in inspect.signature(optimizer.step).parameters
+        if optional and loaded.pipeline.optimizer.source != "torch":
+            error.add_note("write closure: true beside the optimizer if its step needs a closure")
+        raise
 
 
 def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:

@@ -164,9 +164,8 @@ def build_session(
             model.train()
             for turn_name in not_called:
                 objective(model, objective.training_batch(feed.first_batch()), turn_name)
-    of_ranks = ranks.gather("numbers beside the loss", list(objective.found_names))
-    objective.value_names = tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
-    recorder.value_names = objective.value_names
+    of_ranks = ranks.gather("numbers beside the loss", list(objective.value_names))
+    recorder.value_names = tuple(dict.fromkeys(chain.from_iterable(of_ranks)))
     _check_shared_memory(loaded, feeds, ranks, backend)
     seeding.seed_everything(pipeline.seed + ranks.rank)
     runtime = RunComponents(

@@ -8,7 +8,7 @@ A metric of torchmetrics says how its states are merged (`add_state`); any other
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -54,10 +54,7 @@ class StatefulMetric:
         try:
             self._metric.update(result.output, result.target)
         except Exception as error:
-            called = describe_call(f"{type(self._metric).__name__}.update", (result.output, result.target))
-            error.add_note(f"the metric was called as {called}")
-            if not isinstance(result.output, Tensor):
-                error.add_note("write output: … and target: … beside the metric if it takes parts of these")
+            add_metric_notes(error, f"{type(self._metric).__name__}.update", result)
             raise
         self._updated = True
 
@@ -132,6 +129,16 @@ class StatefulMetric:
                 keep = reduce is None or (listed and not joined)
                 setattr(part, name, joined if keep else reduce(joined))
         return first
+
+
+def add_metric_notes(error: Exception, name: str, result: ForwardResult) -> None:
+    """Have an error say what the metric was called with, and which parts it could have instead."""
+    error.add_note(f"the metric was called as {describe_call(name, (result.output, result.target))}")
+    if not isinstance(result.output, Tensor):
+        hint = "write output: … and target: … beside the metric if it takes parts of these"
+        for what, held in (("output", result.output), ("target", result.target)):
+            hint += f"; {what} can be {', '.join(map(str, held))}" if isinstance(held, Mapping) else ""
+        error.add_note(hint)
 
 
 def _torchmetrics_parts(metric: Any) -> list[Any] | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddprun.config import LoadedPipeline
+from ddprun.config.checks.model_and_data import find_evaluations
 from ddprun.config.patterns import matches
 from ddprun.engine.data import ErrorFactory
 from ddprun.engine.model_with_loss import model_alone
@@ -127,7 +128,7 @@ def only_groups_of(turn: Turn, optimizer: Optimizer) -> Iterator[None]:
 
 def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
     """The turns of every stage that takes steps, without replicas. A PipelineError if their patterns do not
-    divide what the stage trains, or the model's forward does not take `turn`.
+    divide what the stage trains, or the model's forward does not take `turn`, or not leave it out.
     """
     found, known = Turns(trainable_parameters(model)), dict[tuple[str | None, ...], Turn]()
 
@@ -168,9 +169,15 @@ def build_turns(loaded: LoadedPipeline, model: nn.Module) -> Turns:
 def _check_forward_takes_turn(loaded: LoadedPipeline, path: str, model: nn.Module) -> None:
     alone = model_alone(model)
     parameters = inspect.signature(alone.forward).parameters
-    if "turn" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        text = f"the forward of {type(alone).__name__} takes no argument called turn"
+    text, turn = f"the forward of {type(alone).__name__}", parameters.get("turn")
+    if turn is None and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        text += " takes no argument called turn"
         raise loaded.error(path, text, "give it one, and return the loss of the turn of that name")
+    pipeline = loaded.pipeline
+    without = any(not stage.effective_settings(pipeline).turns for stage in pipeline.stages_with_steps())
+    if turn is not None and turn.default is turn.empty and (without or any(find_evaluations(pipeline))):
+        text += " needs the argument turn, which evaluations and stages without turns do not pass"
+        raise loaded.error(path, text, "give turn a default value")
 
 
 def check_groups_of_turns(

@@ -68,6 +68,7 @@ class PlannedExchange:
             "when": self.moment,
             "times": self.times_per_step,
             "kind": self.route.kind,
+            "turn": self.route.turn,
             "through": self.route.through,
             "source": self.route.source if self.route.through == "broadcast" else None,
             "among": self.route.among,
@@ -527,9 +528,12 @@ class _Planner:
         route = Route("gradient", "world", "hooks")
         if self._plan.gradients == "host":
             route = Route("gradient", "world", "host_hooks", True, self._plan.hosts)
+        assert self._stage is not None, "a step is of a stage"
+        if turns := self._stage.effective_settings(self._pipeline).turns:
+            route = replace(route, turn=turns[turn].name)
         known, caps = self._probe.gradient_buckets, self._pipeline.ddp.bucket_caps_bytes
         layouts: Layouts = None
-        if known and self._turns is not None and self._stage is not None:
+        if known and self._turns is not None:
             wanted, first = self._turns.by_stage[self._stage.index][turn], 0
             for one in self._turns.exchanging(self._loaded):
                 layouts = known[one.key].layouts_for(caps)

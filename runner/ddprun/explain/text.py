@@ -206,16 +206,23 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     exchanges = _exchanges_at(stage, "backward")
     if not exchanges:
         return "No gradients are sent."
-    exchange = exchanges[0]
-    what = f"Gradients are averaged over {_group_phrase(exchange.ranks, exchange.route.among)}, in every step"
-    if settings.uses_noop:
-        what = "Gradients go through the hooks in every step, but to no other rank"
-    if settings.accumulate > 1:
-        what += f", in the last of its {settings.accumulate} micro-steps"
-    if exchange.buckets is None:
-        return f"{what}. DDP's buckets are unknown: {exchange.unknown_reason}."
-    buckets = format_count(len(exchange.buckets), "bucket")
-    what += f", in {buckets}, each sent as soon as backward has filled it, while backward continues."
+    ranks = _group_phrase(exchanges[0].ranks, exchanges[0].route.among)
+    what = (
+        "go through the hooks, but to no other rank" if settings.uses_noop else f"are averaged over {ranks}"
+    )
+    parts = []
+    for exchange in exchanges:
+        part = f"those of turn {exchange.route.turn} in " if settings.turns else "in "
+        part += _steps_phrase(_steps_with(exchange, stage), stage)
+        if settings.accumulate > 1:
+            part += f", in the last of its {settings.accumulate} micro-steps"
+        if exchange.buckets is not None:
+            part += f", in {format_count(len(exchange.buckets), 'bucket')}"
+        parts.append(part)
+    what = f"Gradients {what}{':' if settings.turns else ','} {'; '.join(parts)}"
+    if exchanges[0].buckets is None:
+        return f"{what}. DDP's buckets are unknown: {exchanges[0].unknown_reason}."
+    what += ", each sent as soon as backward has filled it, while backward continues."
     if stage.takes_closure:
         what += " The optimizer may call its closure for more passes in a step. Each sends all of it again: "
         what += "neither the bytes nor the times here count that."
@@ -226,8 +233,7 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     exchanges = _exchanges_at(stage, "after_step")
     by_steps: dict[tuple[int, ...], list[PlannedExchange]] = {}
     for exchange in exchanges:
-        steps = sorted(step for p in stage.patterns if exchange in p.exchanges for step in p.steps)
-        by_steps.setdefault(tuple(steps), []).append(exchange)
+        by_steps.setdefault(_steps_with(exchange, stage), []).append(exchange)
     lines = [f"{_steps_phrase(steps, stage)}: {_exchanges_phrase(some)}." for steps, some in by_steps.items()]
     idle = stage.cycle - len({step for steps in by_steps for step in steps})
     if not lines:
@@ -347,9 +353,16 @@ def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]
     return [exchange for exchange in stage.exchanges if exchange.moment == moment]
 
 
+def _steps_with(exchange: PlannedExchange, stage: StageExplanation) -> tuple[int, ...]:
+    """The steps of a cycle in which an exchange takes place."""
+    return tuple(sorted(step for one in stage.patterns if exchange in one.exchanges for step in one.steps))
+
+
 def _other_steps_phrase(count: int, stage: StageExplanation) -> str:
     """So many steps of a cycle, beside those that have been named."""
     every = "every " if stage.steps is None or stage.steps > stage.cycle else ""
+    if count == 1:
+        return f"the other step of {every}{stage.cycle}"
     return f"the other {count} of {every}{format_count(stage.cycle, 'step')}"
 
 
@@ -388,7 +401,9 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
         whose = "optimizer's state" if kind == "optimizer" else kind
         return f"the {whose} of rank {source}{', as they are' if kind == 'parameters' else ''}, to {ranks}"
     what = {
-        "gradient": "the gradients,",
+        "gradient": f"the gradients of turn {exchange.route.turn},"
+        if exchange.route.turn
+        else "the gradients,",
         "delta": "the changes of parameters,",
         "parameters": "the parameters as they are,",
         "optimizer": "the optimizer's state as it is,",

@@ -100,6 +100,7 @@ class Route:
     source: int = 0  # whose payload is broadcast
     part: Partition | None = None  # among the ranks of each of its groups
     ema: bool = False  # of the moving average of the weights
+    turn: str | None = None  # whose gradients
 
     @property
     def uses_hooks(self) -> bool:

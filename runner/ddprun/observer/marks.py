@@ -104,7 +104,7 @@ class StepMarks:
         self._end_step_if_over()
         for hook in self._hooks:
             hook.remove()
-        self._handle.on_backward = None
+        self._hooks, self._handle.on_backward = [], None
         if self._running:
             self._recorder.cancel_step()
         self._running = False
@@ -112,7 +112,7 @@ class StepMarks:
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The batches of a loader, with the time that it takes for each."""
         source = iter(loader)
-        while True:
+        while self._hooks:
             self._end_step_if_over()
             self._begin_part(b"data")
             try:
@@ -122,6 +122,7 @@ class StepMarks:
                 return
             self._recorder.lap("data_us")
             yield batch
+        yield from source
 
     def note_loss(self, loss: Tensor) -> None:
         """The mean loss of the newest forward pass, shape (), which may change in place afterwards."""
@@ -139,7 +140,7 @@ class StepMarks:
             return
         self._end_step_if_over()
         self._before_forward()
-        self._in_backward = False  # a pass that has failed, if it was true
+        self._in_backward, self._stepping = False, None  # of a pass or an optimizer that has failed
         self._begin_part(b"forward")
         self._note_micro_batches()
         first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
@@ -198,6 +199,9 @@ class StepMarks:
                 "pass the torch.optim optimizer that holds the model's parameters to ddprun.observe",
                 stacklevel=2,
             )
+            self._recorder.cancel_step()
+            self._running, self._passes = False, 0
+            self._micro_batches.clear()
 
     def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if self._stepping is None and self._is_observed(optimizer):
@@ -218,6 +222,7 @@ class StepMarks:
     def _begin_part(self, phase: bytes) -> None:
         """Something that is timed begins; what was before it in the step is `other_us`."""
         if self._running:
+            self._ended_at = None  # the step continues after an evaluation
             self._recorder.lap("other_us")
             self._watchdog.set_phase(phase)
         else:

@@ -16,7 +16,6 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
-from ddprun.predict.costs import check_one_set_of_parameters
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
 from ddprun.predict.model import LIMITS, CostModel, StepPrediction
@@ -125,10 +124,8 @@ def forecast(
     explained: Explanation, models: Sequence[CostModel], links: Links, hosts: Sequence[int] = ()
 ) -> dict[int, StageForecast]:
     """Predict each stage that takes steps, for the ranks it was explained for, and for other `hosts`; gives
-    the predictions by the stage's index. `models` are as `cost_models_of_run` gives them. Raises
-    CostsUnknownError if stages train different parameters.
+    the predictions by the stage's index. `models` are as `cost_models_of_run` gives them.
     """
-    check_one_set_of_parameters(explained.loaded.pipeline)
     model, *halves = models
     world, stages = explained.world, dict[int, StageForecast]()
     state_bytes = optimizer_bytes(explained.probe.optimizer)
