@@ -22,6 +22,8 @@ def test_each_fault_of_a_run_is_told_with_its_place(file: Path, tmp_path: Path) 
     """On two ranks: one of them says it, as `check` would, with the quoted line; no step is made."""
     if file.stem == "more-ranks-than-gpus" and torch.cuda.device_count() > 1:
         pytest.skip("this machine has a GPU for each rank")
+    if file.stem == "loss-refused-by-torch" and not hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        pytest.skip("torch 2.13 has this loss")
     bad = read(file)
     done = ddprun(file, "--nproc-per-node=2", cwd=tmp_path)
     assert done.code == EXIT_BAD_INPUT, done.stderr

@@ -392,7 +392,12 @@ def test_explain_without_imports_says_that_it_does_not_know_it(folder: Path) -> 
 LINEAR = "{linear_cross_entropy: {in_features: 4, num_classes: 3, bias: true, ignore_index: 2}}"
 
 
-@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyLoss"), reason="torch 2.13 has it")
+has_linear_cross_entropy = pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyLoss"), reason="torch 2.13 has it"
+)
+
+
+@has_linear_cross_entropy
 def test_the_linear_cross_entropy_is_trained_as_a_head_of_the_model_would_be(folder: Path) -> None:
     """And measured over the targets that count, as a cross-entropy is."""
     own = text(LINEAR, model="own.Floats").replace("own.Samples", "own.FloatSamples")
@@ -406,6 +411,7 @@ def test_the_linear_cross_entropy_is_trained_as_a_head_of_the_model_would_be(fol
     assert measured[0] == pytest.approx(measured[1], rel=1e-6)
 
 
+@has_linear_cross_entropy
 def test_accuracy_is_refused_where_only_the_loss_makes_classes(folder: Path) -> None:
     """The model's output has none, so its largest feature would be taken for one."""
     (folder / "p.yaml").write_text(text(LINEAR).replace("- save", "- evaluate: {metrics: [accuracy]}"))

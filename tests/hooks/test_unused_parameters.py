@@ -2,6 +2,7 @@
 sent for them out of residuals is lost.
 """
 
+import inspect
 import math
 import random
 from collections.abc import Sequence
@@ -92,9 +93,10 @@ def start(way: Way) -> tuple[DistributedDataParallel, Experts]:
     torch.manual_seed(3)
     net = Experts()
     net.generator.manual_seed(dist.get_rank())
-    return DistributedDataParallel(
-        net, find_unused_parameters=True, gradient_as_bucket_view=way.view, forward_sync_buffers=False
-    ), net
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": way.view, buffers: False}
+    return DistributedDataParallel(net, find_unused_parameters=True, **options), net
 
 
 def weights(net: Experts) -> Tensor:
