@@ -56,10 +56,10 @@ def test_help_names_every_command(capsys: Out) -> None:
     """`--help` shows what there is."""
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    for command in ("run", "check", "tune", "init", "catalog", "schema"):
+    for command in ("run", "check", "tune", "init", "catalog", "observe", "schema"):
         assert f"  {command} " in out
     sentences = re.split(r"\n  (?=\S)", out.partition("Commands:\n  ")[2].rstrip())
-    assert len(sentences) == 12
+    assert len(sentences) == 13
     for sentence in sentences:
         assert re.search(r"[^.]\.$", sentence), "whole, and not cut at the end of a line"
 

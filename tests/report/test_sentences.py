@@ -22,7 +22,8 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
     late = sentences_by_stage(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
     assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
-        "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, and 5% between steps.",
+        "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, 4% between steps, and 1% "
+        "elsewhere.",
         "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
         "others waited for it.",
         "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "

@@ -193,6 +193,7 @@ class ObservedRun:
     _alone: bool = False  # the other ranks may be gone
     _error_before: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
     _closed: bool = False
+    _shown: str = ""  # the folder as it was given, for messages
 
     def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The loader's batches, with the time for each as `data_us`. Without it that time is `other_us`."""
@@ -226,7 +227,7 @@ class ObservedRun:
 
     def begin(self, model: DistributedDataParallel, marks: StepMarks, shown: Path) -> None:
         """Begin to watch the script; called by all ranks."""
-        self.marks = marks
+        self.marks, self._shown = marks, str(shown)
         stage = StageStarted(stage=0, sync=_SYNC, hooks=tuple(self.hooks.stack.names))
         for event in (self._recorder.compare_clocks(), stage):
             log_event(self._reporter.events, event)
@@ -234,7 +235,7 @@ class ObservedRun:
         self._recorder.begin_stage([])
         marks.attach(model)
         atexit.register(self._end_with_process)
-        self._reporter.note(f"ddprun {__version__}: observing {self._name}, in {shown}")
+        self._reporter.note(f"ddprun {__version__}: observing {self._name}, in {self._shown}")
 
     def after_step(self, exchanged: bool, at: object) -> None:
         """A step is over; `exchanged`: its gradients were averaged over ranks; `at`: where it ended."""
@@ -325,8 +326,8 @@ class ObservedRun:
             try:
                 write_summary(self.folder, self._summarize(wait_s))
             except OSError as error:
-                note(f"cannot write {self.folder}/summary.json: {error.strerror or error}")
-            note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self.folder}")
+                note(f"cannot write {self._shown}/summary.json: {error.strerror or error}")
+            note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self._shown}")
         self._leave()
 
     def _summarize(self, wait_s: float) -> Summary:
