@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import Finished, Running, free_port
+from tests.ranks import Finished, Running, ddprun, free_port
 
 SCRIPT = """
 import os
@@ -52,9 +52,9 @@ def torchrun(folder: Path, *words: str, source: str = SCRIPT) -> Finished:
         return running.wait(170)
 
 
-def left(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary, and the records of rank 0's steps."""
-    lines = (folder / "run" / "steps" / "rank-00000.jsonl").read_text().splitlines()
+def left(folder: Path, rank: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary, and the records of a rank's steps."""
+    lines = (folder / "run" / "steps" / f"rank-{rank:05}.jsonl").read_text().splitlines()
     return json.loads((folder / "run" / "summary.json").read_text()), list(map(json.loads, lines))
 
 
@@ -72,6 +72,14 @@ def test_a_script_that_is_not_changed_is_observed(tmp_path: Path) -> None:
     assert len(summary["straggler_wait_s"]) == 2
 
 
+def test_a_script_without_ddp_is_told(tmp_path: Path) -> None:
+    """It runs all the same."""
+    (tmp_path / "plain.py").write_text("print('hello')")
+    done = ddprun("observe", "plain.py", cwd=tmp_path)
+    assert (done.code, done.stdout) == (0, "hello\n")
+    assert "plain.py made no DistributedDataParallel, so nothing was observed" in done.stderr
+
+
 def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
     """As it stands there."""
     page = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
@@ -86,10 +94,10 @@ def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path) -> None:
     """Of the rank that failed first, with the steps before it."""
     done = torchrun(tmp_path, "own.py", "raise", "--changed")
     assert done.code == 1
-    summary, steps = left(tmp_path)
+    summary, steps = left(tmp_path, rank=1)
     assert summary["status"] == "failed"
     assert summary["error"] == {"rank": 1, "message": "ValueError: a broken sample"}
-    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert [step["step"] for step in steps] == list(range(1, 21))
 
 
 @pytest.mark.parametrize("what", ["input", pytest.param("barrier", marks=pytest.mark.slow)])

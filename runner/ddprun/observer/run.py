@@ -3,7 +3,6 @@
 import atexit
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -75,7 +74,7 @@ def observe(
         model: on the default process group; no communication hook may be registered with it.
         optimizer: one, or several; their steps end the run's steps. None: every optimizer of torch.optim that
             holds a parameter of the model.
-        hooks: as in `ddprun_hooks.register`; none: DDP's own all-reduce, bucket by bucket.
+        hooks: as in `ddprun_hooks.register`; none: a plain all-reduce of each bucket.
         scaler: the GradScaler, if one scales the loss.
         run_dir: a folder that is new or empty; None: a new one in `runs/NAME`. Where torchrun has restarted
             the ranks, `-restart-N` is added.
@@ -112,8 +111,9 @@ def observe(
         seen = scaler if stack.names else None
         handle = attach(model, stack, control, scaler=seen, timeout=timeout, observer=watchdog)
         records = RecordFiles(folder, control, ranks.from_rank_0, rank_files.attempt_folder())
+        clock = clock_for(device)
         recorder = StepRecorder(
-            clock=clock_for(device),
+            clock=clock,
             control=control,
             writer=records.writer,
             every=every,
@@ -126,6 +126,8 @@ def observe(
         context.reporter, context.step = reporter, lambda: run.marks.step
         if scaler is not None and not scaler.is_enabled():
             scaler = None
+        if not clock.lag_steps:  # else marks of the step before would have to be waited for
+            handle.on_last_bucket_sent = recorder.deferred.do_some
         params, calls = _params(model, optimizer), (run.after_step, run.meet_if_due)
         run.begin(model, StepMarks(handle, recorder, watchdog, device, params, scaler, *calls), shown)
         undo.pop_all()
@@ -274,8 +276,8 @@ class ObservedRun:
         log_event(self._reporter.events, started)
 
     def _progress(self, agreed: list[AgreedSteps]) -> None:
-        if agreed and not math.isnan(loss := agreed[-1].mean_losses[-1]):
-            self._loss = loss
+        if agreed and agreed[-1].loss is not None:
+            self._loss = agreed[-1].loss
         self._reporter.progress(agreed, self.marks.step)
 
     # The end.

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddprun import EXIT_FAILURE, EXIT_SUCCESS
 from ddprun.observer.run import observe
+from ddprun.standard_streams import say
 
 
 def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) -> int:
@@ -39,4 +40,6 @@ def run_observed_script(script: Path, arguments: Sequence[str], **options: Any) 
         sys.last_value = error  # as the interpreter does when nobody catches an exception
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILURE
+    if DistributedDataParallel.__init__ is construct_and_observe:
+        say(f"{script} made no DistributedDataParallel, so nothing was observed")
     return EXIT_SUCCESS
