@@ -101,6 +101,32 @@ def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
     assert codes == ([] if code is None else [code])
 
 
+@pytest.mark.parametrize(("is_hang", "reports"), [(True, 1), (False, 0)])
+def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
+    monkeypatch: pytest.MonkeyPatch, is_hang: bool, reports: int
+) -> None:
+    """The ranks that found it have ended before this one's watchdog knew."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.HashStore()
+    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=5)) for rank in range(2)]
+    for one in both:
+        one.connect(store)
+    found: list[list[OverdueCollective]] = []
+    watchdog = RankWatchdog(0, 600.0, None, lambda _, waits: found.append(waits))
+    pending = watchdog.new_sequence("gradients", (0, 1)).record_issued("all_reduce", BUCKET)
+    watchdog.start()
+    time.sleep(0.5)
+    assert not found
+    pending.mark_failed()
+    both[1].claim_first_failure(1, is_hang=is_hang)
+    with pytest.raises(RuntimeError) as error:
+        exec("raise RuntimeError('Connection closed by peer')", {"__name__": "torch.distributed.any"})
+    failures.wait_for_first_failure(error.value, both[0], watchdog)
+    watchdog.close()
+    assert [[one.pending for one in waits] for waits in found] == [[pending]] * reports
+
+
 def serve(port: int, ready: Connection) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     ready.send(bool(store))

@@ -63,6 +63,7 @@ class FailureContext:
     run_dir: Path | None = None
     reporter: Reporter | None = None
     step: Callable[[], int] = int  # how many steps of the run are done
+    watchdog: RankWatchdog | None = None
 
 
 def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, secrets: Secrets) -> int:
@@ -71,7 +72,7 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     reporter = context.reporter
     bad_input = isinstance(error, PipelineError | RunFolderError | NetworkError)
     if not bad_input:
-        wait_for_first_failure(error, ranks)
+        wait_for_first_failure(error, ranks, context.watchdog)
     headline = _headline(error, secrets)
     step, run_dir = context.step(), context.run_dir
     checkpoints = [] if run_dir is None else folder.steps_in(run_dir / folder.CHECKPOINTS_FOLDER)
@@ -116,12 +117,18 @@ def report_failure(error: BaseException, ranks: Ranks, context: FailureContext, 
     return claimed.exit_code
 
 
-def wait_for_first_failure(error: BaseException, ranks: Ranks) -> None:
-    """If the cause of an error is that another rank is gone, let that one, or its launcher, say so first."""
-    if _is_lost_peer(error):  # one that was killed cannot say so; its launcher can, and ends this rank
-        until = time.monotonic() + _LAUNCHER_REACTION_S
-        while time.monotonic() < until and ranks.first_failure() is None:
-            time.sleep(_TICK_S)
+def wait_for_first_failure(error: BaseException, ranks: Ranks, watchdog: RankWatchdog | None) -> None:
+    """If the cause of an error is that another rank is gone, let that one, or its launcher, say so first.
+    After a hang this rank's watchdog reports it and ends the process.
+    """
+    first, is_lost_peer = None, _is_lost_peer(error)  # one that was killed cannot say so; its launcher can
+    until = time.monotonic() + (_LAUNCHER_REACTION_S if is_lost_peer else 0.0)
+    while not (watchdog is not None and watchdog.hang_found) and time.monotonic() < until:
+        if (first := ranks.first_failure()) is not None:
+            break
+        time.sleep(_TICK_S)
+    if watchdog is not None and (watchdog.hang_found or (first is not None and first.is_hang)):
+        watchdog.report_hang()
 
 
 def close_after_peer_failure(context: FailureContext, ranks: Ranks, first: int | None, what: str) -> None:
@@ -224,13 +231,14 @@ def make_rank_watchdog(
         publish_report=publish_hang_report,
         before_exit=close_trackers,
     )
-    return RankWatchdog(
+    failure_context.watchdog = RankWatchdog(
         environment.rank,
         timeout_s,
         rank_files.attempt_folder(),
         partial(report_hang_and_exit, hang_context),
         lambda what: exit_if_peer_failed(ranks(), failure_context, what),
     )
+    return failure_context.watchdog
 
 
 def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str) -> None:

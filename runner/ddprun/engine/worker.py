@@ -63,7 +63,6 @@ _STAGE_RUNNERS: dict[str, Callable[[Session, Any], dict[str, Any]]] = {
     "save": save,
 }
 
-_HANG_REPORT_S = 10.0  # how long a rank lets its watchdog print the hang report
 _DEFAULT_GC_THRESHOLDS = (700, 2000)  # of the youngest generation; the second since Python 3.13
 _GC_YOUNG_THRESHOLD = 5_000  # telemetry keeps a few thousand objects for steps with messages in flight
 _NCCL_VARIABLES = {
@@ -99,9 +98,6 @@ def run_worker(loaded: LoadedPipeline, run_dir: Path | None, *, resuming: Resume
         else:
             code = _run(loaded, run_dir, ranks, *met, signals, failure_context, resuming)
     except BaseException as error:
-        # A broken collective only shows that others have ended: the watchdog says why.
-        if watchdog.hang_found:
-            time.sleep(_HANG_REPORT_S)
         error = as_compile_error(loaded, error) or as_backward_error(loaded, error) or error
         code = report_failure(error, ranks, failure_context, loaded.secrets)
         standard_streams.flush()

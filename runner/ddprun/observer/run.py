@@ -307,7 +307,7 @@ class ObservedRun:
         self._reporter.salvage_records()
         rank = self._ranks.rank
         append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
-        wait_for_first_failure(error, self._ranks)
+        wait_for_first_failure(error, self._ranks, self._watchdog)
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
             failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
             with suppress(OSError):

@@ -32,6 +32,7 @@ _DEVICE_POLL_AGE_S = 1.0
 _ASK_EVERY_S = 1.0
 
 _WAITS_NOTED = 4
+_REPORT_S = 10.0  # how long the handler may take
 
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _TORCH = os.path.join(_PACKAGES, "torch", "")
@@ -191,6 +192,7 @@ class RankWatchdog(EngineListener):
     handler: "Callable[[RankWatchdog, list[OverdueCollective]], None]"
     end_after_failure: Callable[[str], None] = lambda _: None
     hang_found: bool = False
+    peer_found_hang: bool = False
     suspended_us: int = 0  # time that did not count because this process was stopped
     status_page: StatusPage = field(init=False)
     _sequences: list[WatchedSequence] = field(default_factory=list)
@@ -222,6 +224,12 @@ class RankWatchdog(EngineListener):
 
     def set_phase(self, phase: bytes, step: int | None = None, stage: str | None = None) -> None:
         self.status_page.set_phase(phase, step, stage)
+
+    def report_hang(self) -> None:
+        """Another rank has found a hang: let the handler report it from here, too, and end the process."""
+        self.peer_found_hang = True
+        if self._thread is not None:
+            self._thread.join(_REPORT_S)
 
     def close(self) -> None:
         """End the watchdog. The status page stays as it is."""
@@ -280,8 +288,8 @@ class RankWatchdog(EngineListener):
                     self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
-            another_found = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
-            if (waits and waits[0].age_s > self.timeout_s) or another_found:
+            on_this_host = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
+            if (waits and waits[0].age_s > self.timeout_s) or on_this_host or self.peer_found_hang:
                 self.hang_found = True
                 self.handler(self, waits)
                 return
