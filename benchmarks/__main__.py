@@ -57,7 +57,7 @@ PARTS = [
         "overhead",
         "steps of ddprun, a hand-written loop, Accelerate, Lightning",
         "overhead",
-        "--model small --seconds 9",
+        "--model small --data own --seconds 9",
         1800,
     ),
     Part("hooks", "ddprun's hooks and torch's hooks", "torch_hooks", "--rounds 3 --steps 2", 900),
@@ -201,7 +201,7 @@ def overhead_table(printed: str) -> str:
     rows: list[list[str]] = []
     names: list[str] = []
     for line in printed.splitlines():
-        if head := re.fullmatch(r"(\w+): ([\d.]+) ms per step of the hand-written loop", line):
+        if head := re.fullmatch(r"(\w[\w, ]*): ([\d.]+) ms per step of the hand-written loop", line):
             rows.append([head[1], head[2]])
         elif rows and (one := re.fullmatch(r"  (\D+?) ([\d.]+.*)", line)):
             names += [one[1]] * (one[1] not in names)

@@ -155,7 +155,7 @@ def measure(row: Row, seconds: float) -> dict[str, Any]:
         try:
             for name in (BY_HAND, AGAIN, OURS):
                 folder = Path(scratch) / name.replace(" ", "-")
-                loop = Grown(name, folder, row.hidden, ROOT if name == OURS else None)
+                loop = Grown(name, folder, row.hidden, checkout=ROOT if name == OURS else None)
                 loop.row = row
                 running.append(loop)
                 loop.start()

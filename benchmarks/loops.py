@@ -1,9 +1,10 @@
 """DDP training loops as their users write them; `overhead.py` runs them in turns with ddprun.
 
-    torchrun --nproc-per-node 2 -m benchmarks.loops hand '[64]' TIMES
+    torchrun --nproc-per-node 2 -m benchmarks.loops hand own '[64]' TIMES
 
-The model is an MLP with these hidden layers on the digits of `ddprun.zoo`. Rank 0 writes when each step ended
-into TIMES, seconds of the monotonic clock; the loop never ends by itself.
+The model is an MLP with these hidden layers. The data are the digits of `ddprun.zoo`, in a `Dataset` class as
+users write one (`own`) or in a `TensorDataset` (`tensors`). Rank 0 writes when each step ended into TIMES,
+seconds of the monotonic clock; the loop never ends by itself.
 """
 
 import json
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import ddprun
 from ddprun.zoo.data import digits
 
 MOST = 2_000_000  # steps
@@ -42,6 +44,25 @@ class Times:
         self._steps += 1
 
 
+class Digits(Dataset[tuple[Tensor, int]]):
+    """The training part of the digits, one sample at a time: an image (1, 8, 8) and its label."""
+
+    def __init__(self) -> None:
+        images, labels = digits(held_out=0.2, split_seed=0, folder=Path()).train.tensors  # type: ignore[attr-defined]
+        self.images, self.labels = images.numpy(), labels.tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.images[index]), self.labels[index]
+
+
+def data_set(kind: str) -> Any:
+    """`own` or `tensors`."""
+    return Digits() if kind == "own" else digits(held_out=0.2, split_seed=0, folder=Path()).train
+
+
 def mlp(hidden: list[int]) -> nn.Sequential:
     """The layers that the built-in `mlp` makes."""
     layers: list[nn.Module] = [nn.Flatten()]
@@ -51,17 +72,22 @@ def mlp(hidden: list[int]) -> nn.Sequential:
 
 
 def hand(
-    hidden: list[int], times: Times, *, bucket_cap_mb: float | None = None, has_hook: bool = False
+    hidden: list[int],
+    data: Any,
+    times: Times,
+    *,
+    bucket_cap_mb: float | None = None,
+    has_hook: bool = False,
+    observed: bool = False,
 ) -> None:
     """A plain loop around DDP. Without a `bucket_cap_mb` torch cuts the first bucket at 1 MiB; with a hook,
-    torch's own, it calls Python for each bucket.
+    torch's own, it calls Python for each bucket. With `observed`, `ddprun.observe` records every step.
     """
     dist.init_process_group("gloo")
     model = DistributedDataParallel(mlp(hidden), gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
     if has_hook:
         model.register_comm_hook(None, allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True)
 
@@ -70,20 +96,24 @@ def hand(
             sampler.set_epoch(epoch)
             yield from loader
 
-    for inputs, labels in batches():
-        nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+    if observed:
+        run = ddprun.observe(model, optimizer, run_dir="run")
+    for inputs, labels in run.steps(batches()) if observed else batches():
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        if observed:
+            run.note_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         times.note()
 
 
-def accelerate(hidden: list[int], times: Times) -> None:
+def accelerate(hidden: list[int], data: Any, times: Times) -> None:
     """Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     net = mlp(hidden)
-    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
     model, optimizer, loader = accelerator.prepare(
         net,
         torch.optim.SGD(net.parameters(), LR),
@@ -97,7 +127,7 @@ def accelerate(hidden: list[int], times: Times) -> None:
             times.note()
 
 
-def lightning(hidden: list[int], times: Times) -> None:
+def lightning(hidden: list[int], data: Any, times: Times) -> None:
     """Lightning's Trainer, without logger, progress bar and checkpoints."""
     import lightning as pl
 
@@ -116,7 +146,6 @@ def lightning(hidden: list[int], times: Times) -> None:
         def on_train_batch_end(self, *_: object) -> None:
             times.note()
 
-    data = digits(held_out=0.2, split_seed=0, folder=Path()).train
     trainer = pl.Trainer(
         max_epochs=-1,
         accelerator="cpu",
@@ -132,12 +161,13 @@ def lightning(hidden: list[int], times: Times) -> None:
 
 
 if __name__ == "__main__":
-    loop, layers, file = sys.argv[1:]
-    loops: dict[str, Callable[[list[int], Times], None]] = {
+    loop, kind, layers, file = sys.argv[1:]
+    loops: dict[str, Callable[[list[int], Any, Times], None]] = {
         "hand": hand,
         "hand_with_our_buckets": partial(hand, bucket_cap_mb=25),
         "hand_with_hook": partial(hand, bucket_cap_mb=25, has_hook=True),
+        "hand_observed": partial(hand, observed=True),
         "accelerate": accelerate,
         "lightning": lightning,
     }
-    loops[loop](json.loads(layers), Times(file))
+    loops[loop](json.loads(layers), data_set(kind), Times(file))

@@ -1,16 +1,17 @@
 """What ddprun costs a step: against a DDP loop written by hand, Accelerate and Lightning, on two ranks.
 
-    python -m benchmarks.overhead [--seconds 120] [--model small]
+    python -m benchmarks.overhead [--seconds 120] [--model small] [--data own]
     python -m benchmarks.overhead --against CHECKOUT    (another checkout of ddprun in place of the two)
 
 All train the same model on the same digits without hooks and checkpoints (`loops.py`), ddprun with every
-bucket and step recorded. All are started; then one works at a time while the others are stopped (SIGSTOP),
-for about a second each, in an order drawn anew for each round. So all of them meet whatever else the machine
-does, and nobody's start counts. The loop by hand is there twice, as its own control, once more with
-ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), and once with those and torch's
-`allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is. Accelerate and Lightning take
-part if they are installed. Prints the time of a step of the loop by hand, and steps per second relative to
-it, with 95% confidence intervals.
+bucket and step recorded. The digits are in a `Dataset` class, as users write one, or in a `TensorDataset`,
+from which ddprun takes whole batches. All are started; then one works at a time while the others are stopped
+(SIGSTOP), for about a second each, in an order drawn anew for each round. So all of them meet whatever else
+the machine does, and nobody's start counts. The loop by hand is there twice, as its own control, once more
+with ddprun's buckets (left alone, DDP cuts the first one at 1 MiB), once with those and torch's
+`allreduce_hook`, which is Python for each bucket, as every hook of ddprun's is, and once with
+`ddprun.observe`. Accelerate and Lightning take part if they are installed. Prints the time of a step of the
+loop by hand, and steps per second relative to it, with 95% confidence intervals.
 """
 
 import argparse
@@ -45,7 +46,10 @@ MODELS = {
 BY_HAND = "hand-written loop"
 AGAIN, SAME_BUCKETS = f"{BY_HAND}, repeated", "with ddprun's bucket size"
 WITH_HOOK = f"{SAME_BUCKETS} and allreduce_hook"
+OBSERVED = f"{BY_HAND} with ddprun.observe"
 OURS, AGAINST = "ddprun", "ddprun of the other checkout"
+WITH_TENSORS = ("small", "middle")  # models that are measured with a `TensorDataset`, too
+DATA = {"own": "benchmarks.loops.Digits", "tensors": "digits"}
 HERE = Path(__file__).resolve().parents[1]
 OTHERS = {"Accelerate": "accelerate", "Lightning": "lightning"}
 _LOOPS = {
@@ -53,13 +57,14 @@ _LOOPS = {
     AGAIN: "hand",
     SAME_BUCKETS: "hand_with_our_buckets",
     WITH_HOOK: "hand_with_hook",
+    OBSERVED: "hand_observed",
     **OTHERS,
 }
 
 PIPELINE = """
 model:
   mlp: {{inputs: 64, hidden: {hidden}, outputs: 10}}
-data: digits
+data: {data}
 loader: {{batch_size: {batch}, drop_last: true}}
 optimizer: {{sgd: {{lr: {lr}}}}}
 checkpoint: {{keep: 0}}
@@ -79,6 +84,7 @@ class Loop:
     name: str
     folder: Path
     hidden: Sequence[int]
+    data: str = "own"
     checkout: Path | None = None  # whose ddprun it is; None: it is none
     slices: list[tuple[float, float]] = field(default_factory=list)  # when it worked, monotonic seconds
 
@@ -87,11 +93,13 @@ class Loop:
         self.folder.mkdir()
         ranks = ["--nproc-per-node", "2"]
         if self.checkout is not None:
-            text = PIPELINE.format(hidden=list(self.hidden), batch=BATCH, lr=LR, steps=MOST)
+            text = PIPELINE.format(
+                hidden=list(self.hidden), data=DATA[self.data], batch=BATCH, lr=LR, steps=MOST
+            )
             (self.folder / "p.yaml").write_text(text)
             command = [sys.executable, "-m", "ddprun", "p.yaml", *ranks, "--run-dir", "run"]
         else:
-            arguments = [_LOOPS[self.name], json.dumps(self.hidden), str(self.folder / "times")]
+            arguments = [_LOOPS[self.name], self.data, json.dumps(self.hidden), str(self.folder / "times")]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *ranks]
             command = [*torchrun, "-m", "benchmarks.loops", *arguments]
         root = self.checkout or HERE
@@ -157,16 +165,17 @@ class Loop:
 
 
 @contextmanager
-def started(hidden: Sequence[int], against: Path | None) -> Iterator[list[Loop]]:
+def started(hidden: Sequence[int], data: str, against: Path | None) -> Iterator[list[Loop]]:
     """All that take part, stopped."""
-    who: dict[str, Path | None] = dict.fromkeys([BY_HAND, AGAIN, SAME_BUCKETS, WITH_HOOK]) | {OURS: HERE}
+    by_hand = [BY_HAND, AGAIN, SAME_BUCKETS, WITH_HOOK, OBSERVED]
+    who: dict[str, Path | None] = dict.fromkeys(by_hand) | {OURS: HERE}
     if against is not None:
         who[AGAINST] = against.resolve()
     else:
         who |= {name: None for name, module in OTHERS.items() if importlib.util.find_spec(module)}
     with tempfile.TemporaryDirectory() as scratch:
         loops = [
-            Loop(name, Path(scratch) / re.sub(r"\W+", "-", name), hidden, checkout)
+            Loop(name, Path(scratch) / re.sub(r"\W+", "-", name), hidden, data, checkout)
             for name, checkout in who.items()
         ]
         running: list[Loop] = []
@@ -180,9 +189,9 @@ def started(hidden: Sequence[int], against: Path | None) -> Iterator[list[Loop]]
                 loop.end()
 
 
-def measure(model: str, seconds: float, against: Path | None) -> None:
+def measure(model: str, data: str, seconds: float, against: Path | None) -> None:
     """Print a model's row."""
-    with started(MODELS[model], against) as loops:
+    with started(MODELS[model], data, against) as loops:
         first = loops[0].ends()
         step_s = float(first[-1] - first[0]) / (len(first) - 1)
         slice_s = max(1.0, 15 * step_s)
@@ -202,7 +211,8 @@ def measure(model: str, seconds: float, against: Path | None) -> None:
         one = bootstrap_ratio(list(zip(base, own, strict=True)))
         cells.append(f"{name} {one.mean:.3f} ({one.low:.3f} to {one.high:.3f})")
     step_ms = 1000 * float(np.median(base))
-    print(f"{model}: {step_ms:.2f} ms per step of the {BY_HAND}", *cells, sep="\n  ", flush=True)
+    row = model if data == "own" else f"{model}, TensorDataset"
+    print(f"{row}: {step_ms:.2f} ms per step of the {BY_HAND}", *cells, sep="\n  ", flush=True)
 
 
 def main() -> None:
@@ -210,10 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120, help="for each model")
     parser.add_argument("--model", choices=list(MODELS), help="one of them only")
+    parser.add_argument("--data", choices=list(DATA), help="one of them only")
     parser.add_argument("--against", type=Path, help="another checkout, whose ddprun takes part")
     asked = parser.parse_args()
-    for model in [asked.model] if asked.model else MODELS:
-        measure(model, asked.seconds, asked.against)
+    for data in [asked.data] if asked.data else DATA:
+        for model in [asked.model] if asked.model else MODELS if data == "own" else WITH_TENSORS:
+            measure(model, data, asked.seconds, asked.against)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     told = words(page_of(digest_run(Run(folder))))
     assert "The run has no step records" in told
     assert "still running, or killed" in told
+    (folder / "events.jsonl").write_text("")
+    assert "hosts" not in words(page_of(digest_run(Run(folder))))
 
 
 def test_what_events_say_is_not_believed(tmp_path: Path) -> None:

@@ -144,7 +144,8 @@ def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     yield "wall time, s", summary and summary.seconds
     hosts, ranks = len(set(started.hosts)), format_world_sizes(digest.run.world_sizes)
     device = "GPU" if started.device == "cuda" else started.device
-    yield "ranks", f"{ranks} on {format_count(hosts, 'host')}, {device} over {started.backend}"
+    if hosts:  # else the run has ended before it could say
+        yield "ranks", f"{ranks} on {format_count(hosts, 'host')}, {device} over {started.backend}"
     yield "mean loss, last known", summary and summary.loss
     for name, value in ((summary and summary.values) or {}).items():
         yield f"mean {name}, last known", value
