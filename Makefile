@@ -47,7 +47,7 @@ check: $(VENV)/.dev  ## what can be said without running anything
 docs: $(VENV)/.dev  ## the site of docs/, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-benchmark: $(VENV)/.benchmark  ## tables of docs/performance.md: all, or ONLY="hooks memory"; QUICK=1 tries them
+benchmark: $(VENV)/.dev  ## tables of docs/performance.md: all, or ONLY="hooks memory"; QUICK=1 tries them
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(ONLY)
 
 $(VENV)/bin/python $(OLDEST)/bin/python: %/bin/python:
@@ -66,10 +66,6 @@ $(OLDEST)/.dev: $(OLDEST)/bin/python pyproject.toml constraints.txt
 	@# An older torch brings its own Triton, whose interpreter fails with NumPy 2.4.
 	sed 's/^torch==.*/torch==$(OLDEST_TORCH).*/; s/^numpy==.*/numpy<2.4/; /^triton==/d' constraints.txt >$(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --no-compile --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
-	touch $@
-
-$(VENV)/.benchmark: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,benchmark]'
 	touch $@
 
 clean:

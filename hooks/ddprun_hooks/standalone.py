@@ -166,7 +166,8 @@ def check_model(model: DistributedDataParallel) -> None:
     """Raise HookSetupError for a model that hooks cannot work on."""
     if not isinstance(model, DistributedDataParallel):
         raise HookSetupError(
-            f"hooks are registered with a DistributedDataParallel, got {type(model).__name__}"
+            f"the model must be a DistributedDataParallel, got {type(model).__name__}: frameworks make one "
+            "only if there are several processes, and none with FSDP or DeepSpeed"
         )
     if model.process_group is not dist.group.WORLD:
         raise HookSetupError("the model has a process group of its own: hooks work on the default group")

@@ -1,6 +1,6 @@
-"""The code on the page about hooks: scripts under other frameworks, and a hook with state."""
+"""The code on the page about hooks: a script of one's own, and a hook with state."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -18,35 +18,16 @@ PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf
 SOURCES = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", PAGE, re.DOTALL))
 
 
-@pytest.mark.parametrize(
-    ("script", "packages", "said"),
-    [
-        ("train.py", (), r"loss \d\.\d+, \d+ bytes sent"),
-        # fp16: as many bytes as a ring of two ranks sends of half the gradients
-        (
-            "accelerated.py",
-            ("accelerate",),
-            rf"loss \d\.\d+, {2 * (65 * 512 + 513 * 8)} bytes sent",
-        ),
-        ("trained.py", ("transformers", "accelerate"), rf"loss \d\.\d+, {2 * 65 * 8} bytes sent"),
-        ("lit.py", ("lightning",), rf"{2 * 65 * 8} bytes sent"),
-    ],
-)
-def test_the_scripts_of_the_page_run(
-    tmp_path: Path, script: str, packages: tuple[str, ...], said: str
-) -> None:
-    """As they stand there, under torchrun, on two ranks; where what they are for is installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed: pip install {' '.join(missing)}")
-    (tmp_path / script).write_text(SOURCES[script])
+def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
+    """As it stands there, under torchrun, on two ranks."""
+    (tmp_path / "train.py").write_text(SOURCES["train.py"])
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), script),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "train.py"),
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(said, done.stdout), done.stdout
+    assert re.search(r"loss \d\.\d+, \d+ bytes sent", done.stdout), done.stdout
 
 
 @pytest.fixture

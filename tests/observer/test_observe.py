@@ -422,8 +422,8 @@ def with_sparse_gradients(folder: Path) -> bool:
 
 def with_compiled_model(folder: Path) -> None:
     model, optimizer = start()
-    compiled = torch.compile(model, backend="eager")
-    run = ddprun.observe(model, optimizer, run_dir=folder)
+    compiled: Any = torch.compile(model, backend="eager")
+    run = ddprun.observe(compiled, optimizer, run_dir=folder)
     for _ in range(5):
         compiled(torch.ones(2, 12)).square().mean().backward()
         optimizer.step()
@@ -431,7 +431,47 @@ def with_compiled_model(folder: Path) -> None:
     run.close()
 
 
-MORE = [with_copies, with_lone_evaluation, with_scaled_loss, with_sparse_gradients, with_compiled_model]
+class WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        loss: Tensor = self.net(inputs).square().mean()
+        return loss
+
+
+def with_closure(folder: Path) -> None:
+    """The optimizer calls back for each of a step's two passes; between steps the model is evaluated."""
+    start()
+    model = DistributedDataParallel(WithLoss())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, tolerance_change=0.0)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 12))
+        loss.backward()
+        return float(loss)
+
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for _ in range(5):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            model(torch.ones(2, 12))
+        time.sleep(0.2)
+    run.close()
+
+
+MORE = [
+    with_copies,
+    with_lone_evaluation,
+    with_scaled_loss,
+    with_sparse_gradients,
+    with_compiled_model,
+    with_closure,
+]
 
 
 @pytest.fixture(scope="module")
@@ -470,3 +510,13 @@ def test_sparse_gradients_keep_their_bits(more: More) -> None:
 
 def test_a_compiled_model_is_observed(more: More) -> None:
     assert [step["step"] for step in records(more[0] / "with_compiled_model", "steps")] == [1, 2, 3, 4, 5]
+
+
+def test_a_step_may_have_its_passes_in_a_closure(more: More) -> None:
+    """With the loss that the model returns, and without the time of evaluations."""
+    steps = records(more[0] / "with_closure", "steps")
+    assert [(step["step"], step["samples"]) for step in steps] == [(number, 4) for number in range(1, 6)]
+    for step in steps:
+        assert step["loss"] is not None
+        assert step["step_us"] < 200_000
+        assert all(step[f"{part}_us"] > 0 for part in ("forward", "backward", "optimizer"))

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _MAX_PASSES = 256  # backward passes without an optimizer's step, until that is told
 
 
-class _Hook:
+class EagerHook:
     """A hook that torch.compile does not look into, and that a copy of the model does without."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -48,7 +48,7 @@ class _Hook:
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_do_nothing,)
+        return EagerHook, (_do_nothing,)
 
 
 def _do_nothing(*_: Any) -> None:
@@ -78,7 +78,7 @@ class StepMarks:
         self._handle, self._recorder, self._watchdog, self._scaler = handle, recorder, watchdog, scaler
         self._after_step, self._before_forward = after_step, before_forward
         self._optimized = {id(param) for param in optimized}
-        self._running = self._updated = self._exchanged = self._in_backward = False
+        self._running = self._updated = self._exchanged = self._in_backward = self._in_closure = False
         self._ended_at: Any = None  # the mark of the running step's end, where an evaluation has begun
         self._passes = 0  # backward passes in the running step
         self._stepping: Optimizer | None = None
@@ -89,13 +89,13 @@ class StepMarks:
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Begin to watch. Nothing here changes a value that the script computes."""
-        begins, module_begins = _Hook(self._forward_begins), _Hook(self._module_begins)
+        begins, module_begins = EagerHook(self._forward_begins), EagerHook(self._module_begins)
         self._hooks = [
             model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Hook(self._forward_ends)),
+            model.register_forward_hook(EagerHook(self._forward_ends)),
             model.module.register_forward_pre_hook(module_begins, prepend=True),
-            register_optimizer_step_pre_hook(_Hook(self._optimizer_begins)),
-            register_optimizer_step_post_hook(_Hook(self._optimizer_ends)),
+            register_optimizer_step_pre_hook(EagerHook(self._optimizer_begins)),
+            register_optimizer_step_post_hook(EagerHook(self._optimizer_ends)),
         ]
         self._handle.on_backward = self._backward_begins
 
@@ -140,7 +140,9 @@ class StepMarks:
             return
         self._end_step_if_over()
         self._before_forward()
-        self._in_backward, self._stepping = False, None  # of a pass or an optimizer that has failed
+        self._in_backward = False  # of a pass that has failed
+        if not self._in_closure:
+            self._stepping = None  # an optimizer that has failed
         self._begin_part(b"forward")
         self._note_micro_batches()
         first = next((one for one in tree_leaves((inputs, options)) if isinstance(one, Tensor)), None)
@@ -154,7 +156,7 @@ class StepMarks:
         tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         if outputs := [one for one in tensors if one.grad_fn is not None]:  # a hook of a parameter would stay
             torch.autograd.graph.register_multi_grad_hook(outputs, self._output_has_gradient, mode="any")
-        loss = output.get("loss") if isinstance(output, Mapping) else None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not loss.dim():
             self.note_loss(loss)
 
@@ -203,14 +205,21 @@ class StepMarks:
             self._running, self._passes = False, 0
             self._micro_batches.clear()
 
-    def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._stepping is None and self._is_observed(optimizer):
-            self._stepping = optimizer
+    def _optimizer_begins(
+        self, optimizer: Optimizer, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        if self._stepping not in (None, optimizer) or not self._is_observed(optimizer):
+            return
+        self._stepping = optimizer
+        self._in_closure = any(map(callable, (*inputs[1:], *options.values())))
+        if not self._in_closure:  # else the step before ends with the closure's forward pass
             self._begin_part(b"optimizer")
 
     def _optimizer_ends(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self._stepping:
-            self._stepping = None
+            self._stepping, self._in_closure = None, False
+            if not self._running or self._ended_at is not None:  # a closure without a forward pass
+                self._begin_part(b"optimizer")
             self._recorder.lap("optimizer_us")
             self._param_groups += optimizer.param_groups
             self._recorder.note_update(self._param_groups, None, None)

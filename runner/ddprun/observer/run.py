@@ -88,6 +88,7 @@ def observe(
         DisagreementError: the ranks were given different hooks.
         RunFolderError: the folder cannot be made, or is not empty.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     check_model(model)
     stack, device = make_stack(hooks), device_of(model)
     name = name or Path(sys.argv[0]).stem or "script"
@@ -202,8 +203,8 @@ class ObservedRun:
         return self.marks.batches(loader)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Record the mean loss of the newest forward pass, shape (). A model's output may also have it: a
-        mapping's `loss`, as that of transformers is.
+        """Record the mean loss of the newest forward pass, shape (). It is known without this if the model
+        returns it, alone or as a mapping's `loss`.
         """
         self.marks.note_loss(loss)
 

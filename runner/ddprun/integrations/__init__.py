@@ -1,0 +1,1 @@
+"""`ddprun.observe` under frameworks that wrap the model in DistributedDataParallel themselves."""

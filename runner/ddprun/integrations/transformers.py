@@ -1,0 +1,59 @@
+"""`ObserveCallback`: what a Trainer of transformers trains, observed."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddprun.observer.marks import EagerHook
+from ddprun.observer.run import ObservedRun, observe
+
+try:
+    from transformers import TrainerCallback, TrainerState, TrainingArguments
+    from transformers.trainer_utils import has_length
+except ModuleNotFoundError as error:
+    message = "ddprun.integrations.transformers needs transformers: pip install 'ddprun[transformers]'"
+    raise ModuleNotFoundError(message, name=error.name) from error
+
+
+class ObserveCallback(TrainerCallback):
+    """Observes each `train` of a Trainer. Options and errors are those of `ddprun.observe`."""
+
+    run: ObservedRun
+    """Of the newest `train`, once training has begun."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._wrappers = weakref.WeakSet[torch.nn.Module]()
+        self._shares = 1  # how many losses, one for each rank and forward pass, add up to the step's
+        register_module_module_registration_hook(self._note_wrapper)  # a callback is given the model inside
+
+    def _note_wrapper(self, wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
+        if isinstance(wrapper, DistributedDataParallel):
+            self._wrappers.add(wrapper)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
+        """The model is in DDP by now."""
+        inner, optimizer = given["model"], given["optimizer"]
+        model: Any = next((one for one in self._wrappers if one.module is inner), inner)
+        self.run = observe(model, optimizer, scaler=getattr(optimizer, "scaler", None), **self._options)
+        model.register_forward_hook(EagerHook(self._note_loss), with_kwargs=True)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
+        """The last step of an epoch may have fewer forward passes."""
+        passes, loader = args.gradient_accumulation_steps, given["train_dataloader"]
+        if has_length(loader):
+            passes = min(passes, round((1 - (state.epoch or 0) % 1) * len(loader)))
+        self._shares = passes * (args.world_size if args.average_tokens_across_devices else 1)
+
+    def _note_loss(self, _: torch.nn.Module, inputs: Any, options: Mapping[str, Any], output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is not None and "num_items_in_batch" in options and torch.is_grad_enabled():
+            self.run.note_loss(loss * self._shares)  # it was divided by the number of all tokens of the step
+
+    def on_train_end(self, *_: Any, **given: Any) -> None:
+        """Close the run."""
+        self.run.close()
