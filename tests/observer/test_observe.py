@@ -1,11 +1,17 @@
 """`ddprun.observe` beside scripts of somebody else's: same weights, and the records of a run."""
 
 import io
+import itertools
 import json
+import os
+import signal
+import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,13 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ddprun
+from ddprun.config import PipelineError
 from ddprun.engine.run_folder import RunFolderError
+from ddprun.observer import run as observing
 from ddprun.report.digest import digest_run
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
 from ddprun_hooks import HookSetupError
 from ddprun_hooks.registry import AnyHook
-from tests.ranks import as_processes
+from tests.ranks import Finished, as_processes, ddprun_here
 
 EPOCHS, BATCHES, ACCUMULATE, BATCH = 3, 8, 2, 4
 UPDATES = EPOCHS * BATCHES // ACCUMULATE
@@ -190,6 +198,44 @@ def test_summary_records_and_report_agree(runs: Runs) -> None:
         assert events(runs[0] / name, "started")[0]["buckets"][0]["numel"] == NUMEL
 
 
+PIPELINE = """
+model: tests.observer.test_observe.make_net
+data: {synthetic: {shape: [12], classes: 3}}
+loader: {batch_size: 4}
+optimizer: {adamw: {lr: 0.01}}
+stages: [{train: {steps: 20}}, {train: {steps: 20, hooks: [fp16], sync: {local_sgd: {every: 4}}}}]
+"""
+
+
+def explained(folder: Path, run: Path, *words: str, text: str = PIPELINE) -> Finished:
+    (folder / "p.yaml").write_text(text)
+    return ddprun_here("explain", "p.yaml", "--from", str(run), "--format=json", *words, cwd=folder)
+
+
+def test_explain_predicts_from_an_observed_run(runs: Runs, tmp_path: Path) -> None:
+    """The steps that the script took, with its hooks and accumulation, and others of the same model."""
+    done = explained(tmp_path, runs[0] / "fp16", "--set=hooks=[fp16]", "--set=accumulate=2")
+    assert done.code == 0, done.stderr
+    own, local = (stage["predicted"] for stage in json.loads(done.stdout)["stages"])
+    assert own["hooks_measured"]
+    assert local["hooks_measured"]
+    steps = [step for rank in range(2) for step in records(runs[0] / "fp16", "steps", rank)[3:]]
+    for part in ("forward_us", "backward_us", "optimizer_us"):
+        assert own["parts_us"][part] <= 1.1 * max(step[part] for step in steps)
+    assert "the names of hooks and accumulate: 2; p.yaml gives the rest" in done.stderr
+
+
+def test_explain_refuses_a_run_that_sent_something_else(runs: Runs, scripts: Path, tmp_path: Path) -> None:
+    """Of another model, or in several passes of a step."""
+    other = PIPELINE.replace("tests.observer.test_observe.make_net", "{mlp: {inputs: 12, outputs: 3}}")
+    done = explained(tmp_path, runs[0] / "plain", text=other)
+    assert done.code == 2
+    assert "bucket 0 is 643 float32 values of ['2.bias', '2.weight', '0.bias', '0.weight']" in done.stderr
+    done = explained(tmp_path, scripts / "with_several_passes")
+    assert done.code == 2
+    assert "a rank sent 5.14 kB in a step, but in p.yaml it sends 2.57 kB; hooks must have " in done.stderr
+
+
 # What scripts do besides.
 
 
@@ -273,10 +319,11 @@ def with_refused_input(folder: Path) -> list[str]:
     (folder / "taken").mkdir(parents=True, exist_ok=True)
     (folder / "taken" / "file").touch()
     dist.barrier()
-    for hooks, run_dir in (("fp17", folder / "new"), ("fp16", folder / "taken")):
+    new, taken = folder / "new", folder / "taken"
+    for hooks, run_dir, track in (("fp17", new, []), ("fp16", taken, []), ("fp16", new, ["tensorbord"])):
         try:
-            ddprun.observe(model, optimizer, hooks=hooks, run_dir=run_dir)
-        except (HookSetupError, RunFolderError) as error:
+            ddprun.observe(model, optimizer, hooks=hooks, run_dir=run_dir, track=track)
+        except (HookSetupError, RunFolderError, PipelineError) as error:
             refused.append(str(error))
     return refused
 
@@ -331,9 +378,11 @@ def test_an_exception_in_a_step_ends_the_run_as_failed(scripts: Path) -> None:
 
 def test_bad_input_is_refused_before_anything_is_hooked(tmp_path: Path) -> None:
     for refused in as_processes(2, with_refused_input, tmp_path):
-        assert len(refused) == 2
+        assert len(refused) == 3
         assert 'unknown hook "fp17"' in refused[0]
         assert refused[1].endswith("is not empty: name another with run_dir")
+        assert 'track[0]: unknown tracker "tensorbord"; allowed: mlflow, ' in refused[2]
+    assert not (tmp_path / "new").exists()
 
 
 def slow(folder: Path) -> None:
@@ -464,14 +513,67 @@ def with_closure(folder: Path) -> None:
     run.close()
 
 
-MORE = [
-    with_copies,
-    with_lone_evaluation,
-    with_scaled_loss,
-    with_sparse_gradients,
-    with_compiled_model,
-    with_closure,
-]
+def with_signals(folder: Path) -> list[int]:
+    """SIGTERM ends a process that rank 0 has forked, and then the script takes that signal itself."""
+    model, optimizer = start()
+    run = ddprun.observe(model, optimizer, run_dir=folder, track=["prometheus"])
+    if not (child := os.fork()):
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    found = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    run.close()
+    return found
+
+
+def with_foreign_optimizer(folder: Path) -> list[str]:
+    """The optimizer that is named does not hold the model's parameters."""
+    model, _ = start()
+    run = ddprun.observe(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), run_dir=folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            model(torch.ones(2, 12)).square().mean().backward()
+    run.close()
+    return [str(one.message) for one in caught]
+
+
+def with_earlier_error(folder: Path) -> None:
+    """Somebody has typed something wrong in an interactive session, and leaves it without `close`."""
+    model, optimizer = start()
+    sys.last_value = ValueError("typed before")
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    model(torch.ones(2, 12)).square().mean().backward()
+    optimizer.step()
+    run._end_with_process()
+    del sys.last_value
+
+
+def with_restart(folder: Path) -> None:
+    """Ranks that torchrun, whose store outlives them, starts again after an attempt that has failed."""
+    model, optimizer = start()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        observing._observed = itertools.count(1000)  # as in a new process
+        with suppress(ValueError), ddprun.observe(model, optimizer, run_dir=folder):
+            model(torch.ones(2, 12)).square().mean().backward()
+            optimizer.step()
+            if not attempt:
+                raise ValueError("a broken sample")
+        model, optimizer = start()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+MORE: list[Callable[[Path], Any]]
+MORE = [with_copies, with_lone_evaluation, with_scaled_loss, with_sparse_gradients, with_compiled_model]
+MORE += [with_closure, with_foreign_optimizer, with_earlier_error, with_restart]
+MORE += [with_signals] if find_spec("prometheus_client") else []
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +608,30 @@ def test_the_loss_is_the_one_that_was_noted(more: More) -> None:
 
 def test_sparse_gradients_keep_their_bits(more: More) -> None:
     assert more[1]["with_sparse_gradients"]
+
+
+def test_passes_without_a_step_are_told(more: More) -> None:
+    """Once, with what to do; memory does not grow with them."""
+    (told,) = more[1]["with_foreign_optimizer"]
+    assert told.startswith("no step of an optimizer seen in 256 backward passes, so nothing is recorded: ")
+    assert not (more[0] / "with_foreign_optimizer" / "steps").exists()
+
+
+def test_an_error_before_the_run_is_not_its_own(more: More) -> None:
+    found = json.loads((more[0] / "with_earlier_error" / "summary.json").read_text())
+    assert (found["status"], found["steps"]) == ("done", 1)
+
+
+def test_a_restart_knows_nothing_of_the_attempt_before(more: More) -> None:
+    """And has a folder of its own."""
+    folders = (more[0] / "with_restart", more[0] / "with_restart-restart-1")
+    found = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert [(one["status"], one["steps"]) for one in found] == [("failed", 1), ("done", 1)]
+
+
+def test_signals_stay_the_scripts(more: More) -> None:
+    """Though rank 0 closes its trackers if torchrun ends it."""
+    assert more[1].get("with_signals", [-signal.SIGTERM, signal.SIGTERM]) == [-signal.SIGTERM, signal.SIGTERM]
 
 
 def test_a_compiled_model_is_observed(more: More) -> None:

@@ -11,7 +11,9 @@ from tests.ranks import Finished, Running, ddprun, free_port
 
 SCRIPT = """
 import os
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -19,21 +21,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 what, two_lines = sys.argv[1], "--changed" in sys.argv
-dist.init_process_group("gloo")
+store, rank, size = next(dist.rendezvous("env://"))
+# Gloo would find the addresses of the attempt before in torchrun's store.
+store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if two_lines:
     import ddprun
 
-    ddprun.observe(model, optimizer, run_dir="run", timeout_s=6)
+    ddprun.observe(model, optimizer, run_dir="run", timeout_s=6, track=["prometheus"])
 for step in range(30):
+    if what == "raise elsewhere" and step == 20 and dist.get_rank() == 0:
+        time.sleep(60)
     if step == 20 and dist.get_rank() == 1:
-        if what == "raise":
+        if what.startswith("raise"):
             raise ValueError("a broken sample")
         if what == "input":
             sys.stdin = os.fdopen(os.pipe()[0])  # as a terminal at which nobody types
             input()
+        if what == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
         if what == "barrier":
             dist.barrier()
     optimizer.zero_grad()
@@ -44,23 +53,26 @@ print("weights", model.module.weight.sum().item())
 """
 
 
-def torchrun(folder: Path, *words: str, source: str = SCRIPT) -> Finished:
+def torchrun(folder: Path, *words: str, source: str = SCRIPT, restarts: int = 0) -> Finished:
     """Run a script on two ranks; the one above: as it is under `ddprun observe`, or with two lines more."""
     (folder / next(word for word in words if word.endswith(".py"))).write_text(source)
     flags = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    flags += ["--max-restarts", str(restarts)]
     with Running(*words, cwd=folder, module=["-m", "torch.distributed.run", *flags]) as running:
         return running.wait(170)
 
 
-def left(folder: Path, rank: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def left(folder: Path, rank: int = 0, run: str = "run") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The summary, and the records of a rank's steps."""
-    lines = (folder / "run" / "steps" / f"rank-{rank:05}.jsonl").read_text().splitlines()
-    return json.loads((folder / "run" / "summary.json").read_text()), list(map(json.loads, lines))
+    lines = (folder / run / "steps" / f"rank-{rank:05}.jsonl").read_text().splitlines()
+    return json.loads((folder / run / "summary.json").read_text()), list(map(json.loads, lines))
 
 
 def test_a_script_that_is_not_changed_is_observed(tmp_path: Path) -> None:
     """With its arguments, and to its end, though it closes nothing and destroys its process groups."""
-    done = torchrun(tmp_path, "-m", "ddprun", "observe", "--run-dir", "run", "own.py", "train")
+    pytest.importorskip("prometheus_client")
+    command = ["-m", "ddprun", "observe", "--run-dir", "run", "--track", "[prometheus]"]
+    done = torchrun(tmp_path, *command, "own.py", "train")
     assert done.code == 0, done.stderr
     assert "observing own, in run" in done.stderr
     assert "30 steps observed: ddprun report run" in done.stderr
@@ -68,6 +80,7 @@ def test_a_script_that_is_not_changed_is_observed(tmp_path: Path) -> None:
     summary, steps = left(tmp_path)
     assert (summary["status"], summary["steps"], summary["records_dropped"]) == ("done", 30, 0)
     assert [step["step"] for step in steps] == list(range(1, 31))
+    assert tracked_steps(tmp_path) == 30
     assert summary["wire_bytes"] == 2 * 30 * (8 * 2 + 2) * 4
     assert len(summary["straggler_wait_s"]) == 2
 
@@ -90,21 +103,48 @@ def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
     assert (summary["status"], summary["steps"], summary["samples"]) == ("done", 20, 2 * 640)
 
 
-def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path) -> None:
-    """Of the rank that failed first, with the steps before it."""
-    done = torchrun(tmp_path, "own.py", "raise", "--changed")
+def tracked_steps(folder: Path) -> int:
+    """How many steps Prometheus was told of when its tracker was closed: before, it was written with one."""
+    (line,) = re.findall(r"^ddprun_steps_total (.*)", (folder / "run" / "metrics.prom").read_text(), re.M)
+    return int(float(line))
+
+
+@pytest.mark.parametrize("what", ["raise", "raise elsewhere"])
+def test_an_exception_of_one_rank_is_in_the_summary(tmp_path: Path, what: str) -> None:
+    """Of the rank that failed first, with the steps before it. Trackers on rank 0 flush, whether that waits
+    for the rank or does something else when torchrun ends it.
+    """
+    pytest.importorskip("prometheus_client")
+    done = torchrun(tmp_path, "own.py", what, "--changed")
     assert done.code == 1
+    assert tracked_steps(tmp_path) > 1
     summary, steps = left(tmp_path, rank=1)
     assert summary["status"] == "failed"
     assert summary["error"] == {"rank": 1, "message": "ValueError: a broken sample"}
     assert [step["step"] for step in steps] == list(range(1, 21))
 
 
+def test_a_restart_by_torchrun_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Beside that of the attempt in which a rank was killed, whose records stay and which is not done."""
+    pytest.importorskip("prometheus_client")
+    done = torchrun(tmp_path, "own.py", "restart", "--changed", restarts=1)
+    assert done.code == 0, done.stderr
+    summary, steps = left(tmp_path, run="run-restart-1")
+    assert (summary["status"], summary["steps"], len(steps)) == ("done", 30, 30)
+    first = tmp_path / "run" / "summary.json"
+    assert not first.exists() or json.loads(first.read_text())["status"] == "failed"
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run-restart-1"]
+
+
 @pytest.mark.parametrize("what", ["input", pytest.param("barrier", marks=pytest.mark.slow)])
 def test_a_hang_names_rank_bucket_and_line(tmp_path: Path, what: str) -> None:
-    """Of a rank that waits for somebody to type, and of one in a collective that the other has not called."""
+    """Of a rank that waits for somebody to type, and of one in a collective that the other has not called.
+    Trackers flush.
+    """
+    pytest.importorskip("prometheus_client")
     done = torchrun(tmp_path, "own.py", what, "--changed")
     assert done.code == 1
+    assert tracked_steps(tmp_path) > 1
     call = {"input": "input()", "barrier": "dist.barrier()"}[what]
     line = [text.strip() for text in SCRIPT.splitlines()].index(call) + 1
     assert "the run hangs (step 21): rank 1 did not arrive within 6 s" in done.stderr

@@ -378,8 +378,9 @@ def test_a_package_that_is_missing_is_a_fault_of_the_file(
     """Told before the run starts, with the way to get it."""
     monkeypatch.setattr(Tensorboard, "needs", "no_such_package")
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", "[prometheus, tensorboard]"))
+    loaded = load(tmp_path / "p.yaml")
     with pytest.raises(PipelineError) as caught:
-        check_trackers(load(tmp_path / "p.yaml"))
+        check_trackers(loaded, loaded.pipeline.track)
     fault = caught.value.faults[-1]
     assert (fault.line, fault.column, fault.path) == (7, 21, "track[1]")
     assert fault.problem == "tensorboard needs the package no_such_package, which is not installed"
@@ -402,6 +403,8 @@ def test_options_take_variables_of_the_environment(tmp_path: Path, monkeypatch: 
     tracked = "[{mlflow: {tracking_uri: '${env:MLFLOW_SERVER}/x'}}]"
     (tmp_path / "p.yaml").write_text(TEXT.replace("TRACK", tracked))
     reporter, recorder, signals = (cast(Any, SimpleNamespace()) for _ in range(3))
-    open_trackers(load(tmp_path / "p.yaml"), tmp_path, tmp_path, reporter, recorder, signals)
+    loaded = load(tmp_path / "p.yaml")
+    run = RunInfo("p", tmp_path, {}, tmp_path)
+    open_trackers(loaded, loaded.pipeline.track, run, reporter, recorder, signals)
     assert reporter.trackers.close({}) == []
     assert made == ["https://mlflow.example.org/x"]

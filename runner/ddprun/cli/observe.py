@@ -16,10 +16,18 @@ import click
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds in a collective until a hang is reported; by default the script's own limit.",
 )
+@click.option(
+    "--track", metavar="TRACK", default="[]", help="A list as in a pipeline, such as [tensorboard]."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def observe(
-    hooks: str, run_dir: Path | None, timeout_s: float | None, script: Path, arguments: tuple[str, ...]
+    hooks: str,
+    run_dir: Path | None,
+    timeout_s: float | None,
+    track: str,
+    script: Path,
+    arguments: tuple[str, ...],
 ) -> int:
     """Run a training script of your own under torchrun, and record its steps as those of a run.
 
@@ -27,6 +35,7 @@ def observe(
     `ddprun.observe` in it would do, for the first DistributedDataParallel that it makes. That class's
     constructor is replaced in this process until then; nothing else is. The exit code is the script's.
     """
+    from ddprun.config import load_trackers
     from ddprun.config.faults import PipelineError
     from ddprun.config.reader import parse_yaml
     from ddprun.config.tree import Source
@@ -42,4 +51,6 @@ def observe(
         make_stack(chosen)
     except HookSetupError as error:
         raise click.BadParameter(str(error), param_hint="--hooks") from None
-    return run_observed_script(script, arguments, hooks=chosen, run_dir=run_dir, timeout_s=timeout_s)
+    trackers, _ = load_trackers(track, "--track")
+    options: dict[str, Any] = {"hooks": chosen, "track": trackers.root.data()["track"]}
+    return run_observed_script(script, arguments, run_dir=run_dir, timeout_s=timeout_s, **options)

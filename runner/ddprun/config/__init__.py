@@ -2,7 +2,7 @@
 
 from ddprun.config.choices import Choice
 from ddprun.config.faults import PipelineError, PipelineFault
-from ddprun.config.load import LoadedPipeline, load
+from ddprun.config.load import Loaded, LoadedPipeline, load, load_trackers
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import Compile, DataPair, Ddp, Launch, Loader
 from ddprun.config.signatures import length_option_to_fill, tensor_options

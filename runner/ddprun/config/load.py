@@ -16,10 +16,10 @@ from ddprun.config import errors
 from ddprun.config import overrides as overriding
 from ddprun.config import resolved as resolving
 from ddprun.config.built_ins import Mlp
-from ddprun.config.checks import find_conflicts
+from ddprun.config.checks import KeyConflict, find_conflicts, find_equal_trackers
 from ddprun.config.choices import Choice
 from ddprun.config.faults import PipelineError, PipelineFault
-from ddprun.config.reader import read_file
+from ddprun.config.reader import parse_yaml, read_file
 from ddprun.config.schema import Pipeline, pipeline_with_cluster_keys
 from ddprun.config.secrets import (
     Secrets,
@@ -28,8 +28,20 @@ from ddprun.config.secrets import (
     referenced_variables,
     secret_or_reference_problem,
 )
+from ddprun.config.sections import TrackerList
 from ddprun.config.stages import Stage
-from ddprun.config.tree import KeyPath, Node, find_nearest, format_path, map_strings, parse_path
+from ddprun.config.tree import (
+    Entry,
+    KeyPath,
+    Node,
+    Place,
+    Source,
+    find_nearest,
+    format_path,
+    map_strings,
+    parse_path,
+)
+from ddprun.options import Options
 from ddprun_hooks.config.trust import TRUST_VARIABLE, TrustSettingError, read_trust_policy
 
 FOLDER_PLACEHOLDER = "{here}"  # in a string: the pipeline's folder
@@ -39,17 +51,13 @@ _PLACEHOLDERS: dict[str, Any] = {
 }  # stand-ins for faulty keys while rules across the other keys are checked
 
 
-@dataclass(frozen=True)
-class LoadedPipeline:
-    """A pipeline that can run, and where each of its values came from."""
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Settings that were checked, and where each value came from."""
 
-    path: Path  # the file, as it was named
-    # Where names and files in it are looked for: the file's own folder, or, if a run is resumed, that of the
-    # file that started it.
+    # Where names and files in them are looked for: the file's own folder, or, if a run is resumed, that of
+    # the file that started it.
     folder: Path
-    pipeline: Pipeline
-    warnings: tuple[PipelineFault, ...]
-    overrides: tuple[str, ...] = field(repr=False)
     root: Node = field(repr=False, compare=False)  # the file's tree with the overrides applied
     secrets: Secrets = field(repr=False, compare=False)  # whatever a run writes or shows passes through it
 
@@ -71,21 +79,6 @@ class LoadedPipeline:
         """Whether the file or an override has the key."""
         found = find_nearest(self.root, _segments(key_path))
         return found.node is not self.root and not found.missing_path
-
-    def written_options(self, stage: Stage) -> dict[str, Any]:
-        """The options of a stage that the file or an override has."""
-        stages = self.root.data().get("stages")
-        item = stages[stage.index] if stages is not None else None
-        return dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
-
-    def stage_with_steps(
-        self, stage: Stage, steps: int, *, only_training: bool = False, **options: Any
-    ) -> dict[str, Any]:
-        """A stage as the file has it, with these steps and options; `only_training`: without evaluation."""
-        kept = self.written_options(stage)
-        for key in ("epochs", *(("evaluate", "keep_best", "stop") if only_training else ())):
-            kept.pop(key, None)
-        return {stage.name: {**kept, "steps": steps, **options}}
 
     def expand_env_and_folder(self, key_path: str, value: Any) -> Any:
         """Fill in `${env:NAME}` and `{here}`, the folder; a PipelineError names variables that are unset."""
@@ -117,6 +110,31 @@ class LoadedPipeline:
     def check_environment(self) -> None:
         """Raise a PipelineError that names every variable of the pipeline that is not set."""
         self.expand_env_and_folder("", self.root.data())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPipeline(Loaded):
+    """A pipeline that can run."""
+
+    path: Path  # the file, as it was named
+    pipeline: Pipeline
+    warnings: tuple[PipelineFault, ...]
+    overrides: tuple[str, ...] = field(repr=False)
+
+    def written_options(self, stage: Stage) -> dict[str, Any]:
+        """The options of a stage that the file or an override has."""
+        stages = self.root.data().get("stages")
+        item = stages[stage.index] if stages is not None else None
+        return dict((item.get(stage.name) or {}) if isinstance(item, dict) else {})
+
+    def stage_with_steps(
+        self, stage: Stage, steps: int, *, only_training: bool = False, **options: Any
+    ) -> dict[str, Any]:
+        """A stage as the file has it, with these steps and options; `only_training`: without evaluation."""
+        kept = self.written_options(stage)
+        for key in ("epochs", *(("evaluate", "keep_best", "stop") if only_training else ())):
+            kept.pop(key, None)
+        return {stage.name: {**kept, "steps": steps, **options}}
 
     def resolved_yaml(self) -> str:
         """The whole pipeline as YAML with values' origins; but for relative paths it loads to the same."""
@@ -152,19 +170,58 @@ def load(path: Path, overrides: Sequence[str] = (), folder: Path | None = None) 
         raise PipelineError(Secrets().redact_faults(_sorted(faults)))
     root, refused = overriding.apply(written, overrides)
     faults += refused
-    found = list(pipeline_strings(root.data()))
-    secrets = Secrets.collect([*pipeline_strings(written.data()), *found])
-    for item in found:
-        if (wrong := secret_or_reference_problem(item)) is not None:
-            nearest = find_nearest(root, item.path)
-            place = nearest.key_place if item.is_key else nearest.node.place
-            faults.append(place.fault(format_path(item.path), *wrong))
+    secrets = Secrets.collect([*pipeline_strings(written.data()), *pipeline_strings(root.data())])
+    faults += _secret_faults(root)
     folder = path.resolve().parent if folder is None else folder
     pipeline, more = _validate_tree(root, path, secrets)
     faults = secrets.redact_faults(_sorted([*faults, *more]))
     if pipeline is None or any(fault.severity == "error" for fault in faults):
         raise PipelineError(faults)
-    return LoadedPipeline(path, folder, pipeline, tuple(faults), tuple(overrides), root, secrets)
+    return LoadedPipeline(
+        path=path,
+        folder=folder,
+        pipeline=pipeline,
+        warnings=tuple(faults),
+        overrides=tuple(overrides),
+        root=root,
+        secrets=secrets,
+    )
+
+
+class _TrackerSettings(Options):
+    track: TrackerList = ()
+
+
+def load_trackers(text: str, name: str) -> tuple[Loaded, tuple[Choice, ...]]:
+    """Read a list of trackers, in YAML, as `track` in a pipeline is read; messages call the text `name`.
+    Raises a PipelineError with every fault.
+    """
+    source = Source.from_text(name, 1, text)
+    listed, faults = parse_yaml(text, source, path=("track",))
+    listed = listed or Node(Place(source, 1, 1), None)
+    root = Node(listed.place, {"track": Entry(listed.place, listed)})
+    secrets, track = Secrets.collect(pipeline_strings(root.data())), tuple[Choice, ...]()
+    if not faults:
+        faults = _secret_faults(root)
+        try:
+            track = _TrackerSettings.model_validate(root.data()).track
+        except ValidationError as error:
+            faults += errors.validation_faults(error, root, secrets.redact)
+        faults += [_conflict_fault(root, conflict) for conflict in find_equal_trackers(track)]
+    if faults:
+        raise PipelineError(secrets.redact_faults(_sorted(faults)))
+    return Loaded(folder=Path.cwd(), root=root, secrets=secrets), track
+
+
+def _secret_faults(root: Node) -> list[PipelineFault]:
+    """Secrets in plain text, and references to variables that cannot be filled in."""
+    faults = []
+    for item in pipeline_strings(root.data()):
+        if (wrong := secret_or_reference_problem(item)) is not None:
+            nearest = find_nearest(root, item.path)
+            place = nearest.key_place if item.is_key else nearest.node.place
+            faults.append(place.fault(format_path(item.path), *wrong))
+    return faults
 
 
 def _segments(key_path: str) -> KeyPath:
@@ -191,13 +248,17 @@ def _validate_tree(root: Node, path: Path, secrets: Secrets) -> tuple[Pipeline |
         without_faulty |= {key: choice for key, choice in _PLACEHOLDERS.items() if key in faulty}
         with suppress(ValidationError):
             checkable = model.model_validate(without_faulty)
-    for conflict in find_conflicts(checkable, frozenset(faulty)) if checkable else ():
-        found = find_nearest(root, _segments(conflict.path))
-        has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
-        place = found.key_place if has_key else found.node.place
-        words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
-        faults.append(place.fault(conflict.path, *words))
-    return pipeline, faults
+    conflicts = find_conflicts(checkable, frozenset(faulty)) if checkable else ()
+    return pipeline, faults + [_conflict_fault(root, conflict) for conflict in conflicts]
+
+
+def _conflict_fault(root: Node, conflict: KeyConflict) -> PipelineFault:
+    """A conflict at its place in the tree."""
+    found = find_nearest(root, _segments(conflict.path))
+    has_key = not found.missing_path and not isinstance(found.node.value, (str, list))
+    place = found.key_place if has_key else found.node.place
+    words = conflict.problem, conflict.allowed, conflict.suggestion, conflict.severity
+    return place.fault(conflict.path, *words)
 
 
 def _has_fault_below(node: Node) -> bool:

@@ -158,7 +158,7 @@ class Pipeline(Options):
     audit: sections.Audit = Field({}, validate_default=True)
     """Whether parameters are compared between ranks."""
 
-    track: Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)] = ()
+    track: sections.TrackerList = ()
     """Where else rank 0 sends curves and metrics; `ddprun catalog tracker` lists them."""
 
     def train_stages(self) -> list[TrainStage]:

@@ -32,6 +32,7 @@ _TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: 
 
 SyncChoice = Annotated[Choice, choice_validator("sync")]
 HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
+TrackerList = Annotated[tuple[Annotated[Choice, choice_validator("tracker")], ...], Field(strict=False)]
 AnyMetric = Annotated[Choice, choice_validator("metric", parse_metric, "any_metric")]
 Metrics = Annotated[tuple[AnyMetric, ...], Field(strict=False)]
 

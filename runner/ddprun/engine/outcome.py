@@ -27,14 +27,10 @@ def finish_run(session: Session, status: Status) -> list[str]:
     ranks, records = runtime.ranks, runtime.records
     records.writer.flush()
     written = ranks.gather("records", [records.writer.dropped, records.writer.failure or ""])
-    incomplete = [(rank, why) for rank, (_, why) in enumerate(written) if why]
-    if incomplete:
-        (rank, why), *others = incomplete
-        more = f" (and of {len(others)} more)" if others else ""
-        reporter.note(f"the records of rank {rank}{more} are incomplete: {why}")
     raw_summary = summarize(session, status)
     raw_summary.records_dropped = sum(dropped for dropped, _ in written)
-    raw_summary.records_failure = next((why for _, why in incomplete), None)
+    failures = {rank: why for rank, (_, why) in enumerate(written)}
+    raw_summary.records_failure = reporter.note_incomplete_records(failures)
     if status == "failed":
         first = runtime.finite_check.first_nonfinite
         assert first is not None
@@ -50,8 +46,7 @@ def finish_run(session: Session, status: Status) -> list[str]:
             write_summary(runtime.run_dir, summary)
         except OSError as error:
             unwritten.append(f"summary.json: {error.strerror or error}")
-    if unflushed_trackers := reporter.trackers.close(msgspec.to_builtins(summary)):
-        reporter.note(f"{', '.join(unflushed_trackers)}: still flushing; the run does not wait for it")
+    reporter.close_trackers(summary)
     records.close()
     if ranks.rank == 0:
         reporter.screen.show_summary(summary)
@@ -107,7 +102,7 @@ def summarize(session: Session, status: Status) -> Summary:
         nonfinite=None if nonfinite is None else asdict(nonfinite),
         seconds=state.cursor.run_seconds,
         steps_per_s=state.step / train_s if train_s else 0.0,
-        trackers_dropped={name: n for name, n in session.reporter.trackers.dropped.items() if n},
+        trackers_dropped=session.reporter.trackers.dropped,
         stragglers=[] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.episodes,
         world_size=runtime.ranks.size,
         world_sizes=[(first, size) for first, size in state.cursor.world_sizes],

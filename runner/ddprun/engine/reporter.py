@@ -6,31 +6,36 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from ddprun import LAUNCHED_VARIABLE
-from ddprun.config import LoadedPipeline, PipelineError
+from ddprun import LAUNCHED_VARIABLE, __version__
+from ddprun.config import Loaded, PipelineError
+from ddprun.config.choices import Choice
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.interrupts import SignalRequests
 from ddprun.engine.nonfinite import Nonfinite
+from ddprun.host.device import device_name
+from ddprun.host.processes import cores
+from ddprun.parallel.ranks import Ranks
 from ddprun.plugins import TRACKERS
 from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import StepRecord, Straggler
-from ddprun.telemetry.writer import Writer, event_log
+from ddprun.telemetry.records import Started, StepRecord, Straggler, Summary
+from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
 from ddprun.units import abbreviated_list, format_count
+from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import format_ranks
 
@@ -62,6 +67,48 @@ class Reporter:
         with suppress(Exception):  # what has failed may have left a step that cannot be read
             self._recorder.salvage()
         self.writer.flush()
+
+    def log_start(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        backend: str,
+        *,
+        pipeline: str,
+        buckets: Iterable[BucketLayout],
+        digest: str = "",
+        groups: Sequence[str] = (),
+    ) -> None:
+        """Log how the run starts; `pipeline`: its name, `groups`: of parameters, by name."""
+        started = Started(
+            version=__version__,
+            pipeline=pipeline,
+            digest=digest,
+            world_size=ranks.size,
+            hosts=list(ranks.hosts),
+            device=device.type,
+            backend=backend,
+            cores=cores(),
+            device_name=device_name(device),
+            buckets=[layout.to_plain_data() for layout in buckets],
+            groups=list(groups),
+        )
+        log_event(self.events, started)
+
+    def note_incomplete_records(self, failures: Mapping[int, str | None]) -> str | None:
+        """Say of which ranks records could not be written, given why by rank; gives the first reason."""
+        incomplete = [(rank, why) for rank, why in failures.items() if why]
+        if not incomplete:
+            return None
+        (rank, why), *others = incomplete
+        more = f" (and of {len(others)} more)" if others else ""
+        self.note(f"the records of rank {rank}{more} are incomplete: {why}")
+        return why
+
+    def close_trackers(self, summary: Summary) -> None:
+        """Let the trackers flush at the end of a run."""
+        if unflushed := self.trackers.close(msgspec.to_builtins(summary)):
+            self.note(f"{', '.join(unflushed)}: still flushing; the run does not wait for it")
 
     # Of the stage that is running.
 
@@ -221,10 +268,10 @@ class Reporter:
 # Trackers.
 
 
-def check_trackers(loaded: LoadedPipeline) -> None:
+def check_trackers(loaded: Loaded, track: Sequence[Choice]) -> None:
     """Raise a PipelineError that names the packages which trackers need and which are not installed."""
     faults = []
-    for index, choice in enumerate(loaded.pipeline.track):
+    for index, choice in enumerate(track):
         tracker: type[Tracker] = TRACKERS.load(choice.name)
         needs = tracker.needs
         if needs and importlib.util.find_spec(needs) is None:
@@ -236,22 +283,23 @@ def check_trackers(loaded: LoadedPipeline) -> None:
 
 
 def open_trackers(
-    loaded: LoadedPipeline,
-    run_dir: Path,
-    started_in: Path,
+    loaded: Loaded,
+    track: Sequence[Choice],
+    run: RunInfo,
     reporter: Reporter,
     recorder: StepRecorder,
-    signals: SignalRequests,
+    signals: SignalRequests | None,
 ) -> None:
-    """Open the trackers of the run, and give them every step; on rank 0 alone."""
+    """Open the trackers of the run, and give them every step; on rank 0 alone. `signals` is None in a process
+    whose signals are the script's.
+    """
 
     def failed(name: str, why: str) -> None:
         reporter.events.warning("tracker_failed", tracker=name, reason=why)
         reporter.note(f"{name} has failed and receives nothing more of this run: {why}")
 
-    run = RunInfo(loaded.pipeline.name, run_dir, loaded.secrets.redact_all(loaded.as_dict()), started_in)
     makers = []
-    for index, choice in enumerate(loaded.pipeline.track):
+    for index, choice in enumerate(track):
         filled = loaded.expand_env_and_folder(f"track[{index}]", choice).options
         changed = {key: value for key, value in filled.items() if value != choice.options[key]}
         assert choice.settings is not None
@@ -270,21 +318,42 @@ def open_trackers(
     recorder.on_step_record = observe
 
 
-def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests) -> None:
+def _fail_trackers_on_sigterm(trackers: Trackers, signals: SignalRequests | None) -> None:
     """Close the trackers as failed when SIGTERM ends this rank: torchelastic sends it to the other ranks when
-    one has failed. Without ddprun's launcher SIGTERM is a request to stop, and stays one.
+    one has failed. To the engine without ddprun's launcher SIGTERM is a request to stop, and stays one; what
+    a script does with it comes first.
 
     A thread does it, since the main thread may be waiting in a collective, where no handler runs.
     """
-    if LAUNCHED_VARIABLE not in os.environ:
+
+    def handler(*_: object) -> None:
+        """The thread below does the work."""
+
+    def is_installed() -> bool:
+        return signals is not None or signal.getsignal(signal.SIGTERM) is handler
+
+    if signals is None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        signal.signal(signal.SIGTERM, handler)
+    elif LAUNCHED_VARIABLE in os.environ:
+        signals.install_handler(signal.SIGTERM, handler)
+    else:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    signals.install_handler(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # gets the number of each signal at once
 
+    def undo_in_child() -> None:  # the pipe is this rank's
+        if is_installed():
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=undo_in_child)
+
     def exit_on_sigterm() -> None:
-        while signal.SIGTERM not in os.read(read, 64):
+        while not (signal.SIGTERM in os.read(read, 64) and is_installed()):
             pass
         trackers.close_as_failed()
         os._exit(128 + signal.SIGTERM)

@@ -53,6 +53,7 @@ from ddprun.telemetry.progress import screen_for
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event
+from ddprun.track import RunInfo
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
 from ddprun_hooks.errors import HookSetupError, UnequalHostsError
@@ -95,7 +96,7 @@ def build_session(
         load_weights(loaded, model)  # from which all others get them
     train_data, held_out = build.build_data(loaded)
     stage_held_out = build.build_stage_held_out(loaded)
-    check_trackers(loaded)
+    check_trackers(loaded, pipeline.track)
     compiling.check_dynamo_config(loaded)
     compiling.check_compiler(loaded, device)
     loss = build.build_loss(loaded)
@@ -207,7 +208,8 @@ def build_session(
     check_state_storable(session)
     log_event(reporter.events, recorder.compare_clocks())
     if ranks.rank == 0 and pipeline.track:  # last, so that whatever fails before leaves none open
-        open_trackers(loaded, run_dir, started_in, reporter, recorder, signals)
+        run = RunInfo(pipeline.name, run_dir, loaded.as_dict(), started_in)
+        open_trackers(loaded, pipeline.track, run, reporter, recorder, signals)
     return session
 
 

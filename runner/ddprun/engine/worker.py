@@ -40,15 +40,14 @@ from ddprun.host import rank_files
 from ddprun.host.device import (
     RankLaunchFacts,
     agree_on_backend,
-    device_name,
     device_of,
     launch_facts,
 )
-from ddprun.host.processes import cores, die_with_parent
+from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ddp import as_backward_error
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import ResumeMode
-from ddprun.telemetry.records import BufferUsage, Started
+from ddprun.telemetry.records import BufferUsage
 from ddprun.telemetry.writer import log_event
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
 
@@ -228,20 +227,15 @@ def _announce(session: Session) -> None:
             "hierarchical: all ranks are on one host, so nothing is sent between hosts; "
             "to try it on one machine, split it with hosts: n"
         )
-    started = Started(
-        version=__version__,
+    reporter.log_start(
+        ranks,
+        runtime.device,
+        runtime.backend,
         pipeline=pipeline.name,
+        buckets=runtime.turns.buckets,
         digest=runtime.loaded.digest(),
-        world_size=ranks.size,
-        hosts=list(ranks.hosts),
-        device=runtime.device.type,
-        backend=runtime.backend,
-        cores=cores(),
-        device_name=device_name(runtime.device),
-        buckets=[layout.to_plain_data() for layout in runtime.turns.buckets],
         groups=group_names(runtime.loaded, runtime.turns, runtime.optimizer),
     )
-    log_event(reporter.events, started)
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
     automatic = pipeline.has_automatic_buffers

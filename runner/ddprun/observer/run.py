@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,26 +21,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddprun import EXIT_FAILURE, LAUNCHED_VARIABLE, __version__
+from ddprun.config import load_trackers
 from ddprun.engine.failures import (
     FailureContext,
     append_to_rank_log,
     make_rank_watchdog,
     wait_for_first_failure,
+    write_failure_summary,
 )
-from ddprun.engine.reporter import Reporter
+from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder
 from ddprun.host import rank_files
-from ddprun.host.device import device_name
-from ddprun.host.processes import cores
 from ddprun.observer.marks import StepMarks
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import StageStarted, Started, Summary
+from ddprun.telemetry.records import StageStarted, Summary
 from ddprun.telemetry.steps import Totals
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
+from ddprun.track import RunInfo
 from ddprun.units import format_count
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S, RankWatchdog
 from ddprun_hooks.comm.control import open_control_channel
@@ -66,6 +67,7 @@ def observe(
     name: str | None = None,
     timeout_s: float | None = None,
     every: int = 1,
+    track: Sequence[str | Mapping[str, Any]] = (),
 ) -> "ObservedRun":
     """Record the steps of a script that trains `model`, as a run of a pipeline records them. Every rank calls
     it, with the same arguments, before the first step.
@@ -82,15 +84,22 @@ def observe(
         timeout_s: after so long in a collective of this run, a report says which rank is missing and where it
             is, and the process ends. None: as long as the default process group has.
         every: every n-th step gets a record.
+        track: where else rank 0 sends curves, as in a pipeline: names of trackers, or mappings of a name to
+            options.
 
     Raises:
         HookSetupError: no such hook, wrong options, or a model on which hooks cannot work.
         DisagreementError: the ranks were given different hooks.
         RunFolderError: the folder cannot be made, or is not empty.
+        PipelineError: no such tracker, wrong options, or a package that is not installed.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     check_model(model)
     stack, device = make_stack(hooks), device_of(model)
+    settings, trackers = load_trackers(json.dumps(track), "track")
+    settings.check_environment()
+    check_trackers(settings, trackers)
+    redact, redact_all = settings.secrets.redact, settings.secrets.redact_all
     name = name or Path(sys.argv[0]).stem or "script"
     if timeout_s is None:
         options: Any = dist.distributed_c10d._get_default_group()._get_backend(device).options
@@ -120,9 +129,20 @@ def observe(
             every=every,
             stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER) if ranks.rank == 0 else None,
         )
-        reporter = Reporter(_NotesOnly(str, quiet=ranks.rank != 0), recorder, records.writer)
+        screen = _NotesOnly(redact, quiet=ranks.rank != 0)
+        reporter = Reporter(screen, recorder, records.writer, redact_all)
         run = ObservedRun(
-            folder, handle, name, device, backend_of(device), ranks, watchdog, records, recorder, reporter
+            folder,
+            handle,
+            name,
+            device,
+            backend_of(device),
+            ranks,
+            watchdog,
+            context,
+            records,
+            recorder,
+            reporter,
         )
         context.reporter, context.step = reporter, lambda: run.marks.step
         if scaler is not None and not scaler.is_enabled():
@@ -131,6 +151,10 @@ def observe(
             handle.on_last_bucket_sent = recorder.deferred.do_some
         params, calls = _params(model, optimizer), (run.after_step, run.meet_if_due)
         run.begin(model, StepMarks(handle, recorder, watchdog, device, params, scaler, *calls), shown)
+        if ranks.rank == 0 and trackers:  # last, so that whatever fails before leaves none open
+            about = redact_all({"name": name, "hooks": list(stack.names), **settings.root.data()})
+            info = RunInfo(name, folder, about, Path.cwd())
+            open_trackers(settings, trackers, info, reporter, recorder, None)
         undo.pop_all()
     return run
 
@@ -185,6 +209,7 @@ class ObservedRun:
     _backend: str
     _ranks: Ranks
     _watchdog: RankWatchdog
+    _context: FailureContext
     _records: RecordFiles
     _recorder: StepRecorder
     _reporter: Reporter
@@ -260,21 +285,9 @@ class ObservedRun:
         if layout_is_new:
             self._layout_known = True
             self._recorder.begin_stage([self.hooks.params_by_bucket])
-            self._log_start()
-
-    def _log_start(self) -> None:
-        started = Started(
-            version=__version__,
-            pipeline=self._name,
-            world_size=self._ranks.size,
-            hosts=list(self._ranks.hosts),
-            device=self._device.type,
-            backend=self._backend,
-            cores=cores(),
-            device_name=device_name(self._device),
-            buckets=[layout.to_plain_data() for layout in self.hooks.layout],
-        )
-        log_event(self._reporter.events, started)
+            self._reporter.log_start(
+                self._ranks, self._device, self._backend, pipeline=self._name, buckets=self.hooks.layout
+            )
 
     def _progress(self, agreed: list[AgreedSteps]) -> None:
         if agreed and agreed[-1].loss is not None:
@@ -305,14 +318,14 @@ class ObservedRun:
 
     def _fail(self, error: BaseException) -> None:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
+        self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
         self._reporter.salvage_records()
         rank = self._ranks.rank
         append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
         wait_for_first_failure(error, self._ranks, self._watchdog)
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
             failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
-            with suppress(OSError):
-                write_summary(self.folder, Summary(status="failed", steps=self.marks.step, error=failure))
+            write_failure_summary(self._context, failure)
         self._leave()
 
     def _finish(self, wait_s: float) -> None:
@@ -326,10 +339,12 @@ class ObservedRun:
             ranks.store.set(f"end/{ranks.rank}", json.dumps(own))
         if ranks.rank == 0 and ranks.first_failure() is None:
             self._reporter.events.info("finished", status="done", step=self.marks.step)
+            summary = self._summarize(wait_s)
             try:
-                write_summary(self.folder, self._summarize(wait_s))
+                write_summary(self.folder, summary)
             except OSError as error:
                 note(f"cannot write {self._shown}/summary.json: {error.strerror or error}")
+            self._reporter.close_trackers(summary)
             note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self._shown}")
         self._leave()
 
@@ -353,6 +368,7 @@ class ObservedRun:
             loss=self._loss,
             seconds=seconds,
             steps_per_s=self._recorder.totals.steps / in_steps if in_steps else 0.0,
+            trackers_dropped=self._reporter.trackers.dropped,
             stragglers=[] if self._recorder.stragglers is None else self._recorder.stragglers.episodes,
             world_size=self._ranks.size,
             world_sizes=[(1, self._ranks.size)],
@@ -360,7 +376,9 @@ class ObservedRun:
             device=self._device.type,
             versions=versions(),
             records_dropped=sum(dropped for _, dropped, _ in of_ranks.values()),
-            records_failure=next((why for _, _, why in of_ranks.values() if why), None),
+            records_failure=self._reporter.note_incomplete_records(
+                {rank: why for rank, (_, _, why) in of_ranks.items()}
+            ),
             run_dir=str(self.folder),
             stages=[
                 {
@@ -378,6 +396,7 @@ class ObservedRun:
         )
 
     def _leave(self) -> None:
+        self._reporter.trackers.close_as_failed()
         self._records.close()
         self._watchdog.close()
         if LAUNCHED_VARIABLE not in os.environ:

@@ -152,7 +152,8 @@ class Ranks:
 
     def adopt_process_group(self, prefix: str) -> None:
         """Use the default process group, which a script has made, and its store, with this prefix of keys."""
-        base: Any = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        base: Any = dist.PrefixStore(f"{prefix}-{_store_prefix()}", store)
         self._base_store, self._second_connection = base, dist.PrefixStore("ddprun", base.clone())
         self._publish_address()
         self._learn_hosts()

@@ -94,6 +94,7 @@ class StageCosts:
     """Of gradients: the bytes of each, and hooks before its first collective, between two, and after the
     last."""
 
+    sent_bytes: float = 0.0  # for gradients, by a rank
     gradient_ready_shares: Mapping[str, float] = field(default_factory=dict)
     """When backward has each parameter's gradient: a share of the backward pass, from 0 to 1."""
 
@@ -167,7 +168,7 @@ class _StageRecords:
     """What the records of one stage say, step by step."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self._sent_bytes = 0
         self._sums: dict[str, float] = defaultdict(float)
         self._own_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._cpu_us_by_rank: dict[int, list[float]] = defaultdict(list)
@@ -191,6 +192,7 @@ class _StageRecords:
         moments = [line.ready_us, *legs, line.done_us]  # hooks work before, between and after collectives
         hook_us = [max(0.0, end - start) for start, end in zip(moments[::2], moments[1::2], strict=True)]
         self._buckets[line.bucket].append((line.bytes, hook_us))
+        self._sent_bytes += line.wire_bytes
 
     def costs(self) -> StageCosts:
         if not self.steps:
@@ -208,6 +210,7 @@ class _StageRecords:
             cpu_us=means.pop("cpu_us"),
             parts=means,
             buckets=buckets,
+            sent_bytes=self._sent_bytes / self.steps,
             gradient_ready_shares={
                 name: statistics.fmean(shares) for name, shares in self._gradient_ready_shares.items()
             },

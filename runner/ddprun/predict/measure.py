@@ -1,26 +1,32 @@
 """A short run on this machine that a prediction is fitted to, or a saved run in its place."""
 
 import os
+import reprlib
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from ddprun.config import LoadedPipeline, load
+from ddprun.config import LoadedPipeline, TrainStage, load
 from ddprun.config.resolved import flow_yaml
-from ddprun.explain.explain import explain
+from ddprun.explain.explain import StageExplanation, explain
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.costs import CostsUnknownError, StageCosts, check_one_set_of_parameters, costs_of_run
 from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
 from ddprun.run_files import pipeline_folder
+from ddprun.standard_streams import say
 from ddprun.telemetry.reader import Run
+from ddprun.telemetry.records import StageStarted
+from ddprun.units import format_bytes
+from ddprun_hooks.config.options import parse_spec
 
 HookSpecs = Sequence[Any]  # hooks as a pipeline file has them
 STEPS_PER_STAGE = 24
@@ -29,6 +35,7 @@ QUIET = ("audit.every=0", "checkpoint={keep: 0}", "launch.max_restarts=0", "trac
 """Overrides of a short run: it does nothing beside training."""
 
 _LOG_LINES = 12
+_SENT_TOLERANCE = 0.01
 _FULL_SHARE, _FOREIGN_SHARE = 0.9, 0.1  # of the cores' time: above it, all are busy; others keep them busy
 
 
@@ -41,15 +48,20 @@ def distinct_stacks_without_noop(stacks: Iterable[HookSpecs]) -> list[HookSpecs]
     return found
 
 
+def _train_stages(loaded: LoadedPipeline) -> list[TrainStage]:
+    """Those that train, at least one."""
+    if not (found := loaded.pipeline.train_stages()):
+        raise CostsUnknownError("no stage trains, so there is nothing to predict")
+    return found
+
+
 def measurement_stages_yaml(
     loaded: LoadedPipeline, stacks: Sequence[HookSpecs], steps: int = STEPS_PER_STAGE
 ) -> str:
     """The stages of the short run, as YAML; raises CostsUnknownError if no stage of the pipeline trains,
     or they train different parameters.
     """
-    trained = [stage for stage in loaded.pipeline.stages if stage.name == "train"]
-    if not trained:
-        raise CostsUnknownError("no stage trains, so there is nothing to predict")
+    trained = _train_stages(loaded)
     check_one_set_of_parameters(loaded.pipeline)
     settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
@@ -131,30 +143,44 @@ def identify_run(run_dir: Path) -> dict[str, str]:
     return {"run_dir": str(run_dir), "started": Run(run_dir).started.time}
 
 
-def cost_model_of_run(run_dir: Path, links: Links, *, cores: float | None = None) -> CostModel:
+def cost_model_of_run(
+    run_dir: Path, links: Links, like: LoadedPipeline | None = None, *, cores: float | None = None
+) -> CostModel:
     """The first model of `cost_models_of_run`."""
-    return cost_models_of_run(run_dir, links, cores=cores, halves=False)[0]
+    return cost_models_of_run(run_dir, links, like, cores=cores, halves=False)[0]
 
 
 def cost_models_of_run(
-    run_dir: Path, links: Links, *, cores: float | None = None, halves: bool = True
+    run_dir: Path,
+    links: Links,
+    like: LoadedPipeline | None = None,
+    *,
+    cores: float | None = None,
+    halves: bool = True,
 ) -> list[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
     After it, with `halves`, those of each half, if the run takes the same stages twice, as a short run does.
-    Raises NoRunError, CostsUnknownError if its records do not tell, PipelineError if its file cannot be read.
+    `like` says of an observed script what its records do not. Raises NoRunError, CostsUnknownError if its
+    records do not tell, PipelineError if its file cannot be read.
     """
     run = Run(run_dir)
     by_host = Counter(run.started.hosts or [""])
     if len(set(by_host.values())) > 1:
         raise CostsUnknownError(f"{run_dir}: its hosts have different numbers of ranks")
-    try:
-        folder = pipeline_folder(run_dir)
-    except (OSError, ValueError) as error:
-        raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
-    ran = load(run_dir / "pipeline.yaml", (), folder)
+    of_script = like is not None and not run.started.digest
+    if like is not None and of_script:
+        ran = _script_as_pipeline(run, like)
+    else:
+        try:
+            folder = pipeline_folder(run_dir)
+        except (OSError, ValueError) as error:
+            raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
+        ran = load(run_dir / "pipeline.yaml", (), folder)
     check_one_set_of_parameters(ran.pipeline)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
+    if of_script:
+        _check_sends_the_same(run, ran.path, explained.stages[0], costs.stages[0])
     costs = costs if cores is None else replace(costs, cores=cores)
     parts, stages = [costs], ran.as_dict()["stages"]
     half = len(stages) // STAGE_REPETITIONS
@@ -163,3 +189,62 @@ def cost_models_of_run(
         parts += [replace(costs, stages=[*costs.stages[:half], *nothing])]
         parts += [replace(costs, stages=[*nothing, *costs.stages[half:]])]
     return [fit_cost_model(explained, one, links) for one in parts]
+
+
+def _script_as_pipeline(run: Run, like: LoadedPipeline) -> LoadedPipeline:
+    """A pipeline like another, but with one stage, whose steps are those of an observed script."""
+    trained = _train_stages(like)
+    counts = Counter(
+        sum(part == "backward" for part, _ in step.laps)
+        for rank in run.ranks[:1]
+        for step in run.step_records(rank)
+    )
+    passes = max(1, *(count for count, _ in counts.most_common(1)))
+    hooks: list[Any] = next((list(event.hooks) for event in run.events_of(StageStarted)), [])
+    for stage in trained:
+        specs = stage.effective_settings(like.pipeline).hook_specs
+        if [parse_spec(hook)[0] for hook in specs] == hooks:
+            hooks = specs
+    steps = like.stage_with_steps(
+        trained[0],
+        STEPS_PER_STAGE,
+        only_training=True,
+        schedule=None,
+        mutate=None,
+        sync="every_step",
+        hooks=hooks,
+        accumulate=passes,
+    )
+    say(
+        f"{run.folder} observed a script: its records give times, buckets, ranks, cores, the names of hooks "
+        f"and accumulate: {passes}; {like.path} gives the rest"
+    )
+    return load(like.path, (*like.overrides, f"stages={flow_yaml([steps])}"), like.folder)
+
+
+def _check_sends_the_same(run: Run, path: Path, stage: StageExplanation, costs: StageCosts) -> None:
+    """Raise CostsUnknownError if an observed script sent other buckets, or more or less, than the stage."""
+    found = [(one.get("dtype"), one.get("numel"), one.get("params")) for one in run.started.buckets]
+    sent = [
+        (bucket, len(pattern.steps) / stage.cycle)
+        for pattern, exchange, bucket in stage.step_buckets()
+        if exchange.route.kind == "gradient"
+    ]
+    planned = [(bucket.dtype, bucket.numel, list(bucket.params)) for bucket, _ in sent]
+    for number, (ours, theirs) in enumerate(zip_longest(found, planned)):
+        if ours != theirs:
+            its, other = (
+                f"{one[1]} {one[0]} values of {reprlib.repr(one[2])}" if one else "missing"
+                for one in (ours, theirs)
+            )
+            raise CostsUnknownError(
+                f"{run.folder}: bucket {number} is {its}, but in {path} it is {other}; the script and the "
+                "pipeline must have the same model and the same options of DDP"
+            )
+    per_step = sum(share * bucket.sent.per_rank for bucket, share in sent if bucket.sent is not None)
+    if abs(costs.sent_bytes - per_step) > _SENT_TOLERANCE * per_step:
+        raise CostsUnknownError(
+            f"{run.folder}: a rank sent {format_bytes(costs.sent_bytes)} in a step, but in {path} it sends "
+            f"{format_bytes(per_step)}; hooks must have the same options, and only the last backward pass of "
+            "a step may exchange gradients"
+        )

@@ -62,11 +62,11 @@ class Trackers:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many calls the trackers of each name were too slow for."""
+        """How many calls the trackers of each name were too slow for, of those that were for any."""
         found = Counter[str]()
         for worker in self._threads:
             found[worker.name] += worker.dropped
-        return found
+        return dict(+found)
 
     def log_step(self, step: StepInfo) -> None:
         for worker in self._threads:

@@ -223,7 +223,7 @@ class Search:
         """The cost model of the run that `--from` names, or of a short one with all stacks of hooks."""
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
-            return cost_model_of_run(request.measured_run, Links())
+            return cost_model_of_run(request.measured_run, Links(), loaded)
         if self._state.costs is None:
             stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
             run_dir = next_numbered_folder(self.folder, "costs")

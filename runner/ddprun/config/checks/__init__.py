@@ -4,4 +4,6 @@
 from ddprun.config.checks import exchange as exchange
 from ddprun.config.checks import model_and_data as model_and_data
 from ddprun.config.checks import stages as stages
+from ddprun.config.checks.model_and_data import find_equal_trackers as find_equal_trackers
+from ddprun.config.checks.registry import KeyConflict as KeyConflict
 from ddprun.config.checks.registry import find_conflicts as find_conflicts

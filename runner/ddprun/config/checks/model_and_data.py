@@ -1,7 +1,7 @@
 """Checks of the model, the data, the loss, the optimizer, what is measured, and what is compiled."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -232,9 +232,13 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("track")
 def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    return find_equal_trackers(pipeline.track)
+
+
+def find_equal_trackers(track: Sequence[Choice]) -> Iterator[KeyConflict]:
     """Two trackers of one kind have to differ in more than how often they take a point."""
     seen: list[tuple[str, dict[str, Any]]] = []
-    for index, tracker in enumerate(pipeline.track):
+    for index, tracker in enumerate(track):
         target = tracker.name, {key: value for key, value in tracker.options.items() if key != "every"}
         if target in seen:
             text = f'"{tracker.name}" is in the list twice, and both write to the same place'
