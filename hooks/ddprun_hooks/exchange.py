@@ -25,7 +25,7 @@ from ddprun_hooks.stack import broadcast_stack
 BROADCAST_BUCKET_BYTES = 25 << 20
 _LAUNCH_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NO_RANKS: groups.GroupRequirements = MappingProxyType({})
-_ALL_RANKS: groups.GroupRequirements = MappingProxyType({groups.GroupRequirement("world"): 1})
+ALL_RANKS: groups.GroupRequirements = MappingProxyType({groups.GroupRequirement("world"): 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Exchange:
         local_sizes: Sequence[int],
         gradients: groups.GroupRequirements,
         deltas: groups.GroupRequirements = _NO_RANKS,
-        plain: groups.GroupRequirements = _ALL_RANKS,
+        plain: groups.GroupRequirements = ALL_RANKS,
         timeout: timedelta,
         observer: CollectiveObserver = NULL_OBSERVER,
     ) -> "Exchange":

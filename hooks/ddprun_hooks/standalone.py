@@ -27,10 +27,15 @@ from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver
 from ddprun_hooks.comm.trace import BucketTrace, read_finding_codes
 from ddprun_hooks.dispatcher import BucketDispatcher
 from ddprun_hooks.errors import HookSetupError
-from ddprun_hooks.exchange import Exchange
+from ddprun_hooks.exchange import ALL_RANKS, Exchange
 from ddprun_hooks.queue import await_callback_at_exit
 from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
+
+# The newest process groups of a script, which then never frees them. torch 2.13 frees a group with the GIL
+# held, and waits for a thread of Gloo's that may want the GIL to drop a tensor: a script that frees its group
+# right after a collective hangs now and then.
+_groups_kept: list[object] = []
 
 
 class Handle(BucketDispatcher):
@@ -183,8 +188,11 @@ def attach(
     scaler: torch.amp.GradScaler | None,
     timeout: timedelta,
     observer: CollectiveObserver = NULL_OBSERVER,
+    sends_buffers: bool = False,
 ) -> Handle:
-    """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives."""
+    """As `register`, with a stack and a control channel that exist, and an `observer` of the collectives. If
+    it `sends_buffers`, the exchange's plain queue can be used.
+    """
     control.check_agreement("the hooks", stack.description)
     device = device_of(model)
     hosts = [name.decode() for name in control.all_gather_bytes(socket.gethostname().encode())]
@@ -196,10 +204,11 @@ def attach(
         hosts=hosts,
         local_sizes=[int(size) for size in control.all_gather_bytes(local_world_size.encode())],
         gradients=merge_requirements([stack.requirements, Stack([]).requirements]),
-        plain={},
+        plain=ALL_RANKS if sends_buffers else {},
         timeout=timeout,
         observer=observer,
     )
+    _groups_kept[:] = [dist.group.WORLD, exchange]
     return Handle(model, exchange, stack, scaler if scaler is not None and scaler.is_enabled() else None)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -513,6 +514,63 @@ def with_closure(folder: Path) -> None:
     run.close()
 
 
+def with_buffers(folder: Path) -> tuple[Any, ...]:
+    """A model with BatchNorm, whose buffers DDP broadcasts, in training and in evaluations; then the same,
+    observed. Rank 1 is slow to get its batches.
+    """
+    weights = []
+    for run_dir in (None, folder):
+        start()
+        torch.manual_seed(3)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = Samples(0.0 if run_dir is None else 0.008)
+        loader = DataLoader(loader, BATCH, sampler=DistributedSampler(loader, shuffle=False))
+        if run_dir is not None:
+            run = ddprun.observe(model, optimizer, run_dir=run_dir)
+            loader = run.steps(loader)
+        for epoch in range(8):
+            loader.sampler.set_epoch(epoch)
+            assert len(loader) == BATCHES
+            for inputs, _ in loader:
+                model(inputs * (dist.get_rank() + 1)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()(torch.ones(2, 12))
+            model.train()  # type: ignore[no-untyped-call]
+        weights.append([value.clone() for value in model.state_dict().values()])
+    run.close()
+    return tuple(weights)
+
+
+def with_left_out_pass(folder: Path) -> None:
+    """Rank 1 takes a step without a backward pass."""
+    model, optimizer = start()
+    run = ddprun.observe(model, optimizer, run_dir=folder)
+    for step in range(1, 41):
+        loss = model(torch.ones(2, 12)).square().mean()
+        if step != 20 or dist.get_rank() == 0:
+            loss.backward()
+        optimizer.step()
+        time.sleep(0.03)
+    if dist.get_rank() == 1:  # as many passes as rank 0
+        model(torch.ones(2, 12)).square().mean().backward()
+    run._end_with_process()
+
+
+def with_interrupt(folder: Path) -> None:
+    """Ctrl-C reaches rank 1 in its own code, and rank 0 where it waits for rank 1."""
+    model, optimizer = start()
+    error = KeyboardInterrupt if dist.get_rank() else ValueError  # as the broken exchange may also show
+    with suppress(KeyboardInterrupt, ValueError), ddprun.observe(model, optimizer, run_dir=folder):
+        for _ in range(5):
+            model(torch.ones(2, 12)).square().mean().backward()
+            optimizer.step()
+        time.sleep(0.0 if dist.get_rank() else 1.0)
+        raise error
+
+
 def with_signals(folder: Path) -> list[int]:
     """SIGTERM ends a process that rank 0 has forked, and then the script takes that signal itself."""
     model, optimizer = start()
@@ -572,7 +630,15 @@ def with_restart(folder: Path) -> None:
 
 MORE: list[Callable[[Path], Any]]
 MORE = [with_copies, with_lone_evaluation, with_scaled_loss, with_sparse_gradients, with_compiled_model]
-MORE += [with_closure, with_foreign_optimizer, with_earlier_error, with_restart]
+MORE += [
+    with_buffers,
+    with_left_out_pass,
+    with_interrupt,
+    with_closure,
+    with_foreign_optimizer,
+    with_earlier_error,
+    with_restart,
+]
 MORE += [with_signals] if find_spec("prometheus_client") else []
 
 
@@ -627,6 +693,36 @@ def test_a_restart_knows_nothing_of_the_attempt_before(more: More) -> None:
     folders = (more[0] / "with_restart", more[0] / "with_restart-restart-1")
     found = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     assert [(one["status"], one["steps"]) for one in found] == [("failed", 1), ("done", 1)]
+
+
+def test_buffers_are_sent_as_ddp_sends_them_and_a_rank_that_is_late_with_them_is_named(more: More) -> None:
+    """The same bits, timed and counted in training. Ranks wait for each other with the buffers first."""
+    folder, found = more
+    plain, observed = found["with_buffers"]
+    assert len(plain) == 9
+    assert all(torch.equal(one, other) for one, other in zip(plain, observed, strict=True))
+    run = folder / "with_buffers"
+    sent = [one for one in records(run, "buckets") if one["kind"] == "buffers"]
+    without = {1 + epoch * BATCHES for epoch in range(1, 8)}  # in a pass after an evaluation DDP sends none
+    assert [one["bytes"] for one in sent] == [2 * 6 * 4, 8] * (8 * BATCHES - len(without))
+    assert {one["step"] for one in sent} == set(range(1, 8 * BATCHES + 1)) - without
+    (late, *_) = events(run, "straggler")
+    assert (late["straggler"], late["cause"]) == (1, "data")
+    waiting = median(one["forward_us"] for one in records(run, "steps"))
+    assert waiting < late["late_us"] / 2
+
+
+def test_a_left_out_backward_pass_is_told(more: More) -> None:
+    """From there on the ranks average gradients of different steps."""
+    (told,) = events(more[0] / "with_left_out_pass", "exchange_skipped")
+    assert (told["step"], told["ranks"]) == (20, [1])
+
+
+def test_an_interrupted_run_is_not_failed(more: More) -> None:
+    """Though only one of the ranks knows that, and has its totals."""
+    summary = json.loads((more[0] / "with_interrupt" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["error"]) == ("interrupted", 5, None)
+    assert summary["samples"] == 2 * 5 * 2
 
 
 def test_signals_stay_the_scripts(more: More) -> None:

@@ -150,5 +150,6 @@ def test_a_hang_names_rank_bucket_and_line(tmp_path: Path, what: str) -> None:
     assert "the run hangs (step 21): rank 1 did not arrive within 6 s" in done.stderr
     assert re.search(r"bucket +0 of gradients: bias, weight", done.stderr)
     assert re.search(rf"rank 1 .*own\.py:{line} in <module>", done.stderr)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary, steps = left(tmp_path)
     assert (summary["status"], summary["error"]["hang"]["ranks"]) == ("failed", [1])
+    assert [step["step"] for step in steps] == list(range(1, 21))

@@ -216,8 +216,9 @@ def make_rank_watchdog(
         if reporter is not None:
             reporter.writer.flush()
 
-    def close_trackers() -> None:
+    def close() -> None:
         if failure_context.reporter is not None:
+            failure_context.reporter.salvage_records()  # the training thread, which is stuck, touches none
             failure_context.reporter.trackers.close_as_failed(_TRACKERS_END_S)
 
     hang_context = HangContext(
@@ -229,7 +230,7 @@ def make_rank_watchdog(
         claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
         log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
         publish_report=publish_hang_report,
-        before_exit=close_trackers,
+        before_exit=close,
     )
     failure_context.watchdog = RankWatchdog(
         environment.rank,

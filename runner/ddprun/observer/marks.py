@@ -3,6 +3,7 @@
 ::
 
     the loader gives a batch          data_us      where `ObservedRun.steps` wraps the loader
+    DDP broadcasts the buffers        sync_us
     model(...)                        forward_us
     the loss; its own backward pass   other_us
     backward, from the model's output backward_us, exposed_*_us
@@ -24,13 +25,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from ddprun.sync.exchanger import ParameterExchanger
 from ddprun.telemetry.recorder import StepRecorder
 from ddprun.watchdog.rank_watchdog import EngineListener
 from ddprun_hooks.dispatcher import call_after_backward
+from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 from ddprun_hooks.standalone import Handle
 
 _T = TypeVar("_T")
@@ -53,6 +57,27 @@ class EagerHook:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def sends_buffers(model: DistributedDataParallel) -> bool:
+    """Whether DDP broadcasts the model's buffers, and by its own code."""
+    return bool(model.broadcast_buffers and model.modules_buffers) and not hasattr(model, "buffer_hook")
+
+
+class TimedLoader(Iterable[_T]):
+    """A loader in whose place a script uses this; in all but iteration it is the loader."""
+
+    def __init__(self, loader: Iterable[_T], marks: "StepMarks") -> None:
+        self._loader, self._marks = loader, marks
+
+    def __iter__(self) -> Iterator[_T]:
+        return self._marks.time_batches(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class StepMarks:
@@ -78,7 +103,8 @@ class StepMarks:
         self._handle, self._recorder, self._watchdog, self._scaler = handle, recorder, watchdog, scaler
         self._after_step, self._before_forward = after_step, before_forward
         self._optimized = {id(param) for param in optimized}
-        self._running = self._updated = self._exchanged = self._in_backward = self._in_closure = False
+        self._running = self._updated = self._exchanged = self._in_closure = False
+        self._in_forward = self._in_backward = False
         self._ended_at: Any = None  # the mark of the running step's end, where an evaluation has begun
         self._passes = 0  # backward passes in the running step
         self._stepping: Optimizer | None = None
@@ -98,6 +124,9 @@ class StepMarks:
             register_optimizer_step_post_hook(EagerHook(self._optimizer_ends)),
         ]
         self._handle.on_backward = self._backward_begins
+        if sends_buffers(model):
+            before = _BufferCommHookLocation.PRE_FORWARD
+            model._register_buffer_comm_hook(None, EagerHook(self._send_buffers), before)
 
     def detach(self) -> None:
         """End the running step, and watch no longer."""
@@ -109,7 +138,7 @@ class StepMarks:
             self._recorder.cancel_step()
         self._running = False
 
-    def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
+    def time_batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The batches of a loader, with the time that it takes for each."""
         source = iter(loader)
         while self._hooks:
@@ -136,7 +165,8 @@ class StepMarks:
     def _forward_begins(
         self, model: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        if not torch.is_grad_enabled():
+        self._in_forward = torch.is_grad_enabled()
+        if not self._in_forward:
             return
         self._end_step_if_over()
         self._before_forward()
@@ -149,6 +179,7 @@ class StepMarks:
         self._micro_batches.append((None, len(first) if first is not None and first.dim() else 1))
 
     def _forward_ends(self, model: torch.nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        self._in_forward = False
         if not torch.is_grad_enabled() or not self._running:
             return
         self._recorder.lap("forward_us")
@@ -159,6 +190,25 @@ class StepMarks:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not loss.dim():
             self.note_loss(loss)
+
+    def _send_buffers(self, _: object, buffers: Mapping[str, Tensor]) -> None:
+        """Overwrite the buffers with rank 0's, as DDP does it by itself without a word to anybody."""
+        recorder, watchdog = self._recorder, self._watchdog
+        sync = recorder.sync
+        known: list[list[Any]] = [sync.sent, sync.completed, sync.waits]
+        lengths = [len(entries) for entries in known]
+        if self._in_forward:
+            recorder.lap("forward_us")
+            watchdog.set_phase(b"sync")
+        ParameterExchanger(self._handle.exchange, recorder, BROADCAST_BUCKET_BYTES).equalize(
+            buffers, "buffers", source=0
+        )
+        if self._in_forward:
+            recorder.lap("sync_us")
+            watchdog.set_phase(b"forward")
+            return
+        for entries, length in zip(known, lengths, strict=True):  # an evaluation is no step's time
+            del entries[length:]
 
     def _module_begins(self, module: torch.nn.Module, inputs: Sequence[Any]) -> None:
         """The model is called, under DDP or not: without gradients, after a step or before one, that is an

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -32,7 +32,7 @@ from ddprun.engine.failures import (
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder
 from ddprun.host import rank_files
-from ddprun.observer.marks import StepMarks
+from ddprun.observer.marks import StepMarks, TimedLoader, sends_buffers
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.progress import Screen
@@ -54,6 +54,7 @@ _T = TypeVar("_T")
 _STRAGGLER_WINDOW, _STRAGGLER_OVER = 20, 0.1  # as `timings` in a pipeline has them by default
 _EXIT_WAIT_S = 5.0  # how long rank 0 waits for the others' totals when the script ends without `close`
 _SYNC = "every_step"
+_INTERRUPTED = "interrupted"  # in the store: a rank has been
 _observed = itertools.count()
 
 
@@ -119,7 +120,15 @@ def observe(
         control = open_control_channel(timeout, watchdog)
         # Without hooks nothing looks at a gradient, which stays as the script has scaled it.
         seen = scaler if stack.names else None
-        handle = attach(model, stack, control, scaler=seen, timeout=timeout, observer=watchdog)
+        handle = attach(
+            model,
+            stack,
+            control,
+            scaler=seen,
+            timeout=timeout,
+            observer=watchdog,
+            sends_buffers=sends_buffers(model),
+        )
         records = RecordFiles(folder, control, ranks.from_rank_0, rank_files.attempt_folder())
         clock = clock_for(device)
         recorder = StepRecorder(
@@ -129,6 +138,7 @@ def observe(
             every=every,
             stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER) if ranks.rank == 0 else None,
         )
+        recorder.ranks_may_differ = True
         screen = _NotesOnly(redact, quiet=ranks.rank != 0)
         reporter = Reporter(screen, recorder, records.writer, redact_all)
         run = ObservedRun(
@@ -221,11 +231,14 @@ class ObservedRun:
     _alone: bool = False  # the other ranks may be gone
     _error_before: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
     _closed: bool = False
+    _told_of_skipped: bool = False
     _shown: str = ""  # the folder as it was given, for messages
 
-    def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
-        """The loader's batches, with the time for each as `data_us`. Without it that time is `other_us`."""
-        return self.marks.batches(loader)
+    def steps(self, loader: Iterable[_T]) -> TimedLoader[_T]:
+        """The loader, for one epoch or all: the time for each of its batches becomes `data_us`. Without it
+        that time is `other_us`.
+        """
+        return TimedLoader(loader, self.marks)
 
     def note_loss(self, loss: Tensor) -> None:
         """Record the mean loss of the newest forward pass, shape (). It is known without this if the model
@@ -292,6 +305,15 @@ class ObservedRun:
     def _progress(self, agreed: list[AgreedSteps]) -> None:
         if agreed and agreed[-1].loss is not None:
             self._loss = agreed[-1].loss
+        skipped = next((one.skipped for one in agreed if one.skipped is not None), None)
+        if skipped is not None and not self._told_of_skipped:
+            self._told_of_skipped = True
+            step, ranks = skipped
+            self._reporter.events.warning("exchange_skipped", step=step, ranks=ranks)
+            self._reporter.note(
+                f"step {step}: {format_ranks(ranks)} exchanged no gradients, but the other ranks did: from "
+                "here on, gradients of different steps are averaged"
+            )
         self._reporter.progress(agreed, self.marks.step)
 
     # The end.
@@ -313,22 +335,34 @@ class ObservedRun:
         if error is not None and error is not self._error_before:  # nobody has caught it
             self._fail(error)
             return
+        self._finish_alone()
+
+    def _finish_alone(self, *, interrupted: bool = False) -> None:
         self._recorder.salvage(wait_for_device=True)
-        self._finish(_EXIT_WAIT_S)
+        self._finish(_EXIT_WAIT_S, interrupted=interrupted)
 
     def _fail(self, error: BaseException) -> None:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
         self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
-        self._reporter.salvage_records()
-        rank = self._ranks.rank
+        rank, store = self._ranks.rank, self._ranks.store
+        if isinstance(error, KeyboardInterrupt):
+            with suppress(RuntimeError):  # the store's host has ended
+                store.set(_INTERRUPTED, "1")
+            self._finish_alone(interrupted=True)
+            return
         append_to_rank_log(self.folder, rank, "".join(traceback.format_exception(error)).rstrip())
         wait_for_first_failure(error, self._ranks, self._watchdog)
+        with suppress(RuntimeError):
+            if store.check([_INTERRUPTED]):  # a broken exchange shows only that others have ended
+                self._finish_alone(interrupted=True)
+                return
+        self._reporter.salvage_records()
         if self._ranks.claim_first_failure(EXIT_FAILURE).rank == rank:
             failure = {"rank": rank, "message": f"{type(error).__name__}: {error}"}
             write_failure_summary(self._context, failure)
         self._leave()
 
-    def _finish(self, wait_s: float) -> None:
+    def _finish(self, wait_s: float, *, interrupted: bool = False) -> None:
         """Write the summary on rank 0. What each rank has added up is in the store, since a script may have
         destroyed its process groups.
         """
@@ -338,8 +372,9 @@ class ObservedRun:
         with suppress(RuntimeError):  # the store's host has ended
             ranks.store.set(f"end/{ranks.rank}", json.dumps(own))
         if ranks.rank == 0 and ranks.first_failure() is None:
-            self._reporter.events.info("finished", status="done", step=self.marks.step)
-            summary = self._summarize(wait_s)
+            status = "interrupted" if interrupted else "done"
+            self._reporter.events.info("finished", status=status, step=self.marks.step)
+            summary = self._summarize(status, wait_s)
             try:
                 write_summary(self.folder, summary)
             except OSError as error:
@@ -348,7 +383,7 @@ class ObservedRun:
             note(f"{format_count(self.marks.step, 'step')} observed: ddprun report {self._shown}")
         self._leave()
 
-    def _summarize(self, wait_s: float) -> Summary:
+    def _summarize(self, status: str, wait_s: float) -> Summary:
         of_ranks, until = dict[int, tuple[list[float], int, str | None]](), time.monotonic() + wait_s
         for rank in range(self._ranks.size):
             key, left = f"end/{rank}", timedelta(seconds=max(0.01, until - time.monotonic()))
@@ -363,7 +398,7 @@ class ObservedRun:
         steps, seconds = self.marks.step, time.monotonic() - self._began
         in_steps = self._recorder.totals.parts_us["step_us"] / 1e6
         return Summary(
-            status="done",
+            status=status,
             steps=steps,
             loss=self._loss,
             seconds=seconds,
@@ -389,7 +424,7 @@ class ObservedRun:
                     "sync": _SYNC,
                     "hooks": list(self.hooks.stack.names),
                     "loss": self._loss,
-                    "interrupted": False,
+                    "interrupted": status != "done",
                 }
             ],
             **(Totals.summary_fields(totals) if totals else {}),

@@ -94,6 +94,9 @@ class AgreedSteps(NamedTuple):
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
+    skipped: tuple[int, list[int]] | None = (
+        None  # a step that these ranks took without an exchange, others not
+    )
     loss: float | None = None  # the newest mean loss that is known in the stage
     mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
 
@@ -143,9 +146,21 @@ def combine_messages(
         overflows=overflows,
         straggler=None if stragglers is None else stragglers.current,
         straggler_changes=changes,
+        skipped=_find_skipped(own, messages),
         loss=loss,
         mean_values=values,
     )
+
+
+def _find_skipped(own: OwnMessages, messages: FloatArray) -> tuple[int, list[int]] | None:
+    """The first step that some ranks took without an exchange and others with one, and those ranks."""
+    since = messages[: len(own.rows), :, STEPS_AT].astype(int)  # steps of each rank since its last exchange
+    uneven = np.flatnonzero(since.max(1) != since.min(1))
+    if not len(uneven):
+        return None
+    first, message = since[uneven[0]], int(uneven[0])
+    step = own.steps[message] - int(own.numbers[message, STEPS_AT]) + 1
+    return step, np.flatnonzero(first > first.min()).tolist()
 
 
 class DeferredWork:
@@ -213,6 +228,9 @@ class StepRecorder:
 
         self.control_delay_steps = 1
         """Messages are read so many steps later: more where they share a slow link with training."""
+
+        self.ranks_may_differ = False
+        """One rank may exchange something in a step, and another one not: an error that messages show."""
 
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
@@ -367,7 +385,7 @@ class StepRecorder:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
         self._last_end = self._buffer.marks[-1] if at is None else None
         self._buffer.end_step(step)
-        self._steps_since_post += 1
+        self._steps_since_post += exchanged or not self.ranks_may_differ
         self._step = None
         if alone:
             return []

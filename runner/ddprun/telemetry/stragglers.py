@@ -174,15 +174,16 @@ class StragglerDetector:
 
         numbers = np.stack([one.numbers for one in self._steps])  # (steps, ranks, numbers of a message)
         # Ranks wait for each other in each backward pass that exchanges buckets, and once more outside it. A
-        # turn need not run in every step; exchanges outside backward count only if every step has them.
+        # step need not have all of them.
         ends = [numbers[..., READY_AT + end] for end in self._columns.ends]
         outside = numbers[..., SYNC_READY_AT]
         last_ready = [at for at in (*ends, outside) if at.all()]
         if not last_ready:
             return None
-        lateness = [np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in ends]
-        outside_late = [_above_others_median(outside)] if outside.all() else []
-        late: FloatArray = np.sum([*lateness, *outside_late], axis=0)  # (steps, ranks)
+        lateness = [
+            np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in (*ends, outside)
+        ]
+        late: FloatArray = np.sum(lateness, axis=0)  # (steps, ranks)
         typical = over_kinds(_median, late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])

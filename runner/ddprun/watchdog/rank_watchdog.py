@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+import ddprun
+import ddprun_hooks
 from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, UnfinishedCollective
 from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
@@ -36,6 +38,10 @@ _REPORT_S = 10.0  # how long the handler may take
 
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 _TORCH = os.path.join(_PACKAGES, "torch", "")
+_DDPRUN = (
+    os.path.join(os.path.dirname(ddprun.__file__), ""),
+    os.path.join(os.path.dirname(ddprun_hooks.__file__), ""),
+)
 
 _PLURAL: dict[PayloadKind, str] = {
     "gradient": "gradients",
@@ -305,11 +311,14 @@ class RankWatchdog(EngineListener):
 
 
 def user_code_location(thread: int) -> str:
-    """Where a thread is, outside of Python's own code and torch's: `file:line in name`."""
-    innermost = frame = sys._current_frames().get(thread)
-    while frame is not None and _is_library_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
+    """Where a thread is, outside of Python's own code, torch's and, if it can be, ddprun's: `file:line in
+    name`.
+    """
+    innermost = sys._current_frames().get(thread)
+    stack = [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
+    outside = [frame for frame in stack if not _is_library_file(frame.f_code.co_filename)]
+    of_user = (frame for frame in outside if not frame.f_code.co_filename.startswith(_DDPRUN))
+    frame = next(of_user, next(iter(outside), innermost))
     if frame is None:
         return ""
     text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
