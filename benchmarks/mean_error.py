@@ -100,7 +100,7 @@ def main() -> None:
         for ranks in arguments.ranks
     }
     headings = (
-        "A single mean, the first that goes through the hook:",
+        "The first mean that goes through the hook:",
         f"The sum of {arguments.steps} means, in which error feedback corrects the errors of single means:",
     )
     for which, heading in enumerate(headings):

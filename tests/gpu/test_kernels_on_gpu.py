@@ -104,7 +104,7 @@ def test_quantising_takes_little_longer_than_copying_as_much(figure: Figure, wir
         theirs.encode()
         wire.subtract(theirs._padded_sum, theirs._message)
 
-    figure("faster than torch", f"{ms(in_torch) / ms(ours.encode):.1f} times")
+    figure("speedup over torch", f"{ms(in_torch) / ms(ours.encode):.1f}x")
     assert share > 0.75
 
 
@@ -137,8 +137,8 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "sum of two shares": (lambda: ours.sum_and_encode(message), add_in_torch),
         "decoding": (lambda: ours.decode(sums), decode_in_torch),
-        "cast, and what overflows": (cast, cast_in_torch),
-        "1 % largest": (
+        "cast with overflow check": (cast, cast_in_torch),
+        "largest 1%": (
             lambda: largest.encode_largest(given, residual, k),
             lambda: topk.encode_largest(given, residual, k),
         ),

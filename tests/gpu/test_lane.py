@@ -183,7 +183,7 @@ def registered() -> tuple[bool, str, bool, float]:
 def test_register_takes_nccl_and_does_not_wait_in_backward(figure: Figure) -> None:
     """After `init_process_group()` without a backend; with a GradScaler."""
     ((on_streams, backend, finite, waited_s),) = as_processes(1, registered)
-    figure("backward behind 100 ms", f"{1000 * waited_s:.1f} ms on the host")
+    figure("host time of a backward pass while the GPU has 100 ms of work", f"{1000 * waited_s:.1f} ms")
     assert on_streams
     assert backend == "nccl"
     assert finite
@@ -220,7 +220,7 @@ def test_the_devices_clock_is_tied_to_the_hosts(figure: Figure) -> None:
 
 
 def waiting_streams(connections: int) -> float:
-    """Milliseconds of the host for a new base of the clock, while many streams wait for the device."""
+    """Milliseconds of the host for time to set the clock anew, while many streams wait for the device."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     gpu = Gpu(torch.device("cuda", 0))
     clock, streams = StreamClock(gpu), [gpu.new_stream(urgent=True) for _ in range(20)]
@@ -240,7 +240,7 @@ def waiting_streams(connections: int) -> float:
 def test_the_clock_does_not_wait_behind_streams_that_wait(figure: Figure, connections: int) -> None:
     """As many as the queues of a run have; the device is busy for 300 ms. 8 is CUDA's default, 32 ours."""
     ((took_ms),) = as_processes(1, waiting_streams, connections)
-    figure("a new base of the clock", f"{took_ms:.1f} ms")
+    figure("time to set the clock anew", f"{took_ms:.1f} ms")
     assert took_ms < 50 or connections == 8
 
 
