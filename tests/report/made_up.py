@@ -224,6 +224,7 @@ def events(
             "started",
             1_000_100,
             pipeline=name,
+            digest="0",
             world_size=ranks,
             hosts=["a"] * ranks,
             device="cpu",

@@ -14,7 +14,22 @@ from ddprun.report.sentences import hook_balance, sentences_by_stage, step_time_
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
 from tests.report.made_up import make, over_a_link
-from tests.report.pages import everything, page_of, rewrite, with_hooks, words
+from tests.report.pages import everything, observed, page_of, rewrite, with_hooks, words
+
+HANG = {
+    "why": "late",
+    "ranks": [0],
+    "step": 21,
+    "collective": "all_reduce",
+    "carries": "bucket 0 of gradients",
+}
+HANG_LOG = """2026-01-01T00:00:00Z
+ddprun: the run hangs (step 21): rank 0 did not arrive within 10 s
+  collective  all_reduce 40 of world.0, among ranks 0-1
+  rank 0      is in forward of step 21, for 10.1 s, at train.py:91 in forward
+  waiting     rank 1
+threads of this rank:
+"""
 
 
 def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
@@ -22,8 +37,8 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
     late = sentences_by_stage(digest_run(Run(make(tmp_path / "late", ranks=4, late=1))))
     assert late[""] == [
         "A step took 10.0 ms on average: 68% forward, backward and optimizer, 22% exposed communication (0% "
-        "on the wire, 22% waiting for the last rank, 0% in hooks), 5% loading data, 4% between steps, and 1% "
-        "elsewhere.",
+        "on the wire, 22% waiting for the last rank, 0% launching collectives), 5% loading data, 4% between "
+        "steps, and 1% elsewhere.",
         "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
         "others waited for it.",
         "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "
@@ -194,7 +209,7 @@ def test_words_of_records_do_not_command_a_terminal(tmp_path: Path) -> None:
     """Names of hooks are what the records say."""
     folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
     rewrite(folder, "buckets", lambda record: record.update(hooks=["\x1b[2Jint8"]))
-    told = html.terminal_summary(digest_run(Run(folder)))
+    told = "\n".join(html.terminal_summary([("run", digest_run(Run(folder)))]))
     assert "Hooks (`\ufffd[2Jint8`) sent" in told
     assert "\x1b" not in told
 
@@ -328,3 +343,96 @@ def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
     assert "Nothing went wrong." not in page
     told = [kind for kind in (*levels, *kinds, "straggler") if f"reason: why-{kind}" in page]
     assert told == ["resumed", "hang", *kinds]
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "log", "told"),
+    [
+        (
+            "failed",
+            {"rank": 1, "message": "ValueError: bad <sample>"},
+            "Traceback",
+            "The run failed after step 20, on rank 1: ValueError: bad <sample>. More is in "
+            "`logs/rank-00001.log`.",
+        ),
+        ("failed", {"rank": -1}, "", "The run failed after step 20."),
+        ("interrupted", None, "", "The run was interrupted after step 20."),
+        (
+            "failed",
+            {"rank": 1, "message": "the run hangs: rank 0 did not arrive within 10 s", "hang": HANG},
+            HANG_LOG,
+            "The run hung in step 21, in all_reduce (bucket 0 of gradients): rank 0 did not arrive within "
+            "10 s. Rank 0: in forward of step 21, for 10.1 s, at train.py:91 in forward. More is in "
+            "`logs/rank-00001.log`.",
+        ),
+        (
+            None,
+            None,
+            "RuntimeError",
+            "The run is still running, or was killed; the last recorded step is 20. More is in "
+            "`logs/rank-00001.log`.",
+        ),
+    ],
+)
+def test_how_a_run_ended_comes_first(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: str | None,
+    error: dict[str, Any] | None,
+    log: str,
+    told: str,
+) -> None:
+    """On the page and on the terminal, of one run and of several; unless it ended well."""
+    even, folder = make(tmp_path / "even"), make(tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").unlink()
+    if status is not None:
+        (folder / "summary.json").write_text(json.dumps({**summary, "status": status, "error": error}))
+    if log:
+        (folder / "logs").mkdir()
+        (folder / "logs" / "rank-00001.log").write_text(log)
+    page, shown = words(page_of(digest_run(Run(folder)))), " ".join(told.replace("`", " ").split())
+    assert page.index(shown) < page.index("samples per second")
+    assert "Nothing went wrong." not in page
+    assert main(["report", "--no-trace", str(folder)]) == 0
+    assert capsys.readouterr().err.startswith(f"{told}\nsamples per second")
+    assert main(["report", "--no-trace", str(even), str(folder)]) == 0
+    assert capsys.readouterr().err == f"{tmp_path.name}/run: {told}\n"
+
+
+@pytest.mark.parametrize(
+    "part", ["data_us", "exposed_hook_us", "exposed_wait_us", "exposed_wire_us", "sync_us", "forward_us"]
+)
+def test_the_report_of_a_script_names_nothing_that_only_a_pipeline_has(tmp_path: Path, part: str) -> None:
+    """Neither in advice nor elsewhere: what it names is in the script."""
+    folder = observed(make(tmp_path / "run", hooks=("int8",) if part == "exposed_hook_us" else ()))
+
+    def grow(record: dict[str, Any]) -> None:
+        record["step_us"] += 10_000
+        record[part] += 10_000
+
+    rewrite(folder, "steps", grow)
+    rewrite(folder, "buckets", lambda record: record.update(bucket=0, bytes=8 << 20))
+    page = words(page_of(digest_run(Run(folder))))
+    advice = {
+        "data_us": "a larger num_workers of the DataLoader , since",
+        "exposed_hook_us": "no hooks, or cheaper ones (saves",
+        "exposed_wait_us": "synchronising less often (more backward passes under no_sync before",
+        "exposed_wire_us": 'sending less ( hooks=["fp16"] in ddprun.observe )',
+        "sync_us": "every=10 in ddprun.observe , since",
+        "forward_us": "torch.compile may make steps faster",
+    }
+    assert advice[part] in page
+    if part == "exposed_wire_us":
+        assert "DistributedDataParallel(bucket_cap_mb=2) , since" in page
+    of_pipelines = ("pipeline", "compare", "loader.", "accumulate", "local_sgd", "compile:", "ddp:", "audits")
+    assert [name for name in of_pipelines if name in page] == []
+
+
+def test_only_a_stage_with_hooks_spends_time_in_them(tmp_path: Path) -> None:
+    """Without any, the same part of a step is the launch of collectives."""
+    shares = ["0% launching collectives)", "0% launching collectives and in hooks)"]
+    for hooks, share in zip(((), ("int8",)), shares, strict=True):
+        digests = [digest_run(Run(make(tmp_path / f"{len(hooks)}{n}", hooks=hooks, late=1))) for n in "ab"]
+        for runs in (digests[:1], digests):  # several have other sentences
+            assert words(page_of(*runs)).count(share) == len(runs)

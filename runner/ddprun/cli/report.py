@@ -51,15 +51,16 @@ def report(
         found = [Run(folder) for folder in runs]
         digests = [digest_run(run) for run in found]
         compared = [compare_stages(one, prediction) for one in digests] if prediction else []
-        page = html.page(html.with_short_names(digests), predicted=compared).encode(errors="replace")
+        named = html.with_short_names(digests)
+        page = html.page(named, predicted=compared).encode(errors="replace")
         if output is not None:
             output.write_bytes(page)
         else:
             with replace_atomically(target.parent, target.name) as file:
                 file.write(page)
         click.echo(str(target))
-        if len(digests) == 1:
-            click.echo(html.terminal_summary(digests[0]), err=True)
+        for line in html.terminal_summary(named):
+            click.echo(line, err=True)
         for run in found if trace else ():
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)

@@ -91,7 +91,6 @@ def summarize(session: Session, status: Status) -> Summary:
     totals = [Totals.of(row) for row in rows.tolist()]
 
     stages, kept = state.cursor.entries, state.evaluations.kept
-    train_s = sum(stage["seconds"] for stage in stages if stage["kind"] in ("train", "forward"))
     return Summary(
         status=status,
         steps=state.step,
@@ -101,7 +100,6 @@ def summarize(session: Session, status: Status) -> Summary:
         best=None if kept is None else {**kept.model_dump(), "file": BEST_FILE},
         nonfinite=None if nonfinite is None else asdict(nonfinite),
         seconds=state.cursor.run_seconds,
-        steps_per_s=state.step / train_s if train_s else 0.0,
         trackers_dropped=session.reporter.trackers.dropped,
         stragglers=[] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.episodes,
         world_size=runtime.ranks.size,
@@ -118,5 +116,5 @@ def summarize(session: Session, status: Status) -> Summary:
             "largest_distance_ever": state.farthest_apart,
         },
         stages=list(stages),
-        **Totals.summary_fields(totals),
+        **Totals.summary_fields(totals, state.step),
     )

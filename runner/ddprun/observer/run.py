@@ -396,13 +396,11 @@ class ObservedRun:
             self._reporter.note(f"the summary has no totals: {late}")
         totals = [] if missing else [Totals.of(numbers) for numbers, _, _ in of_ranks.values()]
         steps, seconds = self.marks.step, time.monotonic() - self._began
-        in_steps = self._recorder.totals.parts_us["step_us"] / 1e6
         return Summary(
             status=status,
             steps=steps,
             loss=self._loss,
             seconds=seconds,
-            steps_per_s=self._recorder.totals.steps / in_steps if in_steps else 0.0,
             trackers_dropped=self._reporter.trackers.dropped,
             stragglers=[] if self._recorder.stragglers is None else self._recorder.stragglers.episodes,
             world_size=self._ranks.size,
@@ -427,7 +425,7 @@ class ObservedRun:
                     "interrupted": status != "done",
                 }
             ],
-            **(Totals.summary_fields(totals) if totals else {}),
+            **(Totals.summary_fields(totals, steps) if totals else {}),
         )
 
     def _leave(self) -> None:

@@ -19,7 +19,7 @@ from ddprun.report.blocks import Block, Figure, NamedDigests, format_value
 from ddprun.report.digest import RunDigest
 from ddprun.report.predicted import StageComparison
 from ddprun.report.sections import headline, make_sections
-from ddprun.report.sentences import sentences_by_stage, step_time_difference, time_breakdown
+from ddprun.report.sentences import ending, sentences_by_stage, step_time_difference, time_breakdown
 from ddprun.telemetry.writer import nonfinite_to_none
 
 Comparison = tuple[Sequence[str], Sequence[Block]]
@@ -53,6 +53,7 @@ def page(
     charts = {figure.id: {"chosen": figure.initial_choice, "choices": figure.charts} for figure in figures}
     return environment.get_template("report.html").render(
         title="ddprun: " + (", ".join(name for name, _ in runs) if len(runs) < 3 else f"{len(runs)} runs"),
+        endings=_endings(runs),
         words=_summary_sentences(runs, comparison),
         sections=[(title, title.lower().replace(" ", "-"), blocks) for title, blocks in sections.items()],
         facts=_facts(runs[0][1]) if len(runs) == 1 and comparison is None else [],
@@ -62,13 +63,20 @@ def page(
     )
 
 
-def terminal_summary(digest: RunDigest) -> str:
-    """What is on top of the page of a run, for a terminal."""
-    lines = ["; ".join(f"{name}: {value}" for name, value in _facts(digest))]
-    for stage, found in sentences_by_stage(digest).items():
-        lines += [*([f"{stage}:"] if stage else []), *found]
+def terminal_summary(runs: NamedDigests) -> list[str]:
+    """What is on top of the page, for a terminal; of several runs, how each ended that did not end well."""
+    lines = _endings(runs)
+    if len(runs) == 1:
+        lines.append("; ".join(f"{name}: {value}" for name, value in _facts(runs[0][1])))
+        for stage, found in sentences_by_stage(runs[0][1]).items():
+            lines += [*([f"{stage}:"] if stage else []), *found]
     # Records may be somebody else's: no sequence in them reaches the terminal.
-    return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines)
+    return ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
+
+
+def _endings(runs: NamedDigests) -> list[str]:
+    found = [(f"{name}: " * (len(runs) > 1), ending(digest.run)) for name, digest in runs]
+    return [f"{name}{text}" for name, text in found if text is not None]
 
 
 def _facts(digest: RunDigest) -> list[tuple[str, str]]:
@@ -80,10 +88,11 @@ def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dic
     if len(runs) == 1 and comparison is None:
         return dict(sentences_by_stage(runs[0][1]))
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
+    with_hooks = {name for name, digest in runs if any(stage.hooks for stage in digest.stages)}
     timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
     for name, times in timed:
         about = [step_time_difference(*timed[0], times)] if times is not timed[0][1] else []
-        found[name] = [*about, time_breakdown(times)]
+        found[name] = [*about, time_breakdown(times, with_hooks=name in with_hooks)]
     if comparison is None:
         text = "The runs did not take turns, so differences in time may come from the machine"
         found["All runs"] = [f"{text}: `ddprun compare` rules that out."]

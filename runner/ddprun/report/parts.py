@@ -25,7 +25,7 @@ STEP_PARTS = {
     "data_us": Part("loading data", "loading data", "data", "#999999", "."),
     "forward_us": Part("forward", "in forward", "compute", "#56B4E9"),
     "backward_us": Part("backward", "in backward", "compute", "#0072B2"),
-    "exposed_hook_us": Part("hooks, exposed", "in hooks", "hook", "#CC79A7", "x"),
+    "exposed_hook_us": Part("launch and hooks, exposed", "in launch and hooks", "hook", "#CC79A7", "x"),
     "exposed_wait_us": Part("waiting for the last rank", "waiting for the last rank", "wait", "#D55E00", "/"),
     "exposed_wire_us": Part("wire, exposed", "on the wire", "wire", "#E69F00", "\\"),
     "optimizer_us": Part("optimizer", "in the optimizer", "compute", "#009E73"),

@@ -27,6 +27,7 @@ from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.parts import STEP_PARTS
 from ddprun.report.predicted import StageComparison, StepPart
+from ddprun.report.sentences import ending
 from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
@@ -96,7 +97,7 @@ def _per_run_section(
         if all(isinstance(block, Text) for block in first) and all(one == first for _, one in found):
             found = [("All runs", first)]
         for name, of_run in found:
-            if len(runs) > 1:
+            if len(runs) > 1 and of_run:
                 yield Text(name, "heading")
             yield from of_run
 
@@ -167,7 +168,7 @@ def _run_section(runs: NamedDigests) -> Iterator[Block]:
 def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     run, started = digest.run, digest.run.started
     summary = run.summary or Summary(status="still running, or killed", steps=run.last_step)
-    yield "pipeline", started.pipeline
+    yield "script" if run.is_observed else "pipeline", started.pipeline
     yield "status", summary.status
     if started.cores is not None:
         yield "cores of the first host", started.cores
@@ -542,6 +543,8 @@ def _stages_section(digest: RunDigest) -> Iterator[Block]:
 
 
 def _buffers_section(digest: RunDigest) -> Iterator[Block]:
+    if digest.run.is_observed:  # DDP decides; what it sends is in the section on communication
+        return
     verdict = next((one.verdict for one in digest.run.events_of(BufferUsage)), None)
     text = verdict or "the pipeline file says when buffers are sent"
     yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
@@ -558,7 +561,9 @@ def _errors_section(digest: RunDigest) -> Iterator[Block]:
     rows, columns = [], {"event", "level", "time", "monotonic_us", "step", "params"}
     for event in found[-_MAX_ERRORS:]:
         when, what = _format_event_time(event.get("time")), readable_event_name(event["event"])
-        about = [f"{key}: {format_value(item)}" for key, item in event.items() if key not in columns]
+        told = {key: item for key, item in event.items() if key not in columns and item not in ("", None, [])}
+        about = [f"{key}: {format_value(item)}" for key, item in told.items()]
         rows.append([when, what, event.get("step"), ", ".join(about)])
     left_out = f"The last {_MAX_ERRORS} of {len(found)}." if len(found) > _MAX_ERRORS else ""
-    yield Table(["when", "what", "step", ""], rows, left_out) if rows else Text("Nothing went wrong.")
+    otherwise = Text(ending(digest.run) or "Nothing went wrong.")
+    yield Table(["when", "what", "step", ""], rows, left_out) if rows else otherwise

@@ -1,16 +1,22 @@
-"""What stands out in a stage: where its time went, who was late, whether hooks paid, what to try."""
+"""What stands out in a run: how it ended; of a stage, where its time went, who was late, whether hooks paid,
+what to try.
+"""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
 from ddprun.report.parts import STEP_PARTS
+from ddprun.telemetry.reader import Run, log_file
 from ddprun.telemetry.records import ClockOffsets
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
+_MAX_HUNG_RANKS_SHOWN = 3
 _MAX_STAGES_WITH_SENTENCES = 4
 _MIN_STAGE_SHARE = 0.1  # a stage that took less of the time of all steps has no sentences
 _ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
@@ -20,8 +26,7 @@ _NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
 _LATENCIES = 8  # of a collective in latencies, at most: small ones take half as many between two hosts
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
 _SAVED, _COST_MORE = "Here they saved time", "Here they cost more than they saved"
-_STRAGGLER_ADVICE = {
-    "data": "more `loader.workers`, or a look at the late rank's disk",
+_STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
     "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
     "optimizer": "a look at what else runs on the late rank's cores or GPU",
@@ -29,6 +34,83 @@ _STRAGGLER_ADVICE = {
     "other": "a look at what the late rank's script does besides forward, backward and optimizer",
     "communication": "a look at the late rank's link, and at hooks that work on its training thread",
 }
+
+
+class Levers(NamedTuple):
+    """What advice suggests, in the words of what a reader can change."""
+
+    workers: str
+    bucket_cap: str  # with room for the number of MB
+    sending_less: str
+    syncing_less: str
+    cheaper_hooks: str
+    work_between_steps: str
+    less_computation: str
+
+    @classmethod
+    def of(cls, run: Run) -> "Levers":
+        """Those of a pipeline, or of a script that `ddprun.observe` records."""
+        return _IN_A_SCRIPT if run.is_observed else _IN_A_PIPELINE
+
+
+_IN_A_PIPELINE = Levers(
+    workers="more `loader.workers`",
+    bucket_cap="`ddp: {{bucket_cap_mb: {}}}`",
+    sending_less="`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`",
+    syncing_less="`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`",
+    cheaper_hooks="no hooks, or cheaper ones, which `ddprun compare` measures",
+    work_between_steps=(
+        "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation"
+    ),
+    less_computation=(
+        "`compile: true` may make steps faster, and changes only rounding; more ranks, a larger "
+        "`loader.batch_size` and `precision: bf16` change training."
+    ),
+)
+_IN_A_SCRIPT = Levers(
+    workers="a larger `num_workers` of the `DataLoader`",
+    bucket_cap="`DistributedDataParallel(bucket_cap_mb={})`",
+    sending_less='`hooks=["fp16"]` in `ddprun.observe`',
+    syncing_less="more backward passes under `no_sync` before each optimizer step",
+    cheaper_hooks="no hooks, or cheaper ones",
+    work_between_steps=(
+        "`every=10` in `ddprun.observe`, since `sync_us` holds what ddprun does between steps"
+    ),
+    less_computation=(
+        "`torch.compile` may make steps faster, and changes only rounding; more ranks, a larger batch and "
+        "`torch.autocast` change training."
+    ),
+)
+
+
+def ending(run: Run) -> str | None:
+    """How a run ended, if it did not end well."""
+    summary, failure = run.summary, run.failure
+    if summary is None:
+        rank = next(filter(run.log_end, run.ranks), None)
+        recorded = f"; the last recorded step is {run.last_step:,}" if run.last_step else ""
+        return f"The run is still running, or was killed{recorded}.{_log_sentence(run, rank)}"
+    if summary.status == "done":
+        return None
+    when = f"after step {summary.steps:,}" if summary.steps else "before its first step was over"
+    if summary.status == "interrupted" or failure is None:
+        return f"The run {'was ' * (summary.status == 'interrupted')}{summary.status} {when}."
+    message = failure.message.strip().partition("\n")[0].rstrip(" .:")
+    if (hang := failure.hang) is None:
+        failed = f"The run failed {when}, on rank {failure.rank}: {message}."
+        return failed + _log_sentence(run, failure.rank)
+    hung = f"The run hung in step {hang.step:,}, in {hang.collective} ({hang.carries}): "
+    hung += message.removeprefix("the run hangs: ")
+    log = run.log_end(failure.rank)
+    for rank in hang.ranks[:_MAX_HUNG_RANKS_SHOWN]:
+        if activities := re.findall(rf"^ *rank {rank} +(.+)$", log, re.MULTILINE):
+            hung += f". Rank {rank}: {activities[-1].removeprefix('is ')}"
+    return f"{hung}.{_log_sentence(run, failure.rank)}"
+
+
+def _log_sentence(run: Run, rank: int | None) -> str:
+    """Where to read on, if there is anything."""
+    return "" if rank is None or not run.log_end(rank) else f" More is in `{log_file(rank)}`."
 
 
 def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
@@ -47,7 +129,7 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
     for stage in _main_stages(digest):
         late_ranks = straggler_totals(straggler_episodes(digest, stage))
         found[stage.name if len(digest.stages) > 1 else ""] = [
-            time_breakdown(stage.times),
+            time_breakdown(stage.times, with_hooks=bool(stage.hooks)),
             _straggler_sentence(digest, stage, late_ranks),
             *_hook_sentences(digest, stage),
             *_advice(digest, stage, late_ranks),
@@ -63,14 +145,15 @@ def _main_stages(digest: RunDigest) -> list[StageDigest]:
     return [stage for stage in digest.stages if stage in longest and us[stage.index] >= least]
 
 
-def time_breakdown(times: StepTimes) -> str:
+def time_breakdown(times: StepTimes, *, with_hooks: bool) -> str:
     shares = times.shares_by_category
+    on_training_thread = f"launching collectives{' and in hooks' * with_hooks}"
     known = [
         (shares["compute"], "forward, backward and optimizer"),
         (
             times.exposed_share,
             f"exposed communication ({shares['wire']:.0%} on the wire, {shares['wait']:.0%} waiting for the "
-            f"last rank, {shares['hook']:.0%} in hooks)",
+            f"last rank, {shares['hook']:.0%} {on_training_thread})",
         ),
         (shares["data"], "loading data"),
         (shares["sync"], "between steps"),
@@ -203,19 +286,19 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
 
 def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
     """What to try: first what loses nothing, with what it gains at most; then what changes training."""
-    shares = stage.times.shares_by_category
+    shares, levers = stage.times.shares_by_category, Levers.of(digest.run)
     exact, changing = list[tuple[float, str]](), list[str]()
     if shares["wait"] > _ADVICE_THRESHOLD:
         worst = late_ranks[0] if late_ranks else None
         if worst and _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
-            exact.append((shares["wait"], _STRAGGLER_ADVICE[worst.cause]))
+            what = f"{levers.workers}, or a look at the late rank's disk"
+            exact.append((shares["wait"], _STRAGGLER_ADVICE.get(worst.cause, what)))
         else:
             changing.append(_sync_less_often_phrase(digest, stage))  # another rank is the last one each time
     if shares["data"] > _ADVICE_THRESHOLD:
-        exact.append((shares["data"], "more `loader.workers`, since the training thread waits for its data"))
+        exact.append((shares["data"], f"{levers.workers}, since the training thread waits for its data"))
     if shares["sync"] > _ADVICE_THRESHOLD:
-        what = "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation"
-        exact.append((shares["sync"], what))
+        exact.append((shares["sync"], levers.work_between_steps))
     if shares["other"] > _ADVICE_THRESHOLD:
         what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
         exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
@@ -223,7 +306,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
         without = _fastest_stage(digest, stage, with_hooks=False)
         if without is None:
-            exact.append((shares["hook"], "no hooks, or cheaper ones, which `ddprun compare` measures"))
+            exact.append((shares["hook"], levers.cheaper_hooks))
         elif without.step_ms < stage.step_ms:
             exact.append((1 - without.step_ms / stage.step_ms, f"no hooks, as in stage {without.index}"))
     if shares["wire"] > _ADVICE_THRESHOLD:
@@ -238,8 +321,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         yield f"To try next, although it changes training: {'; '.join(dict.fromkeys(changing))}."
     if not exact and not changing:
         yield (
-            "Communication is hidden or small. `compile: true` may make steps faster, and changes only "
-            "rounding; more ranks, a larger `loader.batch_size` and `precision: bf16` change training."
+            f"Communication is hidden or small. {levers.less_computation}"
             if shares["compute"] > 0.8
             else "Nothing stands out: no single change is likely to gain much."
         )
@@ -255,13 +337,14 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
             yield "the hook `hierarchical`, since hosts have several ranks"
     if len(gradients) == 1 and (size := gradients[0].bytes / gradients[0].payloads) > _MIN_SPLIT_BYTES:
         cap = format_value(float(f"{size / 4 / 2**20:.1g}"))
-        yield f"`ddp: {{bucket_cap_mb: {cap}}}`, since all gradients are in one bucket and nothing overlaps"
+        what = Levers.of(digest.run).bucket_cap.format(cap)
+        yield f"{what}, since all gradients are in one bucket and nothing overlaps"
 
 
 def _lossy_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     if not stage.hooks:
         if (fastest := _fastest_stage(digest, stage, with_hooks=True)) is None:
-            yield "sending less (`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`)"
+            yield f"sending less ({Levers.of(digest.run).sending_less})"
         elif fastest.step_ms < stage.step_ms:
             yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
     yield _sync_less_often_phrase(digest, stage)
@@ -281,7 +364,7 @@ def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
         return f"a longer period of `{name}` (`{now}` now)"
     if other := next((one for one in digest.stages if one.policy[1]), None):
         return f"synchronising less often, as in stage {other.index}"
-    return "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`)"
+    return f"synchronising less often ({Levers.of(digest.run).syncing_less})"
 
 
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:

@@ -4,6 +4,7 @@ Nothing in the folder is believed. No link or pipe is followed, and a line that 
 `docs/records.md` describes it is skipped: a torn last line, and any line with a missing or a wrong field.
 """
 
+import os
 import re
 from array import array
 from bisect import bisect_left, bisect_right
@@ -22,6 +23,7 @@ from ddprun.telemetry.records import (
     BucketRecord,
     ClockOffsets,
     Event,
+    Failure,
     ProfilerRecord,
     Resumed,
     Started,
@@ -36,6 +38,7 @@ _T = TypeVar("_T")
 _EventT = TypeVar("_EventT", bound=Event)
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PIPELINE_BYTES = 64 << 10
+_MAX_LOG_BYTES = 1 << 20  # of a rank's log, from its end
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
@@ -49,6 +52,11 @@ _NON_METRIC_FIELDS = ("event", "level", "time", "monotonic_us", "rank", "stage",
 _step_decoder = msgspec.json.Decoder(StepRecord)
 _bucket_decoder = msgspec.json.Decoder(BucketRecord)
 _profiler_decoder = msgspec.json.Decoder(ProfilerRecord)
+
+
+def log_file(rank: int) -> str:
+    """Where a rank's log is, in the run's folder."""
+    return f"logs/rank-{rank:05}.log"
 
 
 def readable_event_name(event: str) -> str:
@@ -120,6 +128,26 @@ class Run:
             return msgspec.convert(found, Summary)
         except (OSError, ValueError):
             return None
+
+    @cached_property
+    def is_observed(self) -> bool:
+        """Whether `ddprun.observe` recorded a script: there was no pipeline to have a digest."""
+        return not self.started.digest
+
+    @cached_property
+    def failure(self) -> Failure | None:
+        """What ended the run; None if nothing did, or nobody could say."""
+        error = None if self.summary is None else self.summary.error
+        return next(iter(_convert_valid([error], Failure)), None) if error else None
+
+    def log_end(self, rank: int) -> str:
+        """The end of `rank`'s log; "" if it has none."""
+        try:
+            with open_file(self.folder, log_file(rank)) as file:
+                file.seek(-min(_MAX_LOG_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                return file.read(_MAX_LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
 
     @cached_property
     def stragglers(self) -> Sequence[Straggler]:

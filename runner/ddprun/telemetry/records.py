@@ -233,6 +233,23 @@ class CheckpointWritten(Event, tag="checkpoint_written"):
     nonfinite: str | None = None  # the first parameter that is not finite
 
 
+class Hang(Struct):
+    """What the watchdog found out about a hang."""
+
+    ranks: list[Count]  # that cause it
+    step: Count
+    collective: str
+    carries: str
+
+
+class Failure(Struct):
+    """What ended a run: `error` of its summary."""
+
+    rank: Count  # that failed first, or reported the hang
+    message: str
+    hang: Hang | None = None
+
+
 class Summary(Struct, kw_only=True):
     """`summary.json`. None: not known, as most of a run that an error ended."""
 

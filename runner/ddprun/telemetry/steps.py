@@ -594,15 +594,19 @@ class Totals:
         return cls(steps, samples, wire_bytes, communication_us, parts_us)
 
     @staticmethod
-    def summary_fields(totals: Sequence["Totals"]) -> dict[str, Any]:
-        """What the summary says of all ranks, by its fields; times are means over ranks, in seconds."""
+    def summary_fields(totals: Sequence["Totals"], steps: int) -> dict[str, Any]:
+        """What the summary says of all ranks after so many steps of the run, by its fields; times are means
+        over ranks, in seconds.
+        """
 
         def mean_s(*parts: str) -> float:
             return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
+        seconds_in_steps = mean_s("step_us")
         return {
             "samples": sum(total.samples for total in totals),
-            "seconds_in_steps": mean_s("step_us"),
+            "seconds_in_steps": seconds_in_steps,
+            "steps_per_s": steps / seconds_in_steps if seconds_in_steps else 0.0,
             "data_s": mean_s("data_us"),
             "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
             "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
