@@ -157,4 +157,4 @@ def test_a_hang_names_rank_bucket_and_line(tmp_path: Path, what: str) -> None:
     assert [step["step"] for step in steps] == list(range(1, 21))
     told = ending(Run(tmp_path / "run"))
     assert told is not None
-    assert re.match(rf"The run hung in step 21, in .* Rank 1: in .*own\.py:{line} in <module>\.", told)
+    assert re.match(rf"The run hung in step 21, in .* Rank 1 is in .*own\.py:{line} in <module>\.", told)

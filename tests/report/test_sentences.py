@@ -22,14 +22,8 @@ HANG = {
     "step": 21,
     "collective": "all_reduce",
     "carries": "bucket 0 of gradients",
+    "activities": ["is in forward of step 21, for 10.1 s, at train.py:91 in forward"],
 }
-HANG_LOG = """2026-01-01T00:00:00Z
-ddprun: the run hangs (step 21): rank 0 did not arrive within 10 s
-  collective  all_reduce 40 of world.0, among ranks 0-1
-  rank 0      is in forward of step 21, for 10.1 s, at train.py:91 in forward
-  waiting     rank 1
-threads of this rank:
-"""
 
 
 def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> None:
@@ -360,9 +354,9 @@ def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
         (
             "failed",
             {"rank": 1, "message": "the run hangs: rank 0 did not arrive within 10 s", "hang": HANG},
-            HANG_LOG,
+            "the run hangs",
             "The run hung in step 21, in all_reduce (bucket 0 of gradients): rank 0 did not arrive within "
-            "10 s. Rank 0: in forward of step 21, for 10.1 s, at train.py:91 in forward. More is in "
+            "10 s. Rank 0 is in forward of step 21, for 10.1 s, at train.py:91 in forward. More is in "
             "`logs/rank-00001.log`.",
         ),
         (

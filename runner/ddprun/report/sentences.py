@@ -3,7 +3,6 @@ what to try.
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,7 +73,8 @@ _IN_A_SCRIPT = Levers(
     syncing_less="more backward passes under `no_sync` before each optimizer step",
     cheaper_hooks="no hooks, or cheaper ones",
     work_between_steps=(
-        "`every=10` in `ddprun.observe`, since `sync_us` holds what ddprun does between steps"
+        "`every=10` in `ddprun.observe`, since `sync_us` holds broadcasts of buffers and what ddprun does "
+        "between steps"
     ),
     less_computation=(
         "`torch.compile` may make steps faster, and changes only rounding; more ranks, a larger batch and "
@@ -87,7 +87,7 @@ def ending(run: Run) -> str | None:
     """How a run ended, if it did not end well."""
     summary, failure = run.summary, run.failure
     if summary is None:
-        rank = next(filter(run.log_end, run.ranks), None)
+        rank = next(filter(run.has_log, run.ranks), None)
         recorded = f"; the last recorded step is {run.last_step:,}" if run.last_step else ""
         return f"The run is still running, or was killed{recorded}.{_log_sentence(run, rank)}"
     if summary.status == "done":
@@ -101,16 +101,14 @@ def ending(run: Run) -> str | None:
         return failed + _log_sentence(run, failure.rank)
     hung = f"The run hung in step {hang.step:,}, in {hang.collective} ({hang.carries}): "
     hung += message.removeprefix("the run hangs: ")
-    log = run.log_end(failure.rank)
-    for rank in hang.ranks[:_MAX_HUNG_RANKS_SHOWN]:
-        if activities := re.findall(rf"^ *rank {rank} +(.+)$", log, re.MULTILINE):
-            hung += f". Rank {rank}: {activities[-1].removeprefix('is ')}"
+    for rank, activity in [*zip(hang.ranks, hang.activities, strict=False)][:_MAX_HUNG_RANKS_SHOWN]:
+        hung += f". Rank {rank} {activity}"
     return f"{hung}.{_log_sentence(run, failure.rank)}"
 
 
 def _log_sentence(run: Run, rank: int | None) -> str:
     """Where to read on, if there is anything."""
-    return "" if rank is None or not run.log_end(rank) else f" More is in `{log_file(rank)}`."
+    return "" if rank is None or not run.has_log(rank) else f" More is in `{log_file(rank)}`."
 
 
 def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:

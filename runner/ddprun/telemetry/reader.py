@@ -4,7 +4,6 @@ Nothing in the folder is believed. No link or pipe is followed, and a line that 
 `docs/records.md` describes it is skipped: a torn last line, and any line with a missing or a wrong field.
 """
 
-import os
 import re
 from array import array
 from bisect import bisect_left, bisect_right
@@ -38,7 +37,6 @@ _T = TypeVar("_T")
 _EventT = TypeVar("_EventT", bound=Event)
 _MAX_SUMMARY_BYTES = 256 << 20
 _MAX_PIPELINE_BYTES = 64 << 10
-_MAX_LOG_BYTES = 1 << 20  # of a rank's log, from its end
 _MAX_RANKS = 1_000
 _MAX_DRIFT = 1e-3  # clocks of computers drift by less than this
 _EVENT_NAMES = {
@@ -140,14 +138,10 @@ class Run:
         error = None if self.summary is None else self.summary.error
         return next(iter(_convert_valid([error], Failure)), None) if error else None
 
-    def log_end(self, rank: int) -> str:
-        """The end of `rank`'s log; "" if it has none."""
-        try:
-            with open_file(self.folder, log_file(rank)) as file:
-                file.seek(-min(_MAX_LOG_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-                return file.read(_MAX_LOG_BYTES).decode(errors="replace")
-        except OSError:
-            return ""
+    def has_log(self, rank: int) -> bool:
+        """Whether a rank has left something in its log."""
+        log = self.folder / log_file(rank)
+        return log.is_file() and log.stat().st_size > 0
 
     @cached_property
     def stragglers(self) -> Sequence[Straggler]:

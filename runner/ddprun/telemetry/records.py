@@ -240,6 +240,7 @@ class Hang(Struct):
     step: Count
     collective: str
     carries: str
+    activities: list[str] = []  # what the first of these ranks are doing, and where
 
 
 class Failure(Struct):

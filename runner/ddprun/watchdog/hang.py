@@ -27,6 +27,7 @@ _WAIT_FOR_REPORTS_S = 2.0
 _STORE_LINGER_S = 1.0
 _PARAMS_SHOWN = 12
 _MAX_OTHER_WAITS_SHOWN = 3
+_ACTIVITIES_KEPT = 8  # of the ranks at fault
 
 # `late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
 # wait for each other. `network`: all have entered it, all are alive, and it does not complete.
@@ -205,6 +206,9 @@ def build_report(
     facts = {
         "why": diagnosis.cause,
         "ranks": list(diagnosis.ranks),
+        "activities": [
+            _describe_rank(rank, context, statuses, peers) for rank in diagnosis.ranks[:_ACTIVITIES_KEPT]
+        ],
         "stage": own_status.stage,
         "step": own_status.step,
         "collective": pending.op,
