@@ -60,7 +60,7 @@ class Handle(BucketDispatcher):
         self._noted_scale: tuple[int, DeferredScalar] | None = None  # the scale's version and value
         if scaler is not None:
             model.register_forward_pre_hook(self._note_scale)
-        self.warns_of_overflow = True  # until it has
+        self.warns_of_overflow = bool(stack.names)  # until it has
         self.on_backward: Callable[[], None] | None = None  # is called when a pass has its first bucket
         self._traces_with_findings: list[BucketTrace[Any]] = []  # hooks may have found something in them
         super().__init__(model, exchange.gradient_queue, stack)

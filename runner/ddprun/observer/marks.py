@@ -158,7 +158,8 @@ class StepMarks:
         if loss.numel() != 1:
             raise ValueError(f"a loss is one number, got a tensor of shape {tuple(loss.shape)}")
         if self._micro_batches:
-            self._micro_batches[-1] = loss.detach().clone().view(()), self._micro_batches[-1][1]
+            own = loss.detach().clone()
+            self._micro_batches[-1] = own.view(()) if own.dim() else own, self._micro_batches[-1][1]
 
     # Hooks.
 
@@ -184,9 +185,10 @@ class StepMarks:
             return
         self._recorder.lap("forward_us")
         self._watchdog.set_phase(b"the script's code")
-        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        if outputs := [one for one in tensors if one.grad_fn is not None]:  # a hook of a parameter would stay
-            torch.autograd.graph.register_multi_grad_hook(outputs, self._output_has_gradient, mode="any")
+        # A hook of a parameter would stay.
+        for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self._output_has_gradient)  # type: ignore[no-untyped-call]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not loss.dim():
             self.note_loss(loss)
