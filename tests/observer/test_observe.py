@@ -545,19 +545,25 @@ def with_buffers(folder: Path) -> tuple[Any, ...]:
     return tuple(weights)
 
 
-def with_left_out_pass(folder: Path) -> None:
-    """Rank 1 takes a step without a backward pass."""
+def with_left_out_pass(folder: Path, lag_steps: int = 0) -> None:
+    """Rank 1 takes a step without a backward pass. Marks are read `lag_steps` later, as on a GPU."""
     model, optimizer = start()
     run = ddprun.observe(model, optimizer, run_dir=folder)
+    run._recorder._clock.lag_steps = lag_steps
     for step in range(1, 41):
         loss = model(torch.ones(2, 12)).square().mean()
         if step != 20 or dist.get_rank() == 0:
             loss.backward()
         optimizer.step()
-        time.sleep(0.03)
+        time.sleep(0.02)
     if dist.get_rank() == 1:  # as many passes as rank 0
         model(torch.ones(2, 12)).square().mean().backward()
-    run._end_with_process()
+        optimizer.step()
+    run.close()
+
+
+def with_left_out_pass_and_lag(folder: Path) -> None:
+    with_left_out_pass(folder, 2)
 
 
 def with_interrupt(folder: Path) -> None:
@@ -634,6 +640,7 @@ MORE = [with_copies, with_lone_evaluation, with_scaled_loss, with_sparse_gradien
 MORE += [
     with_buffers,
     with_left_out_pass,
+    with_left_out_pass_and_lag,
     with_interrupt,
     with_closure,
     with_foreign_optimizer,
@@ -713,9 +720,10 @@ def test_buffers_are_sent_as_ddp_sends_them_and_a_rank_that_is_late_with_them_is
     assert waiting < late["late_us"] / 2
 
 
-def test_a_left_out_backward_pass_is_told(more: More) -> None:
+@pytest.mark.parametrize("body", ["with_left_out_pass", "with_left_out_pass_and_lag"])
+def test_a_left_out_backward_pass_is_told(more: More, body: str) -> None:
     """From there on the ranks average gradients of different steps."""
-    (told,) = events(more[0] / "with_left_out_pass", "exchange_skipped")
+    (told,) = events(more[0] / body, "exchange_skipped")
     assert (told["step"], told["ranks"]) == (20, [1])
 
 

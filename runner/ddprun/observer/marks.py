@@ -77,6 +77,8 @@ class TimedLoader(Iterable[_T]):
         return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
 
@@ -133,7 +135,7 @@ class StepMarks:
         self._end_step_if_over()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._handle.on_backward = [], None
+        self._hooks, self._handle.on_backward, self._in_forward = [], None, False
         if self._running:
             self._recorder.cancel_step()
         self._running = False
@@ -168,6 +170,7 @@ class StepMarks:
     ) -> None:
         self._in_forward = torch.is_grad_enabled()
         if not self._in_forward:
+            self._evaluation_begins()  # before DDP's broadcast of the buffers
             return
         self._end_step_if_over()
         self._before_forward()
@@ -216,7 +219,11 @@ class StepMarks:
         """The model is called, under DDP or not: without gradients, after a step or before one, that is an
         evaluation. Maybe only this rank's, so nothing is exchanged here.
         """
-        if torch.is_grad_enabled() or not self._running or self._ended_at is not None:
+        if not torch.is_grad_enabled():
+            self._evaluation_begins()
+
+    def _evaluation_begins(self) -> None:
+        if not self._running or self._ended_at is not None:
             return
         if self._is_over():
             self._ended_at = self._recorder.mark()

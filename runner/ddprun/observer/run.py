@@ -97,7 +97,7 @@ def observe(
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     check_model(model)
     stack, device = make_stack(hooks), device_of(model)
-    settings, trackers = load_trackers(json.dumps(track), "track")
+    settings, trackers = load_trackers(json.dumps(track, default=str), "track")
     settings.check_environment()
     check_trackers(settings, trackers)
     redact, redact_all = settings.secrets.redact, settings.secrets.redact_all
@@ -131,12 +131,15 @@ def observe(
         )
         records = RecordFiles(folder, control, ranks.from_rank_0, rank_files.attempt_folder())
         clock = clock_for(device)
+        stragglers = None
+        if ranks.rank == 0:
+            stragglers = StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True)
         recorder = StepRecorder(
             clock=clock,
             control=control,
             writer=records.writer,
             every=every,
-            stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER) if ranks.rank == 0 else None,
+            stragglers=stragglers,
         )
         recorder.ranks_may_differ = True
         screen = _NotesOnly(redact, quiet=ranks.rank != 0)
@@ -252,10 +255,16 @@ class ObservedRun:
         A script that ends without it leaves the same, but for two things: of the newest half second nobody
         knows how late other ranks were, and records of hosts that do not share the run's disk are lost.
         """
-        if self._end(alone=False):
+        if not self._end(alone=False):
+            return
+        try:
             self._progress(self._recorder.end_stage())
             self._records.collect()
-            self._finish(self._ranks.timeout.total_seconds())
+        except BaseException as error:
+            self._alone = True
+            self._fail(error)
+            raise
+        self._finish(self._ranks.timeout.total_seconds())
 
     def __enter__(self) -> "ObservedRun":
         return self
@@ -289,7 +298,7 @@ class ObservedRun:
         each bucket was ready, once DDP's buckets are as they stay.
         """
         layout_is_new = self.hooks.layout_frozen and not self._layout_known
-        if not (layout_is_new or self._clocks_are_due):
+        if not (layout_is_new or self._clocks_are_due) or self._told_of_skipped:
             return
         self._progress(self._recorder.wait_for_messages())
         if self._clocks_are_due:
@@ -338,14 +347,17 @@ class ObservedRun:
         self._finish_alone()
 
     def _finish_alone(self, *, interrupted: bool = False) -> None:
-        self._recorder.salvage(wait_for_device=True)
+        # A device may wait for a rank that was interrupted before.
+        self._recorder.salvage(wait_for_device=not interrupted)
         self._finish(_EXIT_WAIT_S, interrupted=interrupted)
 
     def _fail(self, error: BaseException) -> None:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
         self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
         rank, store = self._ranks.rank, self._ranks.store
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(
+            error
+        ):  # of a hook in backward
             with suppress(RuntimeError):  # the store's host has ended
                 store.set(_INTERRUPTED, "1")
             self._finish_alone(interrupted=True)

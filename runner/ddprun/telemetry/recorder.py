@@ -230,7 +230,9 @@ class StepRecorder:
         """Messages are read so many steps later: more where they share a slow link with training."""
 
         self.ranks_may_differ = False
-        """One rank may exchange something in a step, and another one not: an error that messages show."""
+        """One rank may exchange something in a step, and another one not: an error that messages show. Then
+        only steps with an exchange count for when they post and read messages.
+        """
 
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
         self.totals = Totals()
@@ -246,6 +248,7 @@ class StepRecorder:
         self._last_cpu_ns = 0  # processor time of this process at that moment
         self._between_steps = NonBackwardExchanges()
         self._steps_since_post = 0
+        self._last_exchange = 0  # of ranks that may differ: the newest step with one
         self._resolved_at = 0  # by this rank's own clock
         self._accumulator = Accumulator()
         self._pending_steps: deque[_PendingSteps] = deque()  # whose messages are in flight
@@ -380,6 +383,8 @@ class StepRecorder:
         step.cpu_us, self._last_cpu_ns = (cpu_ns - self._last_cpu_ns) // 1000, cpu_ns
         if not exchanged:
             step.exchanged = False
+        if exchanged or not self.ranks_may_differ:
+            self._last_exchange = step.number
         compare_clocks = time.monotonic() - self.clocks_compared_s > _COMPARE_CLOCKS_EVERY_S
         if stop or checkpoint or compare_clocks:
             step.requests = STOP * stop + CHECKPOINT * checkpoint + COMPARE_CLOCKS * compare_clocks
@@ -393,9 +398,14 @@ class StepRecorder:
             self._read_ahead()
         due = 0
         for pending in self._pending_steps:
+            if pending.posted is not None and 0 < step.number - self._last_exchange < self._max_per_post:
+                break  # ranks may differ
             due += pending.last_step + self.control_delay_steps <= step.number
-        if self._steps_since_post >= self.steps_per_post + self._clock.lag_steps and self._must_resolve():
-            self._resolve_and_post(self._clock.lag_steps)
+        enough = self._steps_since_post >= self.steps_per_post + self._clock.lag_steps
+        if self.ranks_may_differ and not self._steps_since_post:
+            enough = True  # nothing to post
+        if enough and self._must_resolve():
+            self._resolve_and_post(self._steps_to_keep())
         return self._await_messages(due) if due else []
 
     # Between steps.
@@ -492,6 +502,17 @@ class StepRecorder:
         buffer.marks[marks] = self._clock.times(buffer.marks[marks])
         buffer.traces[traces] = self._clock.read_traces(buffer.traces[traces])
 
+    def _steps_to_keep(self) -> int:
+        """The newest steps, whose marks the device has not reached; of ranks that may differ, as many with an
+        exchange.
+        """
+        keep = lag = self._clock.lag_steps
+        if self.ranks_may_differ:
+            steps = self._buffer.steps
+            while keep < len(steps) and sum(step.exchanged for step in steps[len(steps) - keep :]) < lag:
+                keep += 1
+        return keep
+
     def _must_resolve(self) -> bool:
         """Whether steps are over that have a message, which is so on all ranks after the same step; or, if
         none of them has one, whether they have waited for a while.
@@ -540,7 +561,8 @@ class StepRecorder:
         pending = _PendingSteps(resolved, own, last_step)
         self._pending_steps.append(pending)  # first, so that it is salvaged if nothing can be posted any more
         if own.steps:
-            self._steps_since_post = keep
+            kept = self._buffer.steps
+            self._steps_since_post = sum(step.exchanged for step in kept) if self.ranks_may_differ else keep
             numbers = np.hstack((own.numbers, own.values))
             pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
 

@@ -59,8 +59,11 @@ class StragglerDetector:
     `min_share` of a step, in the median of `window` steps.
     """
 
-    def __init__(self, window: int, min_share: float) -> None:
+    def __init__(self, window: int, min_share: float, *, broadcasts_first: bool = False) -> None:
         self._window, self._min_share = window, min_share
+        # What is sent outside backward is a broadcast before it: ranks that do not wait in it for a late one
+        # wait in backward.
+        self._broadcasts_first = broadcasts_first
         self._steps: deque[_StepMessages] = deque(maxlen=window)
         self._steps_since_judgement = 0
         self._params: Mapping[int, tuple[str, ...]] = {}
@@ -180,10 +183,11 @@ class StragglerDetector:
         last_ready = [at for at in (*ends, outside) if at.all()]
         if not last_ready:
             return None
-        lateness = [
+        *in_backward, outside_late = (
             np.where(at.all(1, keepdims=True), _above_others_median(at), 0.0) for at in (*ends, outside)
-        ]
-        late: FloatArray = np.sum(lateness, axis=0)  # (steps, ranks)
+        )
+        late: FloatArray = np.sum(in_backward, axis=0) if in_backward else np.zeros_like(outside_late)
+        late = np.maximum(late, outside_late) if self._broadcasts_first else late + outside_late
         typical = over_kinds(_median, late)  # (ranks,)
         rank = int(typical.argmax())
         late_us = float(typical[rank])
