@@ -62,6 +62,14 @@ def test_the_first_screen_says_where_the_time_went_before_any_table(tmp_path: Pa
         assert row in told
 
 
+def test_a_batch_of_constant_size_is_told(tmp_path: Path) -> None:
+    """Its size, and the most that a rank takes of it at a time."""
+    folder = make(tmp_path / "run")
+    (folder / "pipeline.yaml").write_text("loader: {batch_size: 32, global_batch: 100}\n")
+    found = words(page_of(digest_run(Run(folder))))
+    assert "batch 32 samples a rank and micro-step at most, 100 a step" in found
+
+
 @pytest.mark.parametrize("text", ["model: [", "- a list", "a: &x [*x]", "\0"])
 def test_a_pipeline_file_that_is_none_is_no_error(tmp_path: Path, text: str) -> None:
     """And one behind a link is not read."""

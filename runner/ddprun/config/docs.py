@@ -62,6 +62,7 @@ _DEFINITIONS = {
     "key": "a key",
     "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
     "blocks": "auto, or patterns",
+    "balance": "speed or {host or rank: weight} or {replay}",
     "bucket_cap": "MiB, or a list",
     "nnodes": "a number, or MIN:MAX",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",

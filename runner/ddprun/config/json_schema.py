@@ -10,7 +10,7 @@ from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
 from ddprun.config.errors import section_model_of
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import BUFFER_TIMES, BufferPeriod, Compile, DataPair, Init
+from ddprun.config.sections import BUFFER_TIMES, BufferPeriod, Compile, DataPair, Init, Replay
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, Stage, StepStage
 from ddprun.plugins import CLUSTERS
 
@@ -46,6 +46,13 @@ def json_schema() -> Schema:
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
         "key": _KEY_SCHEMA,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},
+        "balance": {
+            "anyOf": [
+                {"enum": ["speed", None]},
+                _model_schema(Replay, definitions),
+                {"type": "object", "additionalProperties": _SIZE_SCHEMA, "minProperties": 1},
+            ]
+        },
         "bucket_cap": {"anyOf": [_SIZE_SCHEMA, {"type": "array", "items": _SIZE_SCHEMA, "minItems": 1}]},
         "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS_SCHEMA]},
         "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},

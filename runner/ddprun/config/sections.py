@@ -123,6 +123,27 @@ _Group = Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "grou
 ParameterGroups = Annotated[tuple[_Group, ...], Field(strict=False)]
 
 
+class Replay(Options):
+    """The shares of an earlier run, at the same steps."""
+
+    replay: str
+    """The run's folder, relative to the pipeline's."""
+
+
+_BALANCE_WEIGHTS = TypeAdapter(dict[str, PositiveFloat], config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def _parse_balance(value: Any) -> Any:
+    if value is None or value == "speed" or isinstance(value, Replay):
+        return value
+    if not isinstance(value, dict) or not value:
+        raise expected("how ranks share samples", "write speed, {host or rank: weight}, or {replay: folder}")
+    return validate(Replay, value) if "replay" in value else _BALANCE_WEIGHTS.validate_python(value)
+
+
+_BALANCE = CustomValidator(_parse_balance, "balance")
+
+
 class Loader(Options):
     """How samples reach a rank."""
 
@@ -137,6 +158,17 @@ class Loader(Options):
 
     drop_last: bool = False
     """Drop the last, smaller batch of an epoch."""
+
+    global_batch: PositiveInt | None = None
+    """Samples of an optimizer step, of all ranks, however many they are; `batch_size` is then the most of a
+    rank and micro-step. null is `batch_size` x ranks x `accumulate`."""
+
+    balance: Annotated[dict[str, float] | Replay | Literal["speed"] | None, _BALANCE] = None
+    """The ranks' shares of each micro-batch: `speed` measures and adjusts them, a mapping of hosts or
+    ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
+
+    max_share: Annotated[float, Field(ge=1)] = 2.0
+    """The most samples of a rank in a micro-batch, as a multiple of `batch_size`."""
 
     sharded: bool = False
     """The data set gives each rank samples of its own, and is used as it is."""

@@ -4,7 +4,8 @@ An epoch's order is `torch.randperm(samples, generator=seeded with seed + epoch)
 without `shuffle`, or what a sampler gives that is made under that seed. A global micro-batch is the next
 `batch_size x ranks` of it, and rank r takes every ranks-th from the r-th on: what torch's
 `DistributedSampler` does, except that nothing is repeated to fill the last micro-batch, which is smaller
-instead and counts for what it holds.
+instead and counts for what it holds. With `global_batch`, a step is so many samples, cut into micro-batches
+as equal as possible. Ranks of different speed may have unequal shares of a micro-batch (`balance.py`).
 
 A data set that shards itself by rank (`loader: {sharded: true}`) is taken as it is: a global micro-batch is
 the next `batch_size` of each rank's own samples, and a rank that has none left computes along.
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, count, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class Feed:
         self.batch_size, self.shuffle, self.drop_last = loader.batch_size, loader.shuffle, loader.drop_last
         self.sharded, self._workers = loader.sharded, loader.workers
         self._share = SampleShard(self.rank, self.world_size, loader.sharded)
+        self._sizes = micro_batch_sizes(loader, self.world_size)
+        self._least = loader.global_batch or self._sizes[0]  # `drop_last` drops what is less
         self._loader_options: dict[str, Any] = {"pin_memory": self.pin, **dataloader_options(loader.workers)}
         self.epoch = 0  # an epoch that is used up is left when the next step is asked for
         self._warned = False
@@ -143,19 +146,23 @@ class Feed:
     @property
     def at_epoch_end(self) -> bool:
         """Whether the last step has used up an epoch of map-style data."""
-        consumed = self._consumed_samples
-        return not self.iterable and consumed > 0 and not self._micro_batches_left(consumed)
+        return not self.iterable and self._consumed_samples > 0 and not self._samples_left()
 
     @property
     def mid_epoch(self) -> bool:
         """Whether an epoch of map-style data has begun and is not used up."""
         return not self.iterable and self._consumed_samples > 0 and not self.at_epoch_end
 
-    def _micro_batches_left(self, consumed: int) -> int:
-        """Micro-batches left after `consumed` samples; more than there are if the data became shorter."""
-        samples_left = max(0, self._nominal_epoch_samples - consumed)
-        full, rest = divmod(samples_left, self.batch_size * self.world_size)
-        return full + (1 if rest and not self.drop_last else 0)
+    def set_shares(self, shares: Sequence[int]) -> None:
+        """Have each rank take so many samples of a full micro-batch, from the next step on."""
+        if self._share.shares != tuple(shares):
+            self._share = replace(self._share, shares=tuple(shares))
+
+    def _samples_left(self, consumed: int | None = None) -> int:
+        """Samples that the epoch still uses after `consumed`, or from here; 0 if the data became shorter."""
+        consumed = self._consumed_samples if consumed is None else consumed
+        left = max(0, self._nominal_epoch_samples - consumed)
+        return left - left % self._least if self.drop_last else left
 
     @property
     def _nominal_epoch_samples(self) -> int:
@@ -166,27 +173,28 @@ class Feed:
 
     def steps_per_epoch(self, accumulate: int) -> int | None:
         """Optimizer steps in an epoch, whose last one may have fewer micro-batches; None: nobody knows."""
-        return None if self.iterable else -(-self._micro_batches_left(0) // accumulate)
+        return None if self.iterable else -(-self._samples_left(0) // (sum(self._sizes) * accumulate))
 
     def steps_left(self, accumulate: int, epochs: int) -> int | None:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
         per_epoch = self.steps_per_epoch(accumulate)
         if per_epoch is None or epochs <= 0:
             return None if per_epoch is None else 0
-        return -(-self._micro_batches_left(self._consumed_samples) // accumulate) + (epochs - 1) * per_epoch
+        return -(-self._samples_left() // (sum(self._sizes) * accumulate)) + (epochs - 1) * per_epoch
 
     def last_batch_size(self) -> int:
         """Samples that this rank computes on in the last micro-batch of an epoch of map-style data."""
-        order, start = self._epoch_indices(), (self._micro_batches_left(0) - 1) * self.batch_size
-        start *= self.world_size
-        return len(self._rank_indices(order, start) or self._padding_indices(order, start))
+        order = self._epoch_indices()
+        *_, (*_, (start, size)) = self._plan_steps(0, 1)
+        return len(self._rank_indices(order, start, size) or self._padding_indices(order, start))
 
     def first_batch(self, max_samples: int | None = None) -> Any:
         """A batch of the coming epoch, to learn shapes from; the epoch still begins with its samples."""
         if self._first_samples is None and self.iterable:
             self._peek_and_digest_samples()
         elif self._first_samples is None:
-            indices = self._rank_indices(self._epoch_indices(), 0)
+            order = self._epoch_indices()
+            indices = self._rank_indices(order, 0, self._sizes[0]) or order[:1]
             self._first_samples = [self.dataset[index] for index in indices], indices
         assert self._first_samples is not None
         samples, numbers = self._first_samples
@@ -194,7 +202,7 @@ class Feed:
 
     def _peek_and_digest_samples(self) -> bytes:
         """Read an iterable dataset's first samples; gives their digest."""
-        digest, ahead = self._stream.peek(self.batch_size * self._share.samples_read_per_own)
+        digest, ahead = self._stream.peek(self._sizes[0] // (self.world_size if self.sharded else 1))
         mine = self._share.of(ahead)
         if not mine:
             problem = f"the dataset yields too few samples for {self.world_size} ranks"
@@ -228,10 +236,17 @@ class Feed:
     def _epoch_steps(self, accumulate: int) -> Iterator[StepBatches]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
+        make_steps = self._sharded_iterable_steps if self.sharded else self._iterable_steps
         if not self.iterable:
             self._first_samples = None  # not needed any more
-            return self._map_style_steps(accumulate)
-        return self._sharded_iterable_steps(accumulate) if self.sharded else self._iterable_steps(accumulate)
+            make_steps = self._map_style_steps
+        share = None
+        while share is not self._share:  # other shares: load anew from where the feed is
+            share = self._share
+            for step in make_steps(accumulate):
+                yield step
+                if share is not self._share:
+                    break
 
     def _batch_or_raise(self, content: Any) -> Any:
         if isinstance(content, BatchError):
@@ -241,32 +256,45 @@ class Feed:
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        order, world = self._epoch_indices(), self.batch_size * self.world_size
-        consumed = self._consumed_samples
-        starts = [consumed + micro * world for micro in range(self._micro_batches_left(consumed))]
-        shares = [self._rank_indices(order, start) for start in starts]
-        with_shares = zip(shares, starts, strict=True)
+        order = self._epoch_indices()
+        steps = [
+            [(start, size, self._rank_indices(order, start, size)) for start, size in step]
+            for step in self._plan_steps(self._consumed_samples, accumulate)
+        ]
+        if not steps:
+            return
+        micro_batches = chain.from_iterable(steps)
         batches = iter(
             DataLoader(
                 BatchDataset(self.dataset, self._loading_seed() if self._workers else None, self.collate),
-                sampler=[mine or self._padding_indices(order, start) for mine, start in with_shares],
+                sampler=[mine or self._padding_indices(order, start) for start, _, mine in micro_batches],
                 generator=self._loading_generator(),
                 **self._loader_options,
             )
         )
-        for first in range(0, len(shares), accumulate):
-            group = shares[first : first + accumulate]
-            end = min(starts[first] + len(group) * world, self._nominal_epoch_samples)
-            total = sum(map(self._global_micro_batch_size, starts[first : first + accumulate]))
-            yield StepBatches(self._load_micro_batches(batches, group, end), len(group), total)
+        for step in steps:
+            total = sum(self._global_micro_batch_size(start, size) for start, size, _ in step)
+            yield StepBatches(self._load_micro_batches(batches, step), len(step), total)
+
+    def _plan_steps(self, consumed: int, accumulate: int) -> Iterator[list[tuple[int, int]]]:
+        """The steps from there to the epoch's end, as micro-batches of all ranks: their starts and sizes."""
+        end = consumed + self._samples_left(consumed)
+        while consumed < end:
+            step = []
+            for size in self._sizes * accumulate:
+                step.append((consumed, min(size, end - consumed)))
+                consumed += size
+                if consumed >= end:
+                    break
+            yield step
 
     def _load_micro_batches(
-        self, batches: Iterator[Any], shares: Sequence[Sequence[int]], end: int
+        self, batches: Iterator[Any], step: Sequence[tuple[int, int, Sequence[int]]]
     ) -> Iterator[MicroBatch]:
-        for share in shares:
+        for start, size, mine in step:
             content = self._batch_or_raise(next(batches))
-            self._consumed_samples = min(self._consumed_samples + self.batch_size * self.world_size, end)
-            yield MicroBatch(content, len(share), len(share))
+            self._consumed_samples = start + size
+            yield MicroBatch(content, len(mine), len(mine))
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
@@ -293,35 +321,34 @@ class Feed:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(size, generator=generator).tolist()
 
-    def _rank_indices(self, order: list[int], start: int) -> Sequence[int]:
-        first = self._samples_read(start)
-        return self._share.of(order[first : first + self.batch_size * self._share.samples_read_per_own])
+    def _rank_indices(self, order: list[int], start: int, size: int) -> Sequence[int]:
+        return self._share.of(order[self._samples_read(start) : self._samples_read(start + size)])
 
     def _samples_read(self, consumed: int) -> int:
         """How many samples this rank has read, of so many of all ranks."""
         return consumed // self.world_size if self.sharded else consumed
 
-    def _global_micro_batch_size(self, start: int) -> int:
-        """Samples of all ranks in the micro-batch that begins there."""
+    def _global_micro_batch_size(self, start: int, size: int) -> int:
+        """Samples that all ranks have in a micro-batch."""
         if not self.sharded:
-            return min(self.batch_size * self.world_size, self._lengths[0] - start)
-        own = start // self.world_size
-        return sum(min(self.batch_size, max(0, length - own)) for length in self._lengths)
+            return size
+        first, last = self._samples_read(start), self._samples_read(start + size)
+        return sum(max(0, min(last, length) - first) for length in self._lengths)
 
     def _padding_indices(self, order: list[int], start: int) -> Sequence[int]:
         """Indices for a rank with none left in a micro-batch: its first, as many as the largest share."""
         largest = min(self.batch_size, max(self._lengths) - start // self.world_size) if self.sharded else 1
-        return self._rank_indices(order, 0)[:largest]
+        return self._rank_indices(order, 0, self._sizes[0])[:largest] or order[:1]
 
     def _check_length(self) -> None:
-        size, world, problem = self._nominal_epoch_samples, self.batch_size * self.world_size, None
+        size, problem = self._nominal_epoch_samples, None
         if self.sharded and not min(self._lengths):
             problem = f"rank {self._lengths.index(0)}'s part of the data has no sample"
-        elif self.drop_last and size < world:
-            problem = (
-                f"{size} samples are fewer than one step needs: {world} (batch_size {self.batch_size} x "
-                f"{self.world_size} ranks), and drop_last drops a smaller batch"
-            )
+        elif self.drop_last and size < self._least:
+            made_of = f"batch_size {self.batch_size} x {self.world_size} ranks"
+            problem = f"{size} samples are fewer than one step needs: {self._least} "
+            problem += f"({'global_batch' if self.loader.global_batch else made_of}), and drop_last drops a "
+            problem += "smaller batch"
         elif size < self.world_size:
             problem = f"{size} samples are too few for {self.world_size} ranks: each needs at least one"
         if problem is not None:
@@ -331,9 +358,11 @@ class Feed:
 
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         batches = self._warn_if_samples_lost(self._rank_share_batches())
-        while read := list(islice(batches, accumulate)):
+        while read := list(islice(batches, accumulate * len(self._sizes))):
             group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own, _ in read]
             total = sum(of_all_ranks for *_, of_all_ranks in read)
+            if self.drop_last and total < self._least:
+                return
             self._consumed_samples += total
             yield StepBatches(group, len(group), total)
 
@@ -370,10 +399,9 @@ class Feed:
             samples, already_read = self._stream.for_loader_workers(), 0
         else:
             samples, already_read = self._stream.resume(self.epoch, skip)
-        drop_last = self.drop_last and not self.sharded
-        share = _RankShareDataset(
-            samples, self.batch_size, self._share, skip, already_read, drop_last, self.collate
-        )
+        sizes = [size // self.world_size for size in self._sizes] if self.sharded else self._sizes
+        drop_last = self.drop_last and not self.sharded and len(sizes) == 1
+        share = _RankShareDataset(samples, sizes, self._share, skip, already_read, drop_last, self.collate)
         return iter(DataLoader(share, generator=self._loading_generator(), **self._loader_options))
 
     def _warn_if_samples_lost(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -517,7 +545,7 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
     """A rank's share of a stream: (batch, its samples, samples of all ranks); 0 of its own when used up."""
 
     samples: Iterable[Any]
-    batch_size: int
+    sizes: Sequence[int]  # samples that are read for each micro-batch, in turn
     share: SampleShard
     skip: int  # leave out so many samples of the epoch
     already_read: int  # so many of these are not in `samples` any more
@@ -532,13 +560,12 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
         if worker is not None:
             loading_process._worker_info = None
         samples = islice(self.samples, self.skip - self.already_read, None)
-        at, per_sample = self.skip, self.share.samples_read_per_own
-        world = self.batch_size * per_sample
-        for micro in count():
-            items = list(islice(samples, world))
-            if not items or (len(items) < per_sample and micro == self.skip == 0):
+        at = self.skip
+        for micro, size in enumerate(cycle(self.sizes)):
+            items = list(islice(samples, size))
+            if not items or (len(items) < self.share.samples_read_per_own and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
-            if len(items) < world and self.drop_last:
+            if len(items) < size and self.drop_last:
                 return
             # The loader takes batches from its processes in turn.
             if micro % processes == process:
@@ -547,6 +574,15 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
                     numbers = range(at, at + 1)
                 yield collate(mine or items[:1], numbers, self.collate), len(mine), len(items)
             at += len(items)
+
+
+def micro_batch_sizes(loader: Loader, ranks: int) -> list[int]:
+    """Samples of all ranks in each micro-batch of a step with `global_batch`; without it, in any one."""
+    most = loader.batch_size * ranks
+    if loader.global_batch is None:
+        return [most]
+    count = -(-loader.global_batch // most)
+    return [len(range(micro, loader.global_batch, count)) for micro in range(count)]
 
 
 def dataloader_options(workers: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ for each step:
                           this step's control message (loss, stop?,
                           checkpoint?); read those of earlier steps
     act_on_messages       act on what all ranks know by them:
-                          progress; fail or stop                        sync_us of the next step
+                          progress; fail or stop; shares of samples     sync_us of the next step
                           evaluate_in_stage, if it is due               no step's time
                           checkpoint, clocks                            sync_us of the next step
 agree_on_stage_end        unless the steps failed or stopped: read the messages that are left
@@ -507,6 +507,8 @@ def act_on_messages(
             return "stopped"
     elif not exchanged:  # otherwise progress comes with the message
         session.reporter.show_step(run.steps_done, step)
+    if runtime.balance.changes_after(step):
+        run.share_samples()  # before a checkpoint, which holds them
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):
             if not evaluate_in_stage(run):  # first: a checkpoint holds its outcome

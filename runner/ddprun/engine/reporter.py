@@ -30,7 +30,7 @@ from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import Started, StepRecord, Straggler, Summary
+from ddprun.telemetry.records import SharesSet, Started, StepRecord, Straggler, Summary
 from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
@@ -38,6 +38,8 @@ from ddprun.units import abbreviated_list, format_count
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import format_ranks
+
+_MOST_RANKS_SHOWN = 8
 
 
 class Reporter:
@@ -57,6 +59,7 @@ class Reporter:
         self.location = "before the first stage"  # for an error's message
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
+        self._shares: Sequence[int] = ()
         self._recompile_limit_reported = self._drift_reported = False
 
     def note(self, text: str) -> None:
@@ -143,6 +146,22 @@ class Reporter:
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
+
+    def report_shares(self, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
+        """Report the samples of each rank in a micro-batch from `step` on, if they are other ones; `speeds`
+        of the ranks are in any unit, empty if they are not known.
+        """
+        if tuple(shares) == tuple(self._shares):
+            return
+        self._shares, fastest = shares, max(speeds, default=1.0)
+        speeds = [round(speed / fastest, 3) for speed in speeds]
+        log_event(self.events, SharesSet(step=step, samples=list(shares), speeds=speeds))
+        text = ", ".join(f"rank {rank} {share}" for rank, share in enumerate(shares))
+        if len(shares) > _MOST_RANKS_SHOWN:
+            text = f"{min(shares)} to {max(shares)} a rank,"
+        slowest = min(speeds, default=1.0)
+        slow = f" (rank {speeds.index(slowest)} is {slowest:.2f} as fast)" if slowest < 1 else ""
+        self.note(f"shares from step {step} on: {text} of {sum(shares)} samples{slow}")
 
     def _report_straggler(self, step: int, now: Straggler | None) -> None:
         """A rank is late now, or no longer: the event each time, a line on the screen when one begins."""

@@ -290,7 +290,7 @@ def _read_state(session: Session, checkpoint: Checkpoint, scratch: Path) -> dict
 _TAKEN_FROM_RANK_0 = {
     # The same on all ranks at a checkpoint.
     *("step", "position", "schedule", "precision", "feed", "stage_feeds", "buffers_seen", "evaluations"),
-    *("outer_momentum", "frozen", "reported"),
+    *("balance", "outer_momentum", "frozen", "reported"),
     # These may differ between ranks; rank 0's are also what `save` writes.
     *("buffers", "extra"),
 }  # what another number of ranks takes from rank 0, besides what is in `shared`

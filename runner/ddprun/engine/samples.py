@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -16,11 +17,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class SampleShard:
-    """A rank's samples: every `ranks`-th from its number on; of data that shards itself, all it reads."""
+    """A rank's samples: every `ranks`-th from its number on, or its share of each global micro-batch; of data
+    that shards itself, all it reads.
+    """
 
     rank: int
     ranks: int
     sharded: bool = False
+    shares: tuple[int, ...] = ()
+    """Samples of each rank in a full micro-batch of all ranks; none: as many each."""
 
     @property
     def samples_read_per_own(self) -> int:
@@ -28,12 +33,28 @@ class SampleShard:
         return 1 if self.sharded else self.ranks
 
     def of(self, read: Sequence[_T]) -> Sequence[_T]:
-        """This rank's samples of those read, the first of which is rank 0's if ranks read the same."""
+        """This rank's samples of those read, which begin with those of rank 0 if ranks read the same. With
+        `shares` they are those of one global micro-batch, or of the first part of one.
+        """
+        if self.shares and not self.sharded:
+            return [read[at] for at in deal(self.shares)[self.rank] if at < len(read)]
         return read if self.sharded else read[self.rank :: self.ranks]
 
     def counts(self, read: int) -> list[int]:
         """How many of so many samples that all ranks read are each rank's."""
         return [len(range(rank, read, self.ranks)) for rank in range(self.ranks)]
+
+
+@lru_cache(maxsize=8)
+def deal(shares: tuple[int, ...]) -> list[list[int]]:
+    """The positions in a global micro-batch of each rank's samples, of which there are `shares`. Every first
+    part of the micro-batch is shared in proportion, too; equal shares are dealt round robin.
+    """
+    order = sorted(((k + 0.5) / share, rank) for rank, share in enumerate(shares) for k in range(share))
+    positions: list[list[int]] = [[] for _ in shares]
+    for position, (_, rank) in enumerate(order):
+        positions[rank].append(position)
+    return positions
 
 
 class BatchError(Exception):

@@ -70,6 +70,12 @@ class StageRun:
             return steps
         return (reweight_step(step, objective.batch_weight, self._total_weight) for step in steps)
 
+    def share_samples(self) -> None:
+        """Have each rank take its share of samples, from the next step on."""
+        session, balance = self.session, self.session.runtime.balance
+        session.runtime.feeds.for_stage(self.stage.index).set_shares(balance.shares)
+        session.reporter.report_shares(session.state.current_step, balance.shares, balance.speeds)
+
     def _total_weight(self, mine: float) -> float:
         """This step's total weight over the ranks that average gradients with this one, scaled to the world
         size. Ranks that train apart use their own, and send nothing.
@@ -187,6 +193,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     log_event(session.reporter.events, event)
     closure = takes_closure(loaded, runtime.optimizer)
     run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, closure)
+    runtime.balance.begin_stage(state.step)
+    run.share_samples()
     synchronizer.set_delta_bases()
     if saved is not None:
         with fail_on_all_ranks(session, saved["checkpoint"], "stage"):

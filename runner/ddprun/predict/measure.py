@@ -88,7 +88,8 @@ def run_measurement(
     `measurement_stages_yaml` does.
     """
     settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
-    settings.append("timings={every: 1, gradients: true}")
+    # Shares are for stages that average gradients in every step, which not all of these do.
+    settings += ["timings={every: 1, gradients: true}", "loader.balance=null"]
     command = [sys.executable, "-P", "-m", "ddprun", "run", str(loaded.path), "--run-dir", str(run_dir)]
     command += ["--nnodes", "1", *(word for setting in settings for word in ("--set", setting))]
     before = _cpu_times()

@@ -208,6 +208,8 @@ def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     loader, accumulate = keys.get("loader"), keys.get("accumulate", 1)
     if isinstance(loader, Mapping) and isinstance(loader.get("batch_size"), int):
         times = f", {accumulate} times a step" * (accumulate != 1)
+        if isinstance(size := loader.get("global_batch"), int):
+            times = f" and micro-step at most, {size:,} a step"
         yield "batch", f"{loader['batch_size']:,} samples a rank{times}"
 
 

@@ -226,6 +226,9 @@ class StepRecorder:
         self.on_step_record: Callable[[StepRecord, Sequence[BucketTrace[int]]], None] | None = None
         """Is called with every step's record, and with the traces of what was waited for in it."""
 
+        self.on_messages: Callable[[Sequence[int], FloatArray], None] | None = None
+        """Is called with the steps that messages are about, and with those of all ranks."""
+
         self.control_delay_steps = 1
         """Messages are read so many steps later: more where they share a slow link with training."""
 
@@ -584,6 +587,8 @@ class StepRecorder:
                 record = self._split_and_record(pending.resolved, pending.own, messages, means)
                 self.deferred.add(record)
             newest = None
+            if messages is not None and self.on_messages is not None:
+                self.on_messages(pending.own.steps, messages)
             if messages is not None and means is not None:
                 newest = combine_messages(pending.own, messages, means, self.stragglers, self._agreed)
             if newest is not None:

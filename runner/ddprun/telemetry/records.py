@@ -223,6 +223,14 @@ class ClockOffsets(Event, tag="clock_offsets"):
     error_us: list[float] = []
 
 
+class SharesSet(Event, tag="shares"):
+    """The samples of each rank in a full micro-batch, from a step on; an attempt of a run begins with one."""
+
+    step: StepNumber
+    samples: list[Count]
+    speeds: list[float] = []  # relative to the fastest rank's; empty: not known
+
+
 class CheckpointWritten(Event, tag="checkpoint_written"):
     """A checkpoint is on disk."""
 

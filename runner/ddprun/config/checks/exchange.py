@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
+    accumulation_text,
     configured_world_size,
     register_check,
     setting_text,
@@ -21,11 +22,11 @@ from ddprun.units import format_count
 from ddprun_hooks.config import grammar
 
 
-@register_check("ddp", "accumulate", "sync", "stages")
+@register_check("ddp", "accumulate", "loader", "sync", "stages")
 def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
-        if pipeline.ddp.static_graph and settings.accumulate > 1 and settings.plan.gradients is not None:
-            accumulate = setting_text(stage, "accumulate", settings.accumulate)
+        accumulate = accumulation_text(pipeline, stage)
+        if pipeline.ddp.static_graph and accumulate and settings.plan.gradients is not None:
             text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
             yield KeyConflict("ddp.static_graph", text, "remove one of the two")
 

@@ -8,7 +8,14 @@ from pydantic import ValidationError
 
 from ddprun.config import signatures
 from ddprun.config.built_ins import Cnn, Mlp, Synthetic, TextData, Transformer, WeightByTargets
-from ddprun.config.checks.registry import KeyConflict, register_check, setting_text, values_of_key, warning
+from ddprun.config.checks.registry import (
+    KeyConflict,
+    accumulation_text,
+    register_check,
+    setting_text,
+    values_of_key,
+    warning,
+)
 from ddprun.config.choices import Choice
 from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
@@ -323,6 +330,32 @@ def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("loader.sharded", text, "remove it")
 
 
+@register_check("loader", "sync", "accumulate", "stages")
+def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    loader, size = pipeline.loader, f'"global_batch: {pipeline.loader.global_batch}"'
+    named = {"balance": '"balance"', "global_batch": size}
+    named = {key: text for key, text in named.items() if getattr(loader, key) is not None}
+    for key, text in named.items() if loader.sharded else ():
+        text += ' clashes with "sharded: true": each rank has samples of its own'
+        yield KeyConflict(f"loader.{key}", text, "remove one of the two")
+    if "max_share" in loader.model_fields_set and "balance" not in named:
+        text = '"max_share" has no effect without "balance": shares are equal'
+        yield warning("loader.max_share", text, "remove it")
+    for stage, settings in pipeline.stages_and_settings():
+        sync = setting_text(stage, "sync", settings.sync)
+        if "balance" in named and settings.plan.gradients != "all":
+            what = sync if settings.has_backward else stage.path
+            text = f'"balance" clashes with {what}: ranks have to average gradients in every step'
+            yield KeyConflict("loader.balance", text, "allowed: train stages with sync: every_step")
+        if "global_batch" in named and not settings.has_backward:
+            text = f"{size} clashes with {stage.path}, whose step is one batch of each rank"
+            yield KeyConflict("loader.global_batch", text, "remove one of the two")
+        if "global_batch" in named and settings.accumulate > 1:
+            accumulate = setting_text(stage, "accumulate", settings.accumulate)
+            text = f"{size} clashes with {accumulate}: it decides how many micro-steps there are"
+            yield KeyConflict("loader.global_batch", text, "remove one of the two")
+
+
 def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
     """Why there is nothing to evaluate on; None if there is."""
     if isinstance(data, DataPair):
@@ -356,7 +389,7 @@ def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
     yield KeyConflict("compile.blocks", text, "write compile: true, or name the modules")
 
 
-@register_check("compile", "launch", "accumulate", "stages")
+@register_check("compile", "launch", "accumulate", "loader", "stages")
 def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
     mode = pipeline.compile.mode if pipeline.compile else ""
@@ -364,9 +397,8 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
         return
     for stage, settings in pipeline.stages_and_settings():
         clash = ""
-        if settings.accumulate > 1:
-            clash = setting_text(stage, "accumulate", settings.accumulate)
-            clash += ": CUDA graphs overwrite gradients that accumulate, without an error"
+        if accumulate := accumulation_text(pipeline, stage):
+            clash = f"{accumulate}: CUDA graphs overwrite gradients that accumulate, without an error"
         elif settings.turns:
             clash = f'"turns" of {stage.path}: CUDA graphs overwrite the loss of the turn before'
         if clash:

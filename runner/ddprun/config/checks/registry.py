@@ -62,6 +62,14 @@ def setting_text(stage: StepStage, key: str, value: object) -> str:
     return f'"{stage.key_path(key)}: {value.name if isinstance(value, Choice) else value}"'
 
 
+def accumulation_text(pipeline: Pipeline, stage: StepStage) -> str | None:
+    """What gives a step several micro-steps, or may, as a message shows it; None: nothing does."""
+    accumulate, size = stage.effective_settings(pipeline).accumulate, pipeline.loader.global_batch
+    if size is not None:
+        return f'"global_batch: {size}" of "loader"'
+    return setting_text(stage, "accumulate", accumulate) if accumulate > 1 else None
+
+
 def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[str, Any]]:
     """The value of a key at the top and in each stage that names it, with its place."""
     yield key, getattr(pipeline, key)
