@@ -410,6 +410,15 @@ stages: [{train: {steps: 8}}, save]
 """
 
 
+def test_shares_of_a_checkpoint_are_no_larger_than_the_file_allows() -> None:
+    """A rank has run out of memory, and `max_share` is lower now."""
+    state = Balance((24, 8), most=32, by_speed=True).state_dict()
+    for most, shares in ((24, (24, 8)), (20, (16, 16))):
+        resumed = Balance((16, 16), most=most, by_speed=True)
+        resumed.load_state_dict(state)
+        assert resumed.shares == shares
+
+
 REPLAY = "balance: {replay: before}"
 
 
@@ -419,6 +428,7 @@ REPLAY = "balance: {replay: before}"
         (REPLAY, [(1, (5, 11)), (4, (5, 5, 6))], "before had 3 ranks, and this run has 2; start as many"),
         (REPLAY, [(1, (8, 8)), (4, (10, 10))], "before had 20 samples of all ranks, and this run's have 16"),
         (REPLAY, [], "before has no shares: its loader has no balance"),
+        (REPLAY, [(4, (5, 11))], "before has no shares before step 4, when its loader had no balance"),
         ("balance: {replay: other}", [], "other is not the folder of a run: it does not exist"),
         ("balance: {node9: 3}", [], 'no rank is on a host "node9"; the hosts are '),
         ('balance: {"0": 9}, max_share: 1.5', [], "14 samples of a micro-batch, and max_share allows 12"),

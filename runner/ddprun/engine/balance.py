@@ -141,9 +141,12 @@ class Balance:
         return {"shares": list(self.shares), "speeds": list(self.speeds), "first_window": self._first_window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with shares by speed, unless there are other ranks or micro-batches of another size."""
+        """Go on with shares by speed, unless there are other ranks or micro-batches of another size, or
+        `max_share` allows less now.
+        """
         shares = tuple(state["shares"])
-        if self.by_speed and (len(shares), sum(shares)) == (len(self.shares), sum(self.shares)):
+        same = self.by_speed and (len(shares), sum(shares)) == (len(self.shares), sum(self.shares))
+        if same and max(shares) <= self._most:
             self.shares, self.speeds, self._first_window = shares, state["speeds"], state["first_window"]
 
 
@@ -212,6 +215,8 @@ def _read_shares(loaded: LoadedPipeline, setting: Replay, ranks: Ranks, total: i
         # An attempt of the run begins with its shares, and whatever came after that step has been undone.
         shares = {first: of_ranks for first, of_ranks in shares.items() if first < step}
         shares[step] = tuple(samples)
+    if shares and min(shares) > 1:
+        problem = f"{folder} has no shares before step {min(shares)}, when its loader had no balance"
     for of_ranks in shares.values():
         if len(of_ranks) != ranks.size:
             problem = f"{folder} had {len(of_ranks)} ranks, and this run has {ranks.size}"

@@ -185,7 +185,8 @@ class Feed:
     def last_batch_size(self) -> int:
         """Samples that this rank computes on in the last micro-batch of an epoch of map-style data."""
         order = self._epoch_indices()
-        *_, (*_, (start, size)) = self._plan_steps(0, 1)
+        of_step = sum(self._sizes)
+        *_, (start, size) = next(self._plan_steps((self._samples_left(0) - 1) // of_step * of_step, 1))
         return len(self._rank_indices(order, start, size) or self._padding_indices(order, start))
 
     def first_batch(self, max_samples: int | None = None) -> Any:
@@ -256,25 +257,27 @@ class Feed:
     # Map-style: the whole epoch is arithmetic, so a step's total is known before a sample is loaded.
 
     def _map_style_steps(self, accumulate: int) -> Iterator[StepBatches]:
-        order = self._epoch_indices()
-        steps = [
-            [(start, size, self._rank_indices(order, start, size)) for start, size in step]
-            for step in self._plan_steps(self._consumed_samples, accumulate)
-        ]
-        if not steps:
+        if not self._samples_left():
             return
-        micro_batches = chain.from_iterable(steps)
+        order, consumed, own_counts = self._epoch_indices(), self._consumed_samples, deque[int]()
+
+        def indices_of_batches() -> Iterator[Sequence[int]]:
+            for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
+                mine = self._rank_indices(order, start, size)
+                own_counts.append(len(mine))
+                yield mine or self._padding_indices(order, start)
+
         batches = iter(
             DataLoader(
                 BatchDataset(self.dataset, self._loading_seed() if self._workers else None, self.collate),
-                sampler=[mine or self._padding_indices(order, start) for start, _, mine in micro_batches],
+                sampler=indices_of_batches(),
                 generator=self._loading_generator(),
                 **self._loader_options,
             )
         )
-        for step in steps:
-            total = sum(self._global_micro_batch_size(start, size) for start, size, _ in step)
-            yield StepBatches(self._load_micro_batches(batches, step), len(step), total)
+        for step in self._plan_steps(consumed, accumulate):
+            total = sum(self._global_micro_batch_size(start, size) for start, size in step)
+            yield StepBatches(self._load_micro_batches(batches, step, own_counts), len(step), total)
 
     def _plan_steps(self, consumed: int, accumulate: int) -> Iterator[list[tuple[int, int]]]:
         """The steps from there to the epoch's end, as micro-batches of all ranks: their starts and sizes."""
@@ -289,12 +292,12 @@ class Feed:
             yield step
 
     def _load_micro_batches(
-        self, batches: Iterator[Any], step: Sequence[tuple[int, int, Sequence[int]]]
+        self, batches: Iterator[Any], step: Sequence[tuple[int, int]], own_counts: deque[int]
     ) -> Iterator[MicroBatch]:
-        for start, size, mine in step:
+        for start, size in step:
             content = self._batch_or_raise(next(batches))
-            self._consumed_samples = start + size
-            yield MicroBatch(content, len(mine), len(mine))
+            self._consumed_samples, own = start + size, own_counts.popleft()
+            yield MicroBatch(content, own, own)
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())

@@ -330,6 +330,21 @@ def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("loader.sharded", text, "remove it")
 
 
+@register_check("loader", "weight_by", "sync_batchnorm")
+def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    loader = pipeline.loader
+    reasons = {
+        f"workers: {loader.workers}": loader.workers
+        and "loading processes hide how long a rank's data takes",
+        "weight_by": pipeline.weight_by and "ranks wait for each other while they load",
+        "sync_batchnorm": pipeline.sync_batchnorm and "ranks wait for each other in each forward pass",
+    }
+    for key, reason in reasons.items():
+        if loader.balance == "speed" and reason:
+            text = f'"balance: speed" clashes with "{key}": {reason}'
+            yield KeyConflict("loader.balance", text, "name fixed weights, or remove one of the two")
+
+
 @register_check("loader", "sync", "accumulate", "stages")
 def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader, size = pipeline.loader, f'"global_batch: {pipeline.loader.global_batch}"'
