@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -360,8 +360,11 @@ def wait_for(path: Path, running: Running) -> list[int]:
 
 def statuses_of(ranks: list[int]) -> dict[int, RankStatus]:
     """The status pages that processes have open, by rank."""
-    files = [file for pid in ranks for file in Path(f"/proc/{pid}/fd").iterdir()]
-    found = [read_page(file) for file in files if file.readlink().suffix == ".status"]
+    found = []
+    for file in [file for pid in ranks for file in Path(f"/proc/{pid}/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # closed since
+            if file.readlink().suffix == ".status":
+                found.append(read_page(file))
     return {status.rank: status for status in found if status is not None}
 
 
