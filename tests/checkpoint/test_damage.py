@@ -193,7 +193,8 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(tmp_path: Path) 
     to its end, and has failed, since its weights are nowhere.
     """
     (tmp_path / "p.yaml").write_text(PLAIN)
-    with small_disk(tmp_path / "disk", "2m") as disk:
+    # Room for one: on a busy machine the second that is written may be the last.
+    with small_disk(tmp_path / "disk", "900k") as disk:
         done = ddprun("p.yaml", "--run-dir=disk/run", cwd=tmp_path)
         assert done.code == 1, done.stderr
         assert "Traceback" not in done.stderr
@@ -202,7 +203,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(tmp_path: Path) 
         assert sum("No space left on device" in line for line in left_out) == 1, left_out
         steps = steps_in(disk / "run" / "checkpoints")
         assert steps
-        assert steps[0] < 60
+        assert steps[0] < 60, done.stderr
         for step in steps:
             folder.verify(folder.open_checkpoint(disk / "run" / "checkpoints", step))
         shutil.copytree(disk / "run", tmp_path / "run")
