@@ -570,11 +570,12 @@ def with_interrupt(folder: Path) -> None:
     """Ctrl-C reaches rank 1 in its own code, and rank 0 where it waits for rank 1."""
     model, optimizer = start()
     error = KeyboardInterrupt if dist.get_rank() else ValueError  # as the broken exchange may also show
-    with suppress(KeyboardInterrupt, ValueError), ddprun.observe(model, optimizer, run_dir=folder):
+    with suppress(KeyboardInterrupt, ValueError), ddprun.observe(model, optimizer, run_dir=folder) as run:
         for _ in range(5):
             model(torch.ones(2, 12)).square().mean().backward()
             optimizer.step()
-        time.sleep(0.0 if dist.get_rank() else 1.0)
+        if dist.get_rank() == 0:
+            run._ranks.store.wait(["interrupted"])
         raise error
 
 

@@ -80,17 +80,23 @@ def test_parameters_say_more_than_a_control_word(
     assert report.facts["params"] == (["only.weight"] if "deltas" in shown else [])
 
 
-@pytest.mark.parametrize(("claimant", "is_hang", "code"), [(1, False, 2), (1, True, None), (0, False, None)])
-def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
-    monkeypatch: pytest.MonkeyPatch, claimant: int, is_hang: bool, code: int | None
-) -> None:
-    """After a hang it makes its own report first; after its own failure the training thread ends it."""
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
+    """Two ranks that share a store, in this process."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = torch.distributed.HashStore()
     both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=5)) for rank in range(2)]
     for one in both:
         one.connect(store)
+    return both
+
+
+@pytest.mark.parametrize(("claimant", "is_hang", "code"), [(1, False, 2), (1, True, None), (0, False, None)])
+def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
+    monkeypatch: pytest.MonkeyPatch, claimant: int, is_hang: bool, code: int | None
+) -> None:
+    """After a hang it makes its own report first; after its own failure the training thread ends it."""
+    both = two_ranks(monkeypatch)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr(failures, "_LAUNCHER_REACTION_S", 0.0)
@@ -106,12 +112,7 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
     monkeypatch: pytest.MonkeyPatch, is_hang: bool, reports: int
 ) -> None:
     """The ranks that found it have ended before this one's watchdog knew."""
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.HashStore()
-    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=5)) for rank in range(2)]
-    for one in both:
-        one.connect(store)
+    both = two_ranks(monkeypatch)
     found: list[list[OverdueCollective]] = []
     watchdog = RankWatchdog(0, 600.0, None, lambda _, waits: found.append(waits))
     pending = watchdog.new_sequence("gradients", (0, 1)).record_issued("all_reduce", BUCKET)

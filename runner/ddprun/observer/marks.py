@@ -197,7 +197,7 @@ class StepMarks:
             self.note_loss(loss)
 
     def _send_buffers(self, _: object, buffers: Mapping[str, Tensor]) -> None:
-        """Overwrite the buffers with rank 0's, as DDP does it by itself without a word to anybody."""
+        """Overwrite the buffers with rank 0's, as DDP's own code does, which nobody can time or watch."""
         recorder, watchdog = self._recorder, self._watchdog
         sync = recorder.sync
         known: list[list[Any]] = [sync.sent, sync.completed, sync.waits]

@@ -355,9 +355,8 @@ class ObservedRun:
         """Leave what is known, and why the script has failed, unless another rank failed first."""
         self._reporter.trackers.delay_close_as_failed()  # the failure is reported first
         rank, store = self._ranks.rank, self._ranks.store
-        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(
-            error
-        ):  # of a hook in backward
+        # torch makes a RuntimeError of one that is raised in a hook of backward.
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt()" in str(error):
             with suppress(RuntimeError):  # the store's host has ended
                 store.set(_INTERRUPTED, "1")
             self._finish_alone(interrupted=True)

@@ -94,9 +94,7 @@ class AgreedSteps(NamedTuple):
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
     straggler: Straggler | None = None  # who is late now; known on rank 0 alone
     straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
-    skipped: tuple[int, list[int]] | None = (
-        None  # a step that these ranks took without an exchange, others not
-    )
+    skipped: tuple[int, list[int]] | None = None  # a step in which these ranks alone exchanged nothing
     loss: float | None = None  # the newest mean loss that is known in the stage
     mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
 
