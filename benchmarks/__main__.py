@@ -130,6 +130,14 @@ PARTS = [
         "sync.md",
     ),
     Part(
+        "speeds",
+        "ranks of different speed",
+        "speeds",
+        "--rounds 1 --seconds 4 --only same",
+        2400,
+        "speeds.md",
+    ),
+    Part(
         "prediction",
         "predicted and measured steps",
         "prediction",

@@ -315,6 +315,60 @@ def test_a_global_batch_is_one_process_with_that_batch(tmp_path: Path, balance: 
     assert shares == ([] if balance == "null" else [[23, 7, 4]])
 
 
+GRADIENTS = """
+import torch
+from torch import nn
+
+
+class Samples(torch.utils.data.Dataset):
+    '''A gradient each, of which the second half is zero.'''
+
+    def __len__(self):
+        return 8 * 32
+
+    def __getitem__(self, place):
+        generator = torch.Generator().manual_seed(place)
+        return torch.randn(36, dtype=torch.float64, generator=generator) * (place < 8 * 12)
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 6, dtype=torch.float64)
+
+    def forward(self, gradients):
+        return (torch.cat([param.flatten() for param in self.parameters()]) * gradients).sum(1).mean()
+"""
+FED_BACK = """
+model: mine.Net
+data: mine.Samples
+loss: model
+loader: {batch_size: BATCH, shuffle: false, balance: {replay: before}}
+optimizer: {sgd: {lr: 1.0}}
+sync: SYNC
+hooks: HOOKS
+stages: [{train: {steps: 32}}, save]
+"""
+
+
+@pytest.mark.parametrize(
+    ("sync", "batch"), [("every_step", 4), ("{local_sgd: {every: {samples: 8}}}", 1)], ids=["steps", "rounds"]
+)
+def test_error_feedback_loses_nothing_while_shares_change(tmp_path: Path, sync: str, batch: int) -> None:
+    """After steps of zeros, weights are those without hooks: what was not sent has been sent later, once."""
+    (tmp_path / "mine.py").write_text(GRADIENTS)
+    recorded(tmp_path / "before", (1, (4, 4)), (3, (7, 1)), (6, (2, 6)), (10, (5, 3)), (15, (1, 7)))
+    text = FED_BACK.replace("BATCH", str(batch)).replace("SYNC", sync)
+    plain = weights(run_pipeline(tmp_path, text.replace("HOOKS", "[]"), 2, "plain"))
+    for name, stack in (
+        ("int8", "[int8]"),
+        ("topk", "[{topk: {density: 0.2}}]"),
+        ("powersgd", "[{powersgd: {rank: 1}}]"),
+    ):
+        hooked = weights(run_pipeline(tmp_path, text.replace("HOOKS", stack), 2, name))
+        for key, value in plain.items():
+            assert (hooked[key] - value).abs().max() < 1e-12, (name, key)
+
+
 SLOW = MODULE.replace("time.sleep(0.005)", "time.sleep([0.001, 0.006][RANK])")
 """A data set whose samples take rank 1 six times as long."""
 
@@ -454,7 +508,7 @@ def test_iterable_data_is_shared_unequally_without_loading_processes_alone(tmp_p
         codes, told = run_to_end(folder, text.replace("N,", f"{workers},").replace(": N}", f": {workers}}}"))
         assert codes == [0, 0] if not workers else [2, 2]
         if workers:
-            assert '"balance" clashes with loading processes for iterable data' in told
+            assert "unequal shares clash with loading processes for iterable data" in told
             continue
         assert "rank 0 4, rank 1 12 of 16 samples (rank 0 is 0.33 as fast)" in told
         assert "BatchNorm normalises over each rank's own" in told

@@ -12,7 +12,9 @@ import torch
 
 from ddprun.cli import main
 from ddprun.host.device import device_name
+from ddprun.report.blocks import Table, Text
 from ddprun.report.digest import digest_run
+from ddprun.report.sections import make_sections
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import make
@@ -293,3 +295,29 @@ def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: 
     legends = set(re.findall(r'stroke-dasharray="([\d ]*)"', done.stdout))
     assert len(legends) > 2
     assert {", ".join(f"{length}px" for length in one.split() if length != "0") for one in legends} <= drawn
+
+
+def test_shares_over_time_and_what_they_gained(tmp_path: Path) -> None:
+    """Each with its samples per second; the last ones against equal ones of the same stage."""
+    folder = make(tmp_path / "run", stages=((), ()))
+    told = [(0, 1, [8, 8]), (0, 6, [12, 4]), (1, 11, [16, 16]), (1, 16, [24, 8])]
+    with (folder / "events.jsonl").open("a") as file:
+        for stage, step, samples in told:
+            line = {"event": "shares", "stage": stage, "step": step, "samples": samples}
+            file.write(json.dumps(line) + "\n")
+    for rank in range(2):
+        path = folder / "steps" / f"rank-{rank:05}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            *_, (_, _, samples) = (one for one in told if one[1] <= line["step"])
+            line |= {"samples": samples[rank], "step_us": 8_000 if samples[0] > samples[1] else 10_000}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table, gain = make_sections([("", digest_run(Run(folder)))], [[]])["Shares of samples"]
+    assert isinstance(table, Table)
+    assert [[*row] for row in table.rows] == [
+        [1, "8, 8", 10, 1600.0],
+        [6, "12, 4", 10, 2000.0],
+        [11, "16, 16", 10, 3200.0],
+        [16, "24, 8", 10, 4000.0],
+    ]
+    assert gain == Text("Samples per second with the last shares, compared with equal ones: +25%.")

@@ -35,8 +35,9 @@ def test_sentences_say_where_the_time_went_and_what_to_try(tmp_path: Path) -> No
         "steps, and 1% elsewhere.",
         "Rank 1 was 3.0 ms late in backward, before bucket 1 (1.weight, 1.bias), in steps 1 to 20, and the "
         "others waited for it.",
-        "To try first, since nothing is lost: a look at the layers of that bucket, and at what else "
-        "runs on the late rank's cores or GPU (saves at most 22% of a step).",
+        "To try first, since nothing is lost: `loader.balance`, which gives slow ranks fewer samples (saves "
+        "at most 25% of a step); a look at the layers of that bucket, and at what else runs on the late "
+        "rank's cores or GPU (saves at most 22% of a step).",
     ]
     assert sentences_by_stage(digest_run(Run(make(tmp_path / "even"))))[""][1:] == [
         "No rank was late for long.",

@@ -97,9 +97,9 @@ def explain(
         loaded = load(pipeline, overrides)
         secrets = loaded.secrets
         if predicts:
-            from ddprun.predict.costs import check_one_set_of_parameters
+            from ddprun.predict.costs import check_predictable
 
-            check_one_set_of_parameters(loaded.pipeline)
+            check_predictable(loaded.pipeline)
         if not no_import:
             loaded.check_environment()
         printing.print_faults(loaded.warnings)

@@ -63,6 +63,7 @@ _DEFINITIONS = {
     "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
     "blocks": "auto, or patterns",
     "balance": "speed or {host or rank: weight} or {replay}",
+    "period": "a whole number, at least 1, or {samples} or {seconds}",
     "bucket_cap": "MiB, or a list",
     "nnodes": "a number, or MIN:MAX",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",

@@ -53,6 +53,18 @@ def json_schema() -> Schema:
                 {"type": "object", "additionalProperties": _SIZE_SCHEMA, "minProperties": 1},
             ]
         },
+        "period": {
+            "anyOf": [
+                count,
+                {
+                    "type": "object",
+                    "properties": {"samples": count, "seconds": _SIZE_SCHEMA},
+                    "additionalProperties": False,
+                    "minProperties": 1,
+                    "maxProperties": 1,
+                },
+            ]
+        },
         "bucket_cap": {"anyOf": [_SIZE_SCHEMA, {"type": "array", "items": _SIZE_SCHEMA, "minItems": 1}]},
         "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS_SCHEMA]},
         "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},

@@ -1,4 +1,5 @@
-"""The ranks' shares of each micro-batch, where ranks are not equally fast (`loader.balance`).
+"""The ranks' shares of samples, where ranks are not equally fast: of each micro-batch (`loader.balance`), or
+of a round of local updates (`every: {samples: n}` of a sync policy).
 
 Gradients stay those of the whole batch, since each loss is weighted by its samples (`loop.loss_weight`). All
 ranks read the same control messages after the same step, and each decides for itself, with the same result.
@@ -7,30 +8,33 @@ That takes arithmetic that has the same bits on every processor: Python's own an
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from ddprun.config import LoadedPipeline
+from ddprun.config import LoadedPipeline, StepStage
 from ddprun.config.sections import Replay
 from ddprun.engine.data import micro_batch_sizes
 from ddprun.engine.feeds import Feeds
 from ddprun.parallel.ranks import Ranks
-from ddprun.telemetry.control_message import OWN_AT, STEPS_AT
+from ddprun.sync.plan import Round
+from ddprun.telemetry.control_message import OWN_AT, SAMPLES_AT
 from ddprun.telemetry.reader import NoRunError, Run
-from ddprun.telemetry.records import OWN_PARTS, SharesSet
+from ddprun.telemetry.records import OWN_PARTS
 from ddprun.telemetry.steps import FloatArray
 
 _FIRST_WINDOW, _WINDOW, _WINDOW_US = 8, 16, 1e6  # steps, and how long those of a later window take
 _LEFT_OUT = 2  # steps after a stage's start or a change that are not measured
+_ROUND_WINDOWS, _ROUNDS_LEFT_OUT = (2, 4), 1  # the same in rounds, each of which has many batches
 _MIN_GAIN = 0.05  # of a step's time
 _MIN_ERRORS = 4.0  # and so many standard errors of the measured times
 _MEDIAN_ERROR = math.pi / 2  # of a median: in mean deviations of normal values, times the root of how many
-_MEASURED = OWN_PARTS[:3]
-assert _MEASURED == ("data_us", "forward_us", "backward_us")  # as `Balance.add` reads messages
+_MEASURED = OWN_PARTS.index("optimizer_us") + 1  # of a round; of a step, without hooks and optimizer
+assert OWN_PARTS[:_MEASURED] == ("data_us", "forward_us", "backward_us", "hook_us", "optimizer_us")
 
 Shares = tuple[int, ...]
 
@@ -70,10 +74,14 @@ class Balance:
         most: int = 0,
         by_speed: bool = False,
         replayed: Mapping[int, Shares] | None = None,
+        round_seconds: float | None = None,
+        local_batch: int | None = None,
     ) -> None:
         self.shares = shares  # samples of each rank in a full micro-batch; empty: no balance, equal shares
         self.speeds = speeds  # of each rank, in any unit; empty: not known
         self.by_speed, self._most, self._replayed = by_speed, most, replayed or {}
+        self.local_batch = local_batch  # samples of a local update, of which a share has several; None: one
+        self._round_seconds = round_seconds  # how long a rank works in a round; None: that has a fixed size
         self._wanted: list[int] | None = None  # the change of shares that the window before wanted
         self._first_window = True
         self._measure_from = 0
@@ -87,11 +95,22 @@ class Balance:
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> None:
         """Take all ranks' control messages about these steps, shape (messages, ranks, numbers)."""
-        numbers = messages[..., STEPS_AT : OWN_AT + len(_MEASURED)].tolist()
+        numbers = messages[..., SAMPLES_AT : OWN_AT + _MEASURED].tolist()
         for step, of_ranks in zip(steps, numbers, strict=True):
-            if step >= self._measure_from and all(row[0] for row in of_ranks):
-                self._busy.append([math.fsum(row[2:]) / row[0] for row in of_ranks])
-                self._step_us.append(math.fsum(row[1] / row[0] for row in of_ranks) / len(of_ranks))
+            if step >= self._measure_from and all(row[1] for row in of_ranks):
+                busy = [self._busy_us(rank, row) for rank, row in enumerate(of_ranks)]
+                if None not in busy:
+                    self._busy.append(cast(list[float], busy))
+                    self._step_us.append(math.fsum(row[2] / row[1] for row in of_ranks) / len(of_ranks))
+
+    def _busy_us(self, rank: int, numbers: Sequence[float]) -> float | None:
+        """A rank's own work in a step, in microseconds; in a round, which an epoch's end may cut, of a whole
+        share. None: it had none.
+        """
+        samples, steps, _, *parts = numbers
+        if self.local_batch is None:
+            return math.fsum(parts[:3]) / steps
+        return math.fsum(parts) * self.shares[rank] / samples if samples else None
 
     def changes_after(self, step: int) -> bool:
         """Whether there are other shares from the next step on; alike on all ranks."""
@@ -107,7 +126,7 @@ class Balance:
 
     def _forget(self, step: int) -> None:
         self._busy, self._step_us, self._wanted = [], [], None
-        self._measure_from = step + 1 + _LEFT_OUT
+        self._measure_from = step + 1 + (_LEFT_OUT if self.local_batch is None else _ROUNDS_LEFT_OUT)
 
     def _replay(self, step: int) -> None:
         if self._replayed:
@@ -116,9 +135,10 @@ class Balance:
 
     @property
     def _window_is_full(self) -> bool:
+        first, later = (_FIRST_WINDOW, _WINDOW) if self.local_batch is None else _ROUND_WINDOWS
         if self._first_window:
-            return len(self._busy) >= _FIRST_WINDOW
-        return len(self._busy) >= _WINDOW and math.fsum(self._step_us) >= _WINDOW_US
+            return len(self._busy) >= first
+        return len(self._busy) >= later and math.fsum(self._step_us) >= _WINDOW_US
 
     def _judge(self) -> None:
         """Adjust the shares if the window says so, and begin the next one."""
@@ -127,10 +147,19 @@ class Balance:
         error = max(_median_error(one, us) for one, us in zip(of_ranks, busy, strict=True))
         own = [max(1, share) for share in self.shares]  # a rank without a sample computes along on one
         speeds = [share / us for share, us in zip(own, busy, strict=True)]
-        shares = share_out(speeds, sum(self.shares), self._most)
+        unit, seconds = self.local_batch or 1, self._round_seconds
+        if seconds is None:
+            shares = share_out(speeds, sum(self.shares) // unit, self._most // unit)
+        else:
+            shares = tuple(max(1, int(seconds * 1e6 * speed / unit)) for speed in speeds)
+        shares = tuple(share * unit for share in shares)
         expected = max(share / speed for share, speed in zip(shares, speeds, strict=True))
         change = [new - old for new, old in zip(shares, self.shares, strict=True)]
-        wanted = max(busy) - expected >= max(_MIN_GAIN * step_us, _MIN_ERRORS * error)
+        gain = max(busy) - expected
+        if seconds is not None:
+            changed = [us - share / speed for us, share, speed in zip(busy, shares, speeds, strict=True)]
+            gain = max(map(abs, changed))
+        wanted = gain >= max(_MIN_GAIN * step_us, _MIN_ERRORS * error)
         before = change if self._first_window else self._wanted
         self._busy, self._step_us, self._first_window = [], [], False
         self._wanted = change if wanted else None
@@ -145,8 +174,11 @@ class Balance:
         `max_share` allows less now.
         """
         shares = tuple(state["shares"])
-        same = self.by_speed and (len(shares), sum(shares)) == (len(self.shares), sum(self.shares))
-        if same and max(shares) <= self._most:
+        same = self.by_speed and len(shares) == len(self.shares)
+        same = same and not any(share % (self.local_batch or 1) for share in shares)
+        if self._round_seconds is None:
+            same = same and sum(shares) == sum(self.shares) and max(shares) <= self._most
+        if same:
             self.shares, self.speeds, self._first_window = shares, state["speeds"], state["first_window"]
 
 
@@ -156,74 +188,146 @@ def _median_error(values: Sequence[float], middle: float) -> float:
     return _MEDIAN_ERROR * deviation / math.sqrt(len(values))
 
 
-def open_balance(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> Balance:
+class Balances(dict[Round | None, Balance]):
+    """Those of a pipeline's stages, by their round; None: of steps in which all ranks average gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(one_round): balance.state_dict() for one_round, balance in self.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for one_round, balance in self.items():
+            if str(one_round) in state:
+                balance.load_state_dict(state[str(one_round)])
+
+
+def open_balances(loaded: LoadedPipeline, feeds: Feeds, ranks: Ranks) -> Balances:
     """What the file asks for, with the shares that the feeds begin with; raises PipelineError for what only
     a run can see. Called by all ranks.
     """
     loader, of_stages = loaded.pipeline.loader, feeds.by_name().values()
-    if loader.balance is not None and loader.workers and any(feed.iterable for feed in of_stages):
-        text = '"balance" clashes with loading processes for iterable data: new ones would have to read it '
-        raise loaded.error("loader.balance", f"{text}again from its start", "write workers: 0")
-    balance = _make_balance(loaded, ranks)
+    by_round = defaultdict[Round | None, dict[int, StepStage]](dict)
+    for stage, settings in loaded.pipeline.stages_and_settings():
+        by_round[settings.plan.round][stage.index] = stage
+    unequal = loader.balance is not None or bool(by_round.keys() - {None})
+    if loader.workers and unequal and any(feed.iterable for feed in of_stages):
+        text = (
+            "unequal shares clash with loading processes for iterable data: new ones would have to read it "
+        )
+        raise loaded.error("loader.workers", f"{text}again from its start", "write workers: 0")
+    balances = Balances({None: Balance()})
+    for one_round, stages in by_round.items():
+        balances[one_round] = _open_balance(loaded, ranks, stages, one_round)
     for feed in of_stages:
-        feed.set_shares(balance.shares)
-    return balance
+        feed.set_shares(balances[None].shares)
+    return balances
 
 
-def _make_balance(loaded: LoadedPipeline, ranks: Ranks) -> Balance:
+def _open_balance(
+    loaded: LoadedPipeline, ranks: Ranks, stages: Mapping[int, StepStage], one_round: Round | None
+) -> Balance:
+    """That of stages, by their index, with this round. Shares of a round are whole batches, and by speed
+    unless `loader.balance` says otherwise.
+    """
     loader = loaded.pipeline.loader
-    total, most = micro_batch_sizes(loader, ranks.size)[0], int(loader.max_share * loader.batch_size)
-    if loader.balance is None:
+    if loader.balance is None and one_round is None:
         return Balance()
+    size, total, most = 1, micro_batch_sizes(loader, ranks.size)[0], int(loader.max_share * loader.batch_size)
+    if one_round is not None:
+        size, total = loader.batch_size, one_round.samples or total
+        most = total
+        if total < size * ranks.size:
+            stage = next(iter(stages.values()))
+            name = stage.effective_settings(loaded.pipeline).sync.name
+            key = f"{stage.key_path('sync')}.{name}.every.samples"
+            text = (
+                f"a round of {total} samples has less than a batch of {size} for each of {ranks.size} ranks"
+            )
+            raise loaded.error(key, text, f"at least {size * ranks.size} samples")
+    is_fixed = isinstance(loader.balance, dict)
+    weights = _fixed_weights(loaded, ranks) if is_fixed else [1.0] * ranks.size
+    shares, replayed = tuple(size * share for share in share_out(weights, total // size, total // size)), None
     if isinstance(loader.balance, Replay):
-        replayed = _read_shares(loaded, loader.balance, ranks, total)
-        return Balance(replayed[min(replayed)], replayed=replayed)
-    if not isinstance(loader.balance, dict):
-        return Balance(share_out([1.0] * ranks.size, total, total), most=most, by_speed=True)
-    given, by_rank = loader.balance, [str(rank) for rank in range(ranks.size)]
+        sum_of_shares = None if one_round and one_round.seconds else total
+        replayed = _read_shares(loaded, loader.balance, ranks, stages, sum_of_shares, size)
+        if not replayed:
+            return Balance()
+        shares = replayed[min(replayed)]
+    if is_fixed and max(shares) > most:
+        text = f"rank {shares.index(max(shares))} would have {max(shares)} samples of a micro-batch, and "
+        text += f"max_share allows {most}: {loader.max_share:g} x batch_size {loader.batch_size}"
+        raise loaded.error("loader.max_share", text, "raise max_share, or choose other weights")
+    return Balance(
+        shares,
+        speeds=weights if is_fixed else (),
+        most=most,
+        by_speed=not is_fixed and replayed is None,
+        replayed=replayed,
+        round_seconds=None if one_round is None else one_round.seconds,
+        local_batch=None if one_round is None else size,
+    )
+
+
+def _fixed_weights(loaded: LoadedPipeline, ranks: Ranks) -> list[float]:
+    """Each rank's, as `loader.balance` names them."""
+    given = loaded.pipeline.loader.balance
+    assert isinstance(given, dict), "the weights are fixed"
+    by_rank = [str(rank) for rank in range(ranks.size)]
     least, largest = loaded.pipeline.launch.host_range
     if least == largest and (unknown := [key for key in given if key not in (*by_rank, *ranks.hosts)]):
         hosts = ", ".join(dict.fromkeys(ranks.hosts))
         text, allowed = f'no rank is on a host "{unknown[0]}"', f"the hosts are {hosts}, the ranks 0 to "
         raise loaded.error("loader.balance", text, f"{allowed}{ranks.size - 1}")
-    weights = [given.get(rank, given.get(host, 1.0)) for rank, host in zip(by_rank, ranks.hosts, strict=True)]
-    shares = share_out(weights, total, total)
-    if max(shares) > most:
-        text = f"rank {shares.index(max(shares))} would have {max(shares)} samples of a micro-batch, and "
-        text += f"max_share allows {most}: {loader.max_share:g} x batch_size {loader.batch_size}"
-        raise loaded.error("loader.max_share", text, "raise max_share, or choose other weights")
-    return Balance(shares, speeds=weights)
+    return [given.get(rank, given.get(host, 1.0)) for rank, host in zip(by_rank, ranks.hosts, strict=True)]
 
 
-def _read_shares(loaded: LoadedPipeline, setting: Replay, ranks: Ranks, total: int) -> dict[int, Shares]:
-    """The shares of an earlier run, by the first step with them, as rank 0 finds them."""
+def _read_shares(
+    loaded: LoadedPipeline,
+    setting: Replay,
+    ranks: Ranks,
+    stages: Container[int],
+    total: int | None,
+    unit: int = 1,
+) -> dict[int, Shares]:
+    """The shares of an earlier run in some stages, by the first step with them, as rank 0 finds them. Each is
+    a multiple of `unit`, and they add up to `total` samples (None: to any number). None for stages without
+    rounds of a run that had shares in rounds alone.
+    """
     folder = loaded.folder / loaded.expand_env_and_folder("loader.balance.replay", setting.replay)
 
     def read() -> list[Any]:
         try:
-            return [[one.step, one.samples] for one in Run(folder).events_of(SharesSet)]
+            return [[one.stage, one.step, one.samples] for one in Run(folder).shares]
         except NoRunError as error:
             return [str(error)]
 
     found, shares = ranks.from_rank_0("balance", read), dict[int, Shares]()
-    problem, allowed = None if found else f"{folder} has no shares: its loader has no balance", None
+    problem, allowed, others = None, None, False
     for one in found:
         if isinstance(one, str):
-            problem = one
-            break
-        step, samples = one
-        # An attempt of the run begins with its shares, and whatever came after that step has been undone.
-        shares = {first: of_ranks for first, of_ranks in shares.items() if first < step}
-        shares[step] = tuple(samples)
-    if shares and min(shares) > 1:
+            raise loaded.error("loader.balance.replay", one, None)
+        stage, step, samples = one
+        if stage in stages:
+            shares[step] = tuple(samples)
+        others = others or stage not in stages
+    if not shares and not (others and unit == 1):
+        problem = f"{folder} has no shares: it had equal ones"
+    if shares and min(shares) > 1 and 0 in stages:
         problem = f"{folder} has no shares before step {min(shares)}, when its loader had no balance"
     for of_ranks in shares.values():
         if len(of_ranks) != ranks.size:
             problem = f"{folder} had {len(of_ranks)} ranks, and this run has {ranks.size}"
             allowed = "start as many ranks"
-        elif sum(of_ranks) != total:
-            problem = f"micro-batches of {folder} had {sum(of_ranks)} samples of all ranks, and this run's "
-            problem, allowed = f"{problem}have {total}", "write its batch_size"
+        elif any(share % unit for share in of_ranks):
+            problem = (
+                f"a rank of {folder} had {max(of_ranks, key=lambda one: one % unit)} samples of a round, "
+            )
+            problem, allowed = f"{problem}no multiple of batch_size {unit}", "write its batch_size"
+        elif total is not None and sum(of_ranks) != total:
+            what = "micro-batches" if unit == 1 else "rounds"
+            problem = (
+                f"{what} of {folder} had {sum(of_ranks)} samples of all ranks, and this run's have {total}"
+            )
+            allowed = "write its batch_size" if unit == 1 else f"write every: {{samples: {sum(of_ranks)}}}"
     if problem is not None:
         raise loaded.error("loader.balance.replay", problem, allowed)
     return shares

@@ -5,7 +5,8 @@ without `shuffle`, or what a sampler gives that is made under that seed. A globa
 `batch_size x ranks` of it, and rank r takes every ranks-th from the r-th on: what torch's
 `DistributedSampler` does, except that nothing is repeated to fill the last micro-batch, which is smaller
 instead and counts for what it holds. With `global_batch`, a step is so many samples, cut into micro-batches
-as equal as possible. Ranks of different speed may have unequal shares of a micro-batch (`balance.py`).
+as equal as possible. Ranks of different speed may have unequal shares of a micro-batch (`balance.py`). In a
+round, a rank's share of a micro-batch are batches, and each rank updates its weights by each of its own.
 
 A data set that shards itself by rank (`loader: {sharded: true}`) is taken as it is: a global micro-batch is
 the next `batch_size` of each rank's own samples, and a rank that has none left computes along.
@@ -153,10 +154,16 @@ class Feed:
         """Whether an epoch of map-style data has begun and is not used up."""
         return not self.iterable and self._consumed_samples > 0 and not self.at_epoch_end
 
-    def set_shares(self, shares: Sequence[int]) -> None:
-        """Have each rank take so many samples of a full micro-batch, from the next step on."""
-        if self._share.shares != tuple(shares):
-            self._share = replace(self._share, shares=tuple(shares))
+    def set_shares(self, shares: Sequence[int], local_batch: int | None = None) -> None:
+        """Have each rank take so many samples of a full micro-batch, from the next step on; none: as many
+        each. `local_batch`: a micro-batch is a round, and each rank's share of it are batches of this size.
+        """
+        share = replace(self._share, shares=tuple(shares), local_batch=local_batch)
+        if share != self._share:
+            self._share = share
+            in_round = local_batch is not None
+            self._sizes = [sum(shares)] if in_round else micro_batch_sizes(self.loader, self.world_size)
+            self._least = self.loader.global_batch or local_batch or self._sizes[0]
 
     def _samples_left(self, consumed: int | None = None) -> int:
         """Samples that the epoch still uses after `consumed`, or from here; 0 if the data became shorter."""
@@ -263,9 +270,9 @@ class Feed:
 
         def indices_of_batches() -> Iterator[Sequence[int]]:
             for start, size in chain.from_iterable(self._plan_steps(consumed, accumulate)):
-                mine = self._rank_indices(order, start, size)
-                own_counts.append(len(mine))
-                yield mine or self._padding_indices(order, start)
+                for mine in self._share.batches(self._indices_read(order, start, size)):
+                    own_counts.append(len(mine))
+                    yield mine or self._padding_indices(order, start)
 
         batches = iter(
             DataLoader(
@@ -277,7 +284,9 @@ class Feed:
         )
         for step in self._plan_steps(consumed, accumulate):
             total = sum(self._global_micro_batch_size(start, size) for start, size in step)
-            yield StepBatches(self._load_micro_batches(batches, step, own_counts), len(step), total)
+            count = sum(len(self._share.batches(range(size))) for _, size in step)
+            self._consumed_samples = sum(step[-1])
+            yield StepBatches(self._load_micro_batches(batches, count, own_counts), count, total)
 
     def _plan_steps(self, consumed: int, accumulate: int) -> Iterator[list[tuple[int, int]]]:
         """The steps from there to the epoch's end, as micro-batches of all ranks: their starts and sizes."""
@@ -292,12 +301,11 @@ class Feed:
             yield step
 
     def _load_micro_batches(
-        self, batches: Iterator[Any], step: Sequence[tuple[int, int]], own_counts: deque[int]
+        self, batches: Iterator[Any], count: int, own_counts: deque[int]
     ) -> Iterator[MicroBatch]:
-        for start, size in step:
-            content = self._batch_or_raise(next(batches))
-            self._consumed_samples, own = start + size, own_counts.popleft()
-            yield MicroBatch(content, own, own)
+        for content in islice(batches, count):
+            own = own_counts.popleft()
+            yield MicroBatch(self._batch_or_raise(content), own, own)
 
     def _own_epoch_samples(self) -> int:
         return len(self.dataset if self.sampler_order is None else self._epoch_indices())
@@ -325,7 +333,10 @@ class Feed:
         return torch.randperm(size, generator=generator).tolist()
 
     def _rank_indices(self, order: list[int], start: int, size: int) -> Sequence[int]:
-        return self._share.of(order[self._samples_read(start) : self._samples_read(start + size)])
+        return self._share.of(self._indices_read(order, start, size))
+
+    def _indices_read(self, order: list[int], start: int, size: int) -> list[int]:
+        return order[self._samples_read(start) : self._samples_read(start + size)]
 
     def _samples_read(self, consumed: int) -> int:
         """How many samples this rank has read, of so many of all ranks."""
@@ -362,8 +373,9 @@ class Feed:
     def _iterable_steps(self, accumulate: int) -> Iterator[StepBatches]:
         batches = self._warn_if_samples_lost(self._rank_share_batches())
         while read := list(islice(batches, accumulate * len(self._sizes))):
-            group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own, _ in read]
-            total = sum(of_all_ranks for *_, of_all_ranks in read)
+            own_batches = chain.from_iterable(of_micro_batch for of_micro_batch, _ in read)
+            group = [MicroBatch(self._batch_or_raise(content), own, own) for content, own in own_batches]
+            total = sum(of_all_ranks for _, of_all_ranks in read)
             if self.drop_last and total < self._least:
                 return
             self._consumed_samples += total
@@ -375,7 +387,7 @@ class Feed:
         batches = self._warn_if_samples_lost(self._rank_share_batches())
         while True:
             read = islice(batches, accumulate)
-            mine = [(self._batch_or_raise(content), samples) for content, samples, _ in read]
+            mine = [(self._batch_or_raise(content), samples) for ((content, samples),), _ in read]
             mine += [(None, 0)] * (accumulate - len(mine))
             counts = [[samples for _, samples in mine]]  # of every rank
             if self._control is not None:
@@ -421,7 +433,7 @@ class Feed:
         first = next(batches, None)
         if first is None:
             return batches
-        if digest_of([first[0]]) != digest_of([collate(*peeked, self.collate)]):
+        if digest_of([batch for batch, _ in first[0][:1]]) != digest_of([collate(*peeked, self.collate)]):
             with SeparateRng(self.seed)():
                 again = digest_of(islice(iter(self.dataset), 1))
             if again != self._stream.first_digest:
@@ -544,8 +556,10 @@ class BatchDataset(Dataset[Any]):
 
 
 @dataclass(eq=False)
-class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
-    """A rank's share of a stream: (batch, its samples, samples of all ranks); 0 of its own when used up."""
+class _RankShareDataset(IterableDataset[tuple[list[tuple[Any, int]], int]]):
+    """A rank's share of a stream, by micro-batches: its batches, each with its samples (0 when used up), and
+    the samples of all ranks.
+    """
 
     samples: Iterable[Any]
     sizes: Sequence[int]  # samples that are read for each micro-batch, in turn
@@ -555,7 +569,7 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
     drop_last: bool
     collate: Collate | None
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         worker = get_worker_info()
         process, processes = (worker.id, worker.num_workers) if worker else (0, 1)
         # Batches are divided among the loading processes here. A dataset that divides its samples among them,
@@ -568,14 +582,19 @@ class _RankShareDataset(IterableDataset[tuple[Any, int, int]]):
             items = list(islice(samples, size))
             if not items or (len(items) < self.share.samples_read_per_own and micro == self.skip == 0):
                 return  # the end, or too few for every rank to have had a batch at all
-            if len(items) < size and self.drop_last:
+            least = self.share.local_batch or size
+            if self.drop_last:
+                del items[len(items) // least * least :]
+            if not items:
                 return
             # The loader takes batches from its processes in turn.
             if micro % processes == process:
-                mine, numbers = self.share.of(items), self.share.of(range(at, at + len(items)))
-                if not mine:  # a rank without a sample computes along on another one's
-                    numbers = range(at, at + 1)
-                yield collate(mine or items[:1], numbers, self.collate), len(mine), len(items)
+                batches = list[tuple[Any, int]]()
+                for mine in self.share.batches([*enumerate(items, start=at)]):
+                    # A rank without a sample computes along on another one's.
+                    numbers, samples_of_batch = zip(*(mine or [(at, items[0])]), strict=True)
+                    batches.append((collate(samples_of_batch, numbers, self.collate), len(mine)))
+                yield batches, len(items)
             at += len(items)
 
 

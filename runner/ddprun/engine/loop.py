@@ -163,33 +163,58 @@ class Update(NamedTuple):
 
 
 def train_step(run: StageRun, batches: StepBatches, stage_step: int) -> None:
-    """The turns of a step, one after the other on the same batches. A stage without `turns` has one."""
+    """One update of the weights on all micro-batches; in a round one on each."""
+    runtime, applied = run.session.runtime, False
+    turns, micro_batches = run.due_turns(stage_step), load_micro_batches(run, batches)
+    with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
+        if run.settings.plan.round is None:
+            applied = train_turns(run, turns, micro_batches, batches)
+        else:
+            own_weight, ranks = 0.0, runtime.ranks.size
+            for micro, content in micro_batches:
+                alone = StepBatches([micro], 1, total_weight=micro.effective_weight * ranks)
+                applied |= train_turns(run, turns, [(micro, content)], alone)
+                own_weight += micro.effective_weight
+                runtime.recorder.lap("optimizer_us")
+                runtime.ranks.watchdog.set_phase(b"data")
+            total = batches.total_weight
+            run.synchronizer.weight = own_weight * ranks / total if total else 1.0
+    runtime.turns.select(runtime.turns.of_stage[run.stage.index])
+    if applied or run.settings.plan.round is not None:  # schedules of ranks go together
+        after_update(run)
+    runtime.recorder.lap("optimizer_us")
+
+
+def train_turns(
+    run: StageRun,
+    turns: Sequence[Turn],
+    micro_batches: Iterable[tuple[MicroBatch, Any]],
+    batches: StepBatches,
+) -> bool:
+    """The turns, one after the other on the same micro-batches; a stage without `turns` has one. Whether any
+    has updated the weights.
+    """
     session, runtime = run.session, run.session.runtime
-    turns, updates, results = run.due_turns(stage_step), list[Update](), list[list[MicroResult]]()
-    micro_batches: Iterable[tuple[MicroBatch, Any]] = load_micro_batches(run, batches)
+    updates, results = list[Update](), list[list[MicroResult]]()
     if len(turns) > 1:
         micro_batches = list(micro_batches)
-    with warmup_lr(runtime.optimizer, run.warmup_steps_done(stage_step), run.settings.warmup_steps):
-        for turn in turns:
-            if updates:
-                runtime.recorder.lap("optimizer_us")
-            runtime.turns.select(turn.params)
-            with only_groups_of(turn, runtime.optimizer):
-                of_turn, update = train_turn(run, turn, micro_batches, batches)
-            results.append(of_turn)
-            updates.append(update)
-        runtime.recorder.note_update(
-            runtime.optimizer.param_groups, *_combine_norms(runtime.optimizer, turns, updates)
-        )
+    for turn in turns:
+        if updates:
+            runtime.recorder.lap("optimizer_us")
+        runtime.turns.select(turn.params)
+        with only_groups_of(turn, runtime.optimizer):
+            of_turn, update = train_turn(run, turn, micro_batches, batches)
+        results.append(of_turn)
+        updates.append(update)
+    runtime.recorder.note_update(
+        runtime.optimizer.param_groups, *_combine_norms(runtime.optimizer, turns, updates)
+    )
     for of_turns in zip(*results, strict=True):
         micro, loss = of_turns[0].micro, reduce(torch.add, [one.loss for one in of_turns])
         mean = mean_loss(session, loss, micro.samples)
         values = mean_values(session, [one.values for one in of_turns], micro.samples)
         runtime.recorder.note_loss(mean, micro.samples, micro.effective_weight, values)
-    runtime.turns.select(runtime.turns.of_stage[run.stage.index])
-    if any(update.applied for update in updates):
-        after_update(run)
-    runtime.recorder.lap("optimizer_us")
+    return any(update.applied for update in updates)
 
 
 def load_micro_batches(run: StageRun, batches: StepBatches) -> Iterator[tuple[MicroBatch, Any]]:
@@ -355,7 +380,7 @@ def after_update(run: StageRun) -> None:
     ema, schedule = run.session.runtime.ema, run.session.state.schedule
     if schedule is not None and run.settings.schedule_metric is None:
         schedule.step()
-    if ema is not None:
+    if ema is not None and run.settings.plan.round is None:  # after a round, it comes after the exchange
         ema.update()
     run.sequence.note_update()
 
@@ -465,6 +490,8 @@ def sync_after_step(run: StageRun, stage_step: int) -> bool:
     step = run.session.state.current_step
     for action in run.sequence.after_step(stage_step):
         execute_action(run, action, step)
+    if run.settings.plan.round is not None and (ema := run.session.runtime.ema) is not None:
+        ema.update()
     run.session.runtime.recorder.lap("sync_us")
     return run.sequence.exchanges(stage_step)
 
@@ -483,6 +510,7 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
     step = session.state.step
     pauses = runtime.profiler.toggles_before(step + 1) or runtime.time_slices.ends_after(step)
     needs_this_step = pauses or session.checkpoint_is_due or run.evaluation_is_due
+    needs_this_step = needs_this_step or run.settings.plan.round is not None  # the next one may be long
     if needs_this_step or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
         agreed_steps += runtime.recorder.wait_for_messages()
     return agreed_steps
@@ -507,7 +535,7 @@ def act_on_messages(
             return "stopped"
     elif not exchanged:  # otherwise progress comes with the message
         session.reporter.show_step(run.steps_done, step)
-    if runtime.balance.changes_after(step):
+    if run.balance.changes_after(step):
         run.share_samples()  # before a checkpoint, which holds them
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):

@@ -147,15 +147,16 @@ class Reporter:
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
 
-    def report_shares(self, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
-        """Report the samples of each rank in a micro-batch from `step` on, if they are other ones; `speeds`
-        of the ranks are in any unit, empty if they are not known.
+    def report_shares(self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
+        """Report the samples of each rank in a micro-batch from `step` on, if they are other ones in the
+        stage; none: they are not shared unequally. `speeds` of the ranks are in any unit, empty if they are
+        not known.
         """
-        if tuple(shares) == tuple(self._shares):
+        if (stage, *shares) == self._shares or not shares:
             return
-        self._shares, fastest = shares, max(speeds, default=1.0)
+        self._shares, fastest = (stage, *shares), max(speeds, default=1.0)
         speeds = [round(speed / fastest, 3) for speed in speeds]
-        log_event(self.events, SharesSet(step=step, samples=list(shares), speeds=speeds))
+        log_event(self.events, SharesSet(step=step, stage=stage, samples=list(shares), speeds=speeds))
         text = ", ".join(f"rank {rank} {share}" for rank, share in enumerate(shares))
         if len(shares) > _MOST_RANKS_SHOWN:
             text = f"{min(shares)} to {max(shares)} a rank,"

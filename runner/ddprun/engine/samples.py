@@ -27,6 +27,9 @@ class SampleShard:
     shares: tuple[int, ...] = ()
     """Samples of each rank in a full micro-batch of all ranks; none: as many each."""
 
+    local_batch: int | None = None
+    """A micro-batch is a round: each rank's share of it are whole batches of so many samples."""
+
     @property
     def samples_read_per_own(self) -> int:
         """How many samples a rank reads for each of its own."""
@@ -39,6 +42,16 @@ class SampleShard:
         if self.shares and not self.sharded:
             return [read[at] for at in deal(self.shares)[self.rank] if at < len(read)]
         return read if self.sharded else read[self.rank :: self.ranks]
+
+    def batches(self, read: Sequence[_T]) -> list[Sequence[_T]]:
+        """This rank's batches of a micro-batch that was read, or of the first part of one: one, or in a round
+        as many as it has; the last one of an epoch may be smaller.
+        """
+        size = self.local_batch
+        if size is None:
+            return [self.of(read)]
+        own = deal(tuple(share // size for share in self.shares))[self.rank]
+        return [read[at * size : (at + 1) * size] for at in own if at * size < len(read)]
 
     def counts(self, read: int) -> list[int]:
         """How many of so many samples that all ranks read are each rank's."""

@@ -120,7 +120,9 @@ class StageActions:
 
     def note_update(self) -> None:
         """The weights were updated, so that their average (`ema`) moves."""
-        equal = self.settings.plan.gradients == "all" and self.replicas.parameters == "common"
+        plan = self.settings.plan
+        equal = plan.gradients == "all" and self.replicas.parameters == "common"
+        equal = equal or (plan.round is not None and not self.settings.uses_noop)  # it follows the exchange
         if self.pipeline.ema is not None and not equal:
             self.replicas.averages_differ = True
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
-from ddprun.engine.balance import Balance
+from ddprun.engine.balance import Balances
 from ddprun.engine.build import HeldOutData
 from ddprun.engine.compiling import GraphCompiler
 from ddprun.engine.ema import WeightAverage
@@ -70,7 +70,7 @@ class RunComponents:
     precision: Precision
     objective: Objective
     feeds: Feeds
-    balance: Balance  # of the ranks' shares of each micro-batch
+    balances: Balances  # of the ranks' shares of samples
     fingerprints: DatasetFingerprints  # of all data
     held_out: HeldOutData  # what `data` holds out
     stage_held_out: dict[int, HeldOutData]  # of stages that name data to evaluate on, by index in `stages`

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
-from ddprun.engine.balance import batchnorm_warning, open_balance
+from ddprun.engine.balance import batchnorm_warning, open_balances
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import WeightAverage
 from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
@@ -107,7 +107,7 @@ def build_session(
     pin = device.type == "cuda"
     feeds = open_feeds(loaded, train_data, rank=ranks.rank, world_size=ranks.size, pin=pin)
     check_epoch_ends(loaded, feeds)
-    balance = open_balance(loaded, feeds, ranks)
+    balances = open_balances(loaded, feeds, ranks)
     feed = feeds.main
     turns = build_turns(loaded, model)
     initialize_lazy_parameters(model, objective, feed, turns)
@@ -143,9 +143,7 @@ def build_session(
     ranks.watchdog.set_phase(b"passes before step 1")
     for name, each in feeds.by_name().items():
         _compare_data(each, name, control, reporter)
-    if balance.by_speed:
-        recorder.on_messages = balance.add
-    if pipeline.loader.balance is not None and (warning := batchnorm_warning(model)):
+    if balances[None].shares and (warning := batchnorm_warning(model)):
         reporter.note(warning)
     fingerprints = DatasetFingerprints(feeds, held_out, stage_held_out, rank=ranks.rank)
     buffer_use = find_buffer_use(model, objective, feed, turns, automatic=pipeline.has_automatic_buffers)
@@ -199,7 +197,7 @@ def build_session(
         precision=precision,
         objective=objective,
         feeds=feeds,
-        balance=balance,
+        balances=balances,
         fingerprints=fingerprints,
         held_out=held_out,
         stage_held_out=stage_held_out,

@@ -12,6 +12,7 @@ from torch import nn
 from ddprun.config import AverageStage, BroadcastStage, EvaluateStage, SaveStage, StepStage, StepStageSettings
 from ddprun.engine import build, seeding
 from ddprun.engine.audit import audit_parameters
+from ddprun.engine.balance import Balance
 from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.optimizers import build_schedule, takes_closure
 from ddprun.engine.resume import fail_on_all_ranks
@@ -42,6 +43,7 @@ class StageRun:
     synchronizer: Synchronizer
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
+    balance: Balance  # of the ranks' shares
     takes_closure: bool  # the optimizer may call for the loss and its gradients again, within a step
 
     @property
@@ -72,20 +74,21 @@ class StageRun:
 
     def share_samples(self) -> None:
         """Have each rank take its share of samples, from the next step on."""
-        session, balance = self.session, self.session.runtime.balance
-        session.runtime.feeds.for_stage(self.stage.index).set_shares(balance.shares)
-        session.reporter.report_shares(session.state.current_step, balance.shares, balance.speeds)
+        session, balance = self.session, self.balance
+        session.runtime.feeds.for_stage(self.stage.index).set_shares(balance.shares, balance.local_batch)
+        step, speeds = session.state.current_step, balance.speeds
+        session.reporter.report_shares(self.stage.index, step, balance.shares, speeds)
 
     def _total_weight(self, mine: float) -> float:
         """This step's total weight over the ranks that average gradients with this one, scaled to the world
         size. Ranks that train apart use their own, and send nothing.
         """
         runtime, gradients = self.session.runtime, self.settings.plan.gradients
-        ranks = [runtime.ranks.rank]
-        if gradients is None:
+        ranks, in_round = [runtime.ranks.rank], self.settings.plan.round is not None
+        if gradients is None and not in_round:
             return mine * runtime.ranks.size
         counts = runtime.exchange.control.all_gather([mine], "what counts in the step")[:, 0].tolist()
-        if gradients == "all":
+        if gradients == "all" or in_round:
             ranks = list(range(runtime.ranks.size))
         else:
             by_host = runtime.ranks.placement.split_by_host(self.settings.plan.hosts)
@@ -129,6 +132,9 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime, state = session.runtime, session.state
     loaded, cursor = runtime.loaded, state.cursor
     settings, feed = stage.effective_settings(loaded.pipeline), runtime.feeds.for_stage(stage.index)
+    balance = runtime.balances[settings.plan.round]
+    balance.begin_stage(state.step)
+    feed.set_shares(balance.shares, balance.local_batch)  # its length may depend on them
     saved, state.resume_state = state.resume_state, None
     if saved is None:
         if settings.epochs is not None:
@@ -192,8 +198,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     )
     log_event(session.reporter.events, event)
     closure = takes_closure(loaded, runtime.optimizer)
-    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, closure)
-    runtime.balance.begin_stage(state.step)
+    runtime.recorder.on_messages = balance.add if balance.by_speed else None
+    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, balance, closure)
     run.share_samples()
     synchronizer.set_delta_bases()
     if saved is not None:

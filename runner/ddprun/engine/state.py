@@ -85,7 +85,7 @@ def _stateful_parts(session: Session) -> dict[str, Any]:
         "precision": runtime.precision,
         "feed": runtime.feeds.main,
         "stage_feeds": runtime.feeds,
-        "balance": runtime.balance,
+        "balance": runtime.balances,
         "hooks": runtime.stacks,
         "buffers_seen": runtime.buffers,
         "telemetry": runtime.recorder,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
 from ddprun.config.resolved import flow_yaml
+from ddprun.config.sections import Replay
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import is_external_code
@@ -131,6 +132,13 @@ def _stage_lines(
     if settings.epochs is not None:
         length = format_count(settings.epochs, "epoch") + (f" ({length})" if length else "")
     yield f"{title} for {length}, sync: {_choice_text(settings.sync)}, hooks: [{hooks}]"
+    if (one_round := settings.plan.round) is not None:
+        size = f"{one_round.samples:,} samples of all ranks" if one_round.samples else ""
+        work = size or f"about {one_round.seconds:g} s of work"
+        given = isinstance(explained.loaded.pipeline.loader.balance, dict | Replay)
+        many = "its share of batches" if given else "as many batches as its speed allows"
+        shares = f"Each step is a round of {work}: each rank takes {many}, updates its weights by each, and "
+        yield from paragraph("Round", f"{shares}counts by its samples.")
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")

@@ -100,6 +100,7 @@ class StageCosts:
 
     own_us_by_rank: Sequence[Sequence[float]] = ()  # the training thread's own work in each step
     cpu_us_by_rank: Sequence[Sequence[float]] = ()  # processor time in each step
+    sample_us_by_rank: Sequence[float] = ()  # the median time for data, forward and backward of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,10 @@ class Costs:
     stages: Sequence[StageCosts]  # by the index in the run's pipeline
 
 
-def check_one_set_of_parameters(pipeline: Pipeline) -> None:
-    """Raise CostsUnknownError if steps train different parameters: then their costs differ, too."""
+def check_predictable(pipeline: Pipeline) -> None:
+    """Raise CostsUnknownError if the costs of steps differ: they train other parameters, or are rounds."""
+    if any(settings.plan.round for _, settings in pipeline.stages_and_settings()):
+        raise CostsUnknownError("a stage has rounds, whose length is measured while they run")
     if any(stage.turns for stage in pipeline.train_stages()):
         raise CostsUnknownError("a stage has turns, and only steps with one backward pass can be predicted")
     if len(set(pipeline.frozen_patterns().values())) > 1:
@@ -172,6 +175,7 @@ class _StageRecords:
         self._sums: dict[str, float] = defaultdict(float)
         self._own_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._cpu_us_by_rank: dict[int, list[float]] = defaultdict(list)
+        self._sample_us_by_rank: dict[int, list[float]] = defaultdict(list)
         self._gradient_ready_shares: dict[str, list[float]] = defaultdict(list)
         self._buckets: dict[int, list[tuple[int, list[float]]]] = defaultdict(list)
 
@@ -180,6 +184,7 @@ class _StageRecords:
         for name in (*PARTS_WITHOUT_EXCHANGE, "step_us", "cpu_us"):
             self._sums[name] += getattr(line, name)
         self._own_us_by_rank[rank].append(own_work_us(line))
+        self._sample_us_by_rank[rank].append(line.data_us + line.forward_us + line.backward_us)
         self._cpu_us_by_rank[rank].append(line.cpu_us)
 
     def add_bucket(self, line: BucketRecord, began: float, backward_us: float) -> None:
@@ -216,4 +221,5 @@ class _StageRecords:
             },
             own_us_by_rank=list(self._own_us_by_rank.values()),
             cpu_us_by_rank=list(self._cpu_us_by_rank.values()),
+            sample_us_by_rank=[*map(statistics.median, self._sample_us_by_rank.values())],
         )

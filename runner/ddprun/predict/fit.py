@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import harmonic_mean
 
 from ddprun.explain.explain import Explanation, StageExplanation
 from ddprun.explain.model_probe import WorldShape
@@ -49,6 +50,10 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         ready_shares |= found.gradient_ready_shares
     # Where ranks wait for cores, how long they take says little about how much they have to do.
     us_by_rank = [found.cpu_us_by_rank if share < 1 else found.own_us_by_rank for _, found in silent]
+    work_us = [found.sample_us_by_rank for _, found in silent if found.sample_us_by_rank]
+    gain = None  # where ranks wait for cores, it is not known how fast they are
+    if share == 1 and work_us and min(of_ranks := [*map(sum, zip(*work_us, strict=False))]) > 0:
+        gain = 1 - harmonic_mean(of_ranks) / max(of_ranks)
     lateness = LastRankLateness([rank for ranks in us_by_rank for rank in ranks])
     by_key = defaultdict[str, list[tuple[StageExplanation, StageCosts]]](list)
     for stage, found in pairs:
@@ -59,7 +64,8 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
         longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
         slowdown = max(1.0, sum(longer) / len(longer) / alone)
     step_costs = StepCosts(on_cpu, own_work_us, ready_shares, lateness)
-    model = CostModel(step_costs, costs.cores if on_cpu else math.inf, slowdown)
+    cores = costs.cores if on_cpu else math.inf
+    model = CostModel(step_costs, cores, slowdown, balance_gain=gain)
     stacks = {
         key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
         for key, alike in by_key.items()

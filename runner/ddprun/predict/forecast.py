@@ -16,6 +16,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
+from ddprun.predict.instructions import settings_of
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
 from ddprun.predict.model import LIMITS, CostModel, StepPrediction
@@ -24,6 +25,7 @@ from ddprun_hooks.config.options import parse_spec
 
 _SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
 _HALVINGS = 30
+_MIN_BALANCE_GAIN = 0.1  # of a step's time, to be worth a sentence
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: no difference to speak of
 _MEMORY_PHRASES = {
     "weights": "weights and buffers",
@@ -83,12 +85,15 @@ class StageForecast:
     hook_verdicts: Sequence[HookVerdict]
     memory: Mapping[str, int | None]  # bytes of each of `_MEMORY_PHRASES`; None: not known
     sweep: list[tuple[WorldShape, StepPrediction]] = field(default_factory=list)  # on other numbers of hosts
+    balance_gain: float | None = None  # as in `CostModel`; None, too, where ranks cannot have such shares
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
         data = self.predicted.to_json_data() | {"repeated_us": [round(us) for us in self.repeated_us]}
         data["memory_bytes"] = dict(self.memory)
         data["hooks"] = [one.to_json_data() for one in self.hook_verdicts]
+        if self.balance_gain is not None:
+            data["balance_gain"] = round(self.balance_gain, 4)
         sweep = [{"nnodes": at.hosts, "ranks": at.ranks} | one.to_json_data() for at, one in self.sweep]
         return data | ({"sweep": sweep} if sweep else {})
 
@@ -101,6 +106,11 @@ class StageForecast:
         for verdict in self.hook_verdicts:
             yield from paragraph(verdict.hook, _verdict_text(verdict))
         yield from paragraph("Memory", _memory_text(self.memory))
+        if self.balance_gain is not None and self.balance_gain >= _MIN_BALANCE_GAIN:
+            text = (
+                f"takes about {percent(self.balance_gain)} off the slowest rank's time for data, forward and "
+            )
+            yield from paragraph("Balance", f"Ranks are not equally fast: `loader.balance` {text}backward.")
         if self.sweep:
             rows = [("hosts", "ranks", "a step", "waiting", "efficiency", "limit")]
             for at, one in self.sweep:
@@ -134,7 +144,13 @@ def forecast(
         memory = _memory(explained, stage, state_bytes)
         predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
         repeated_us = [one.step_us for one in repeated]
-        stages[stage.index] = StageForecast(predicted, repeated_us, links, verdicts, memory)
+        can_balance = (
+            settings_of(stage).plan.gradients == "all" and not explained.loaded.pipeline.loader.balance
+        )
+        gain = model.balance_gain if can_balance else None
+        stages[stage.index] = StageForecast(
+            predicted, repeated_us, links, verdicts, memory, balance_gain=gain
+        )
     again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
     for number in hosts:
         other = again(explained.loaded, hosts=number)

@@ -17,7 +17,7 @@ from ddprun.config import LoadedPipeline, TrainStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import StageExplanation, explain
 from ddprun.predict import MeasurementRunError
-from ddprun.predict.costs import CostsUnknownError, StageCosts, check_one_set_of_parameters, costs_of_run
+from ddprun.predict.costs import CostsUnknownError, StageCosts, check_predictable, costs_of_run
 from ddprun.predict.fit import fit_cost_model
 from ddprun.predict.links import Links
 from ddprun.predict.model import CostModel
@@ -62,7 +62,7 @@ def measurement_stages_yaml(
     or they train different parameters.
     """
     trained = _train_stages(loaded)
-    check_one_set_of_parameters(loaded.pipeline)
+    check_predictable(loaded.pipeline)
     settings: list[dict[str, Any]] = [{"hooks": ["noop"], "sync": "every_step"}, {"sync": "independent"}]
     settings += [{"hooks": list(stack), "sync": "every_step"} for stack in stacks]
     stages = [
@@ -177,7 +177,7 @@ def cost_models_of_run(
         except (OSError, ValueError) as error:
             raise CostsUnknownError(f"{run_dir} has no run.json that says where its pipeline was") from error
         ran = load(run_dir / "pipeline.yaml", (), folder)
-    check_one_set_of_parameters(ran.pipeline)
+    check_predictable(ran.pipeline)
     explained = explain(ran, hosts=len(by_host), ranks_per_host=max(by_host.values()))
     costs = costs_of_run(run, len(explained.stages))
     if of_script:

@@ -99,6 +99,8 @@ class CostModel:
     cores: float  # of a host; infinite where each rank computes on a device of its own
     overlap_slowdown: float = 1.0  # of computation beside an exchange, on such a device
     stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `hook_stack_id`
+    balance_gain: float | None = None
+    """The part of the slowest rank's work on samples that shares by speed would take off; None: not known."""
 
     def predict(
         self, stage: StageExplanation, world: WorldShape, links: Links, stack: StackCosts | None = None

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, steps_between
-from ddprun.telemetry.records import PARTS, BucketRecord, MachineRecord, StageStarted, StepRecord, Straggler
+from ddprun.telemetry.records import (
+    PARTS,
+    BucketRecord,
+    MachineRecord,
+    SharesSet,
+    StageStarted,
+    StepRecord,
+    Straggler,
+)
 from ddprun.units import format_bytes
 
 _MAX_CURVE_POINTS = 200
@@ -224,6 +232,22 @@ class StageDigest:
 
 
 @dataclass
+class SharesSpan:
+    """The steps that ranks took with the same shares of samples (`loader.balance`, and rounds)."""
+
+    shares: SharesSet
+    total: Counter[str] = field(
+        default_factory=Counter
+    )  # over steps and ranks: `samples`, `step_us`, `steps`
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together."""
+        ranks = len(self.shares.samples)
+        return 1e6 * ranks * self.total["samples"] / self.total["step_us"] if self.total["step_us"] else None
+
+
+@dataclass
 class RunDigest:
     """A run in numbers."""
 
@@ -244,6 +268,7 @@ class RunDigest:
     slow_steps: list[SlowStep] = field(default_factory=list)  # the slowest of them, in order of steps
     slow_step_count: int = 0
     machine: dict[str, dict[int, Curve]] = field(default_factory=dict)  # of `MachineRecord`, by rank
+    shares: list[SharesSpan] = field(default_factory=list)
 
     @cached_property
     def times(self) -> StepTimes:
@@ -314,6 +339,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
+    shares = [SharesSpan(one) for one in run.shares]
     for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
         for line in run.step_records(rank):
             step, index = line.step, _step_index(steps, line.step)
@@ -344,6 +370,10 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             stage.first_step, stage.last_step = min(stage.first_step, step), max(stage.last_step, step)
             # The loss of a script may not be known; then only a wait shows that ranks exchanged something.
             stage.synced_steps += position == 0 and (exchanged or bool(line.waits))
+            span = bisect_right(shares, step, key=lambda span: span.shares.step) - 1
+            if is_timed(step) and span >= 0 and shares[span].shares.stage == line.stage:
+                total = {"samples": line.samples, "step_us": line.step_us, "steps": 1}
+                shares[span].total.update(total)
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}
                 stage.times.total_us_by_rank[position].update({"steps": 1, "samples": line.samples, **us})
@@ -366,6 +396,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             name: {rank: _thin_to_maxima(points) for rank, points in by_rank.items()}
             for name, by_rank in machine.items()
         },
+        shares=shares,
     )
     if found.recorded_steps:
         by_step = dict(zip(steps, kinds, strict=True))

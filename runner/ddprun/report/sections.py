@@ -78,6 +78,7 @@ def make_sections(
         "Memory and load": _per_run_section(_machine_section, lambda digest: digest.machine),
         "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
         "Stragglers": _per_run_section(_stragglers_section),
+        "Shares of samples": _per_run_section(_shares_section, lambda digest: digest.shares),
         "Buffers": _per_run_section(_buffers_section),
         "Errors and restarts": _per_run_section(_errors_section),
     }
@@ -524,6 +525,32 @@ def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
     if len(totals) < len(episodes):
         singly = [row(one) for episode in episodes for one in straggler_totals([episode])]
         yield Table(heads, singly, folded_title=f"Each of {len(episodes)} episodes")
+
+
+def _shares_section(digest: RunDigest) -> Iterator[Block]:
+    """What each rank took, from when on, and how fast the run was with that."""
+    rows = [
+        [
+            one.shares.step,
+            ", ".join(map(str, one.shares.samples)),
+            one.total["steps"] or None,
+            one.samples_per_s,
+        ]
+        for one in digest.shares
+    ]
+    yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
+    of_last_stage = [one for one in digest.shares if one.shares.stage == digest.shares[-1].shares.stage]
+    first, last = of_last_stage[0], of_last_stage[-1]
+    if sum(first.shares.samples) != sum(last.shares.samples):
+        return  # a round of some seconds begins small
+    if (
+        len(set(first.shares.samples)) == 1
+        and first is not last
+        and first.samples_per_s
+        and last.samples_per_s
+    ):
+        gain = last.samples_per_s / first.samples_per_s - 1
+        yield Text(f"Samples per second with the last shares, compared with equal ones: {gain:+.0%}.")
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:

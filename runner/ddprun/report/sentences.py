@@ -5,6 +5,7 @@ what to try.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import harmonic_mean
 from typing import NamedTuple
 
 from ddprun.report.blocks import format_value
@@ -19,6 +20,7 @@ _MAX_HUNG_RANKS_SHOWN = 3
 _MAX_STAGES_WITH_SENTENCES = 4
 _MIN_STAGE_SHARE = 0.1  # a stage that took less of the time of all steps has no sentences
 _ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
+_BALANCE_THRESHOLD = 0.1
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
 _STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
@@ -35,6 +37,9 @@ _STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
 }
 
 
+_CAUSES_OF_SHARES = ("data", "forward", "backward")  # what takes longer with more samples
+
+
 class Levers(NamedTuple):
     """What advice suggests, in the words of what a reader can change."""
 
@@ -45,6 +50,7 @@ class Levers(NamedTuple):
     cheaper_hooks: str
     work_between_steps: str
     less_computation: str
+    balance: str | None  # for ranks that are not equally fast
 
     @classmethod
     def of(cls, run: Run) -> "Levers":
@@ -65,6 +71,7 @@ _IN_A_PIPELINE = Levers(
         "`compile: true` may make steps faster, and changes only rounding; more ranks, a larger "
         "`loader.batch_size` and `precision: bf16` change training."
     ),
+    balance="`loader.balance`, which gives slow ranks fewer samples",
 )
 _IN_A_SCRIPT = Levers(
     workers="a larger `num_workers` of the `DataLoader`",
@@ -80,6 +87,7 @@ _IN_A_SCRIPT = Levers(
         "`torch.compile` may make steps faster, and changes only rounding; more ranks, a larger batch and "
         "`torch.autocast` change training."
     ),
+    balance=None,
 )
 
 
@@ -286,13 +294,20 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     """What to try: first what loses nothing, with what it gains at most; then what changes training."""
     shares, levers = stage.times.shares_by_category, Levers.of(digest.run)
     exact, changing = list[tuple[float, str]](), list[str]()
+    worst = late_ranks[0] if late_ranks else None
+    if worst and _straggler_wait_share(digest, stage, worst) <= _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
+        worst = None  # another rank is the last one each time
     if shares["wait"] > _ADVICE_THRESHOLD:
-        worst = late_ranks[0] if late_ranks else None
-        if worst and _straggler_wait_share(digest, stage, worst) > _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
+        if worst is not None:
             what = f"{levers.workers}, or a look at the late rank's disk"
             exact.append((shares["wait"], _STRAGGLER_ADVICE.get(worst.cause, what)))
         else:
-            changing.append(_sync_less_often_phrase(digest, stage))  # another rank is the last one each time
+            changing.append(_sync_less_often_phrase(digest, stage))
+    late_by_samples = worst is not None and worst.cause in _CAUSES_OF_SHARES
+    all_exchange = {one.policy[0] for one in digest.stages} == {"every_step"} and not digest.shares
+    gain = _balance_gain(stage) if late_by_samples and all_exchange else 0.0
+    if levers.balance and gain > _BALANCE_THRESHOLD:
+        exact.append((gain, levers.balance))
     if shares["data"] > _ADVICE_THRESHOLD:
         exact.append((shares["data"], f"{levers.workers}, since the training thread waits for its data"))
     if shares["sync"] > _ADVICE_THRESHOLD:
@@ -323,6 +338,15 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
             if shares["compute"] > 0.8
             else "Nothing stands out: no single change is likely to gain much."
         )
+
+
+def _balance_gain(stage: StageDigest) -> float:
+    """The share of a step that ranks would save if each had samples in proportion to its speed."""
+    parts = [f"{cause}_us" for cause in _CAUSES_OF_SHARES]
+    own_us = [sum(us[part] for part in parts) for us in stage.times.mean_us_by_rank if us]
+    if not own_us or not min(own_us):
+        return 0.0
+    return (max(own_us) - harmonic_mean(own_us)) / stage.times.mean_parts_us["step_us"]
 
 
 def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:

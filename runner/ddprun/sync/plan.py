@@ -5,9 +5,11 @@ for it, and `ddprun explain` shows it. Nothing here imports torch: `ddprun check
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from ddprun.options import Options
+from pydantic import TypeAdapter, model_serializer
+
+from ddprun.options import CustomValidator, Options, PositiveFloat, PositiveInt, expected
 
 GradientScope = Literal["all", "host"] | None  # among which ranks backward averages
 Consistency = Literal["common", "host", "apart"]  # all ranks hold the same, those of a host, or none
@@ -23,6 +25,49 @@ _LONGEST_CYCLE = 100_000  # periods that have no smaller common multiple are fol
 def is_due(every: int | None, step: int) -> bool:
     """Whether what comes after every so many steps comes after this one; 0 or None: it never does."""
     return every is not None and every > 0 and step % every == 0
+
+
+class Round(Options):
+    """Local updates of each rank between two exchanges, as many as its speed allows: together one step. The
+    number of a slower rank is smaller, as in DyLU (Liu et al. 2024, arXiv:2401.09135).
+    """
+
+    samples: PositiveInt | None = None
+    """Of all ranks together."""
+
+    seconds: PositiveFloat | None = None
+    """How long a rank works; the number of samples is what it then manages."""
+
+    @model_serializer
+    def _as_written(self) -> dict[str, Any]:
+        both = {"samples": self.samples, "seconds": self.seconds}
+        return {key: value for key, value in both.items() if value is not None}
+
+    def __str__(self) -> str:
+        [(key, value)] = self._as_written().items()
+        return f"{{{key}: {value if key == 'samples' else format(value, 'g')}}}"
+
+
+_STEPS, _ROUNDS = TypeAdapter(PositiveInt), Round.model_fields.keys()
+
+
+def _parse_period(value: Any) -> Any:
+    if isinstance(value, Round):
+        return value
+    if isinstance(value, int | float):
+        return _STEPS.validate_python(value, strict=True)
+    if not isinstance(value, dict) or len(value) != 1 or None in value.values() or value.keys() - _ROUNDS:
+        raise expected("a number of steps or a round", "write a number, {samples: N} or {seconds: S}")
+    return Round.model_validate(value)
+
+
+Period = Annotated[PositiveInt | Round, CustomValidator(_parse_period, "period")]
+"""From one exchange to the next: a number of steps, or a round, which is one step."""
+
+
+def period_in_steps(period: "int | Round") -> int:
+    """A round is one step."""
+    return 1 if isinstance(period, Round) else period
 
 
 @dataclass(frozen=True)
@@ -102,6 +147,7 @@ class SyncPlan:
     transfers: tuple[Transfer, ...] = ()  # in the order in which they start after one step
     hosts: int | None = None  # into how many hosts `host` splits the ranks; None: as they were launched
     changes_weights: bool = True  # False: nothing in the stage changes weights
+    round: Round | None = None  # what a step is, if each rank takes as many updates in it as it manages
     keeps_apart: bool = False
     """Ranks are meant to differ: a stage before this one need not make them equal, and this one cannot resume
     with another number of ranks."""

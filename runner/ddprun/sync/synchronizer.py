@@ -43,6 +43,7 @@ class Synchronizer:
 
     def __post_init__(self) -> None:
         self.plan = self.progress.plan
+        self.weight = 1.0  # of this rank's changes in their mean: its part of a round's samples, times ranks
         self._buckets = buckets_by_fragment(self.plan, self.frozen.trainable, self.exchanger.cap_bytes)
         equalizing = (index for index, one in enumerate(self.plan.transfers) if one.equalizes)
         self._frozen_check_index = next(equalizing, None)  # the transfer with which frozen ones are compared
@@ -108,7 +109,7 @@ class Synchronizer:
         changes = [index for index in chosen.started if index in self._deltas]
         for index in changes:
             overlap = transfers[index].delay > 0 and not at_end
-            self._deltas[index].send(overlap=overlap)
+            self._deltas[index].send(self.weight, overlap=overlap)
             if not overlap and not at_end:
                 self._deltas[index].wait_and_apply()
         if at_end:
@@ -177,13 +178,15 @@ class DeltaExchange:
         """The ranks have the same weights now."""
         self._base = [self.buckets.flatten(index) for index in range(len(self.buckets.layouts))]
 
-    def send(self, *, overlap: bool = False) -> None:
-        """Start an exchange of what has changed; `overlap`: training goes on meanwhile."""
+    def send(self, weight: float = 1.0, *, overlap: bool = False) -> None:
+        """Start an exchange of what has changed, of this `weight` in the mean: 1 where all ranks count alike.
+        `overlap`: training goes on meanwhile.
+        """
         for index, layout in enumerate(self.buckets.layouts):
             flat = self.buckets.flatten(index)
             if overlap:
                 self._weights_at_send.append(flat.clone())
-            change = flat.sub_(self._base[index]).mul_(1.0 / self.group.size)
+            change = flat.sub_(self._base[index]).mul_(weight / self.group.size)
             payload = Payload(change, layout.params, "delta", layout.index)
             queue = self.exchanger.exchange.delta_queue
             self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))

@@ -25,6 +25,7 @@ from ddprun.telemetry.records import (
     Failure,
     ProfilerRecord,
     Resumed,
+    SharesSet,
     Started,
     StepRecord,
     Straggler,
@@ -105,6 +106,16 @@ class Run:
     def started(self) -> Started:
         """How the run started the first time."""
         return next(iter(self.events_of(Started)), Started())
+
+    @cached_property
+    def shares(self) -> list[SharesSet]:
+        """The ranks' shares of samples, each from its step on. An attempt begins with its shares, and
+        whatever came after that step has been undone.
+        """
+        found: list[SharesSet] = []
+        for one in self.events_of(SharesSet):
+            found = [*(earlier for earlier in found if earlier.step < one.step), one]
+        return found
 
     @cached_property
     def world_sizes(self) -> list[tuple[int, int]]:

@@ -224,10 +224,11 @@ class ClockOffsets(Event, tag="clock_offsets"):
 
 
 class SharesSet(Event, tag="shares"):
-    """The samples of each rank in a full micro-batch, from a step on; an attempt of a run begins with one."""
+    """The samples of each rank in a full micro-batch, from a step on; each attempt of a stage has a first."""
 
     step: StepNumber
     samples: list[Count]
+    stage: Count = 0
     speeds: list[float] = []  # relative to the fastest rank's; empty: not known
 
 

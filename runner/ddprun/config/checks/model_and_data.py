@@ -339,7 +339,8 @@ def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
         "weight_by": pipeline.weight_by and "ranks wait for each other while they load",
         "sync_batchnorm": pipeline.sync_batchnorm and "ranks wait for each other in each forward pass",
     }
-    for key, reason in reasons.items():
+    waits = any(settings.plan.round is None for _, settings in pipeline.stages_and_settings())
+    for key, reason in reasons.items() if waits else ():  # in a round, no rank waits for another
         if loader.balance == "speed" and reason:
             text = f'"balance: speed" clashes with "{key}": {reason}'
             yield KeyConflict("loader.balance", text, "name fixed weights, or remove one of the two")
@@ -353,15 +354,16 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key, text in named.items() if loader.sharded else ():
         text += ' clashes with "sharded: true": each rank has samples of its own'
         yield KeyConflict(f"loader.{key}", text, "remove one of the two")
-    if "max_share" in loader.model_fields_set and "balance" not in named:
+    if "max_share" in loader.model_fields_set and loader.balance is None:
         text = '"max_share" has no effect without "balance": shares are equal'
         yield warning("loader.max_share", text, "remove it")
     for stage, settings in pipeline.stages_and_settings():
         sync = setting_text(stage, "sync", settings.sync)
-        if "balance" in named and settings.plan.gradients != "all":
+        if "balance" in named and settings.plan.gradients != "all" and settings.plan.round is None:
             what = sync if settings.has_backward else stage.path
             text = f'"balance" clashes with {what}: ranks have to average gradients in every step'
-            yield KeyConflict("loader.balance", text, "allowed: train stages with sync: every_step")
+            allowed = "allowed: train stages with sync: every_step, or with rounds, every: {samples: N}"
+            yield KeyConflict("loader.balance", text, allowed)
         if "global_batch" in named and not settings.has_backward:
             text = f"{size} clashes with {stage.path}, whose step is one batch of each rank"
             yield KeyConflict("loader.global_batch", text, "remove one of the two")
@@ -369,6 +371,52 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
             accumulate = setting_text(stage, "accumulate", settings.accumulate)
             text = f"{size} clashes with {accumulate}: it decides how many micro-steps there are"
             yield KeyConflict("loader.global_batch", text, "remove one of the two")
+
+
+@register_check("loader", "sync", "accumulate", "buffers", "sync_batchnorm", "weight_by", "stages")
+def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    loader = pipeline.loader
+    for stage, settings in pipeline.stages_and_settings():
+        if (one_round := settings.plan.round) is None:
+            continue
+        every, sync_path = f'"every: {one_round}"', stage.key_path("sync")
+        here = f"{sync_path}.{settings.sync.name}.every"
+        if not settings.has_backward:
+            text = f"{every} clashes with {stage.path}, whose step is one batch of each rank"
+            yield KeyConflict(here, text, "write a number of steps")
+        if settings.epochs is not None:
+            text = f'{every} clashes with "epochs: {settings.epochs}" of {stage.path}: steps are counted'
+            yield KeyConflict(f"{stage.path}.epochs", text, "write steps: N; a step is one round")
+        if stage.evaluate is not None and stage.evaluate.every == "epoch":
+            text = f'{every} clashes with "every: epoch" of {stage.path}: a round is no part of an epoch'
+            yield KeyConflict(f"{stage.path}.evaluate.every", text, "write a number of rounds")
+        if settings.accumulate > 1:
+            accumulate = setting_text(stage, "accumulate", settings.accumulate)
+            text = f"{every} clashes with {accumulate}: each rank updates its weights by one batch"
+            yield KeyConflict(here, text, "raise batch_size, or write a number of steps")
+        if settings.buffers.when == "every_forward":
+            text = f'{every} clashes with "buffers: every_forward": ranks take different numbers of updates'
+            yield KeyConflict(stage.key_path("buffers"), text, "write buffers: {every: 1}")
+        if pipeline.sync_batchnorm:
+            text = f'{every} clashes with "sync_batchnorm: true": ranks take different numbers of updates'
+            yield KeyConflict("sync_batchnorm", text, "remove one of the two")
+        weighted = pipeline.weight_by is not None and pipeline.weight_by.name != "samples"
+        if weighted and (loader.balance is None or loader.balance == "speed"):
+            text = f'{every} clashes with "weight_by": ranks wait for each other while they load, so that '
+            text += "their speed cannot be measured"
+            yield KeyConflict("weight_by", text, "name fixed weights in loader.balance, or remove one")
+        for key in ("global_batch", "sharded"):
+            if getattr(loader, key):
+                text = f'{every} clashes with "{key}" of "loader": ranks share the samples of a round'
+                yield KeyConflict(f"loader.{key}", text, "remove one of the two")
+        if one_round.samples is not None and one_round.samples % loader.batch_size:
+            size = loader.batch_size
+            text = f'{every} is not a multiple of "batch_size: {size}"'
+            nearest = max(1, round(one_round.samples / size)) * size
+            yield KeyConflict(f"{here}.samples", text, f"such as {nearest}")
+        if one_round.seconds is not None and isinstance(loader.balance, dict):
+            text = f'"balance" with fixed weights clashes with {every}, whose shares are measured'
+            yield KeyConflict("loader.balance", text, "write every: {samples: N}, or remove balance")
 
 
 def _why_nothing_held_out(data: Choice | DataPair) -> str | None:

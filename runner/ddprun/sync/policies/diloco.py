@@ -5,8 +5,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, combine, problem
-from ddprun.sync.plan import OuterOptimizer, StageFacts, SyncPlan, SyncPolicy, Transfer
+from ddprun.options import NonNegativeInt, PositiveFloat, combine, problem
+from ddprun.sync.plan import (
+    OuterOptimizer,
+    Period,
+    Round,
+    StageFacts,
+    SyncPlan,
+    SyncPolicy,
+    Transfer,
+    period_in_steps,
+)
 
 
 class Diloco(SyncPolicy):
@@ -14,8 +23,9 @@ class Diloco(SyncPolicy):
     (Douillard et al. 2023, arXiv:2311.08105).
     """
 
-    every: PositiveInt
-    """Steps from one exchange of a parameter to its next."""
+    every: Period
+    """Steps from one exchange of a parameter to its next; or `{samples: N}` of all ranks, or `{seconds: S}`,
+    for which each rank takes as many local updates as its speed allows: these are one step."""
 
     outer_lr: PositiveFloat = 0.7
     """Learning rate of the outer SGD."""
@@ -32,15 +42,15 @@ class Diloco(SyncPolicy):
 
     @model_validator(mode="after")
     def _fits_the_period(self) -> Self:
-        every = f"every {self.every}"
+        every, steps = f"every {self.every}", period_in_steps(self.every)
         faults = []
-        if self.fragments > self.every:
+        if self.fragments > steps:
             text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
-            faults.append(problem(text, f"at most {self.every}", at="fragments"))
-        if self.overlap_steps >= self.every:
+            faults.append(problem(text, f"at most {steps}", at="fragments"))
+        if self.overlap_steps >= steps:
             text = f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would "
             text += "start before the last one is applied"
-            faults.append(problem(text, f"at most {self.every - 1}", at="overlap_steps"))
+            faults.append(problem(text, f"at most {steps - 1}", at="overlap_steps"))
         if faults:
             raise combine(faults)
         return self
@@ -48,7 +58,8 @@ class Diloco(SyncPolicy):
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
         outer, parts = OuterOptimizer(self.outer_lr, self.outer_momentum), self.fragments
-        one = Transfer("change", self.every, delay=self.overlap_steps, outer=outer)
-        phases = enumerate(index * self.every // parts for index in range(parts))
+        every, one_round = period_in_steps(self.every), self.every if isinstance(self.every, Round) else None
+        one = Transfer("change", every, delay=self.overlap_steps, outer=outer)
+        phases = enumerate(index * every // parts for index in range(parts))
         transfers = [replace(one, phase=phase, fragment=(index, parts)) for index, phase in phases]
-        return SyncPlan(transfers=tuple(transfers))
+        return SyncPlan(transfers=tuple(transfers), round=one_round)

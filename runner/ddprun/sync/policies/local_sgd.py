@@ -1,7 +1,15 @@
 """Local SGD: ranks train by themselves and average what they have learned every so many steps."""
 
-from ddprun.options import PositiveInt
-from ddprun.sync.plan import OptimizerStateMode, StageFacts, SyncPlan, SyncPolicy, Transfer
+from ddprun.sync.plan import (
+    OptimizerStateMode,
+    Period,
+    Round,
+    StageFacts,
+    SyncPlan,
+    SyncPolicy,
+    Transfer,
+    period_in_steps,
+)
 
 
 class LocalSgd(SyncPolicy):
@@ -9,13 +17,16 @@ class LocalSgd(SyncPolicy):
     arXiv:1805.09767).
     """
 
-    every: PositiveInt
-    """Steps from one synchronisation to the next."""
+    every: Period
+    """Steps from one synchronisation to the next; or `{samples: N}` of all ranks, or `{seconds: S}`, for
+    which each rank takes as many local updates as its speed allows: these are one step."""
 
     optimizer_state: OptimizerStateMode = "local"
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """The change of parameters, and the optimizer's state where that is asked for."""
-        change, state = Transfer("change", self.every), Transfer("optimizer", self.every)
-        return SyncPlan(transfers=(change, state) if self.optimizer_state == "average" else (change,))
+        every, one_round = period_in_steps(self.every), self.every if isinstance(self.every, Round) else None
+        change, state = Transfer("change", every), Transfer("optimizer", every)
+        averages_state = self.optimizer_state == "average"
+        return SyncPlan(transfers=(change, state) if averages_state else (change,), round=one_round)
