@@ -217,12 +217,12 @@ sync: {{diloco: {{every: {{EVERY}}}}}}
 hooks: [{{topk: {{density: 0.2}}}}]
 stages: [{{train: {{steps: STEPS}}}}, save]
 """
-SLOW = MODULE.replace("time.sleep(0.005)", "time.sleep([0.001, 0.004][RANK])")
+SLOW = MODULE.replace("time.sleep(0.005)", "time.sleep([0.002, 0.016][RANK])")
 
 
 def start(folder: Path, balance: str, every: str, steps: int, *, kill: str | None = None) -> Path:
     folder.mkdir()
-    (folder / "samples.py").write_text(SLOW)
+    (folder / "samples.py").write_text(SLOW.replace("return 61", "return 400"))
     text = MEASURED.replace("BALANCE", balance).replace("EVERY", every).replace("STEPS", str(steps))
     (folder / "p.yaml").write_text(text)
     if kill is not None:
@@ -233,12 +233,12 @@ def start(folder: Path, balance: str, every: str, steps: int, *, kill: str | Non
 
 
 def test_a_slow_rank_takes_fewer_updates_and_a_replay_has_the_same_bits(tmp_path: Path) -> None:
-    """Rank 1 takes four times as long for a sample; also killed and resumed."""
+    """Rank 1 takes eight times as long for a sample; also killed and resumed."""
     measured = start(tmp_path / "measured", "null", "samples: 20", 60)
     (_, even), (_, shares), *_ = changes(measured)
     assert even == [10, 10]
     assert sum(shares) == 20
-    assert shares[0] >= 14
+    assert shares[0] >= 12
     assert {share % 2 for share in shares} == {0}
     replayed = start(tmp_path / "replayed", "{replay: ../measured/run}", "samples: 20", 60)
     assert changes(replayed) == changes(measured)
@@ -250,14 +250,17 @@ def test_a_slow_rank_takes_fewer_updates_and_a_replay_has_the_same_bits(tmp_path
 
 
 def test_a_round_takes_about_so_many_seconds(tmp_path: Path) -> None:
-    """It begins with a batch of each rank; it ends with an epoch at the latest."""
-    done = start(tmp_path / "seconds", "null", "seconds: 0.06", 60)
-    (_, even), (_, shares), *_ = changes(done)
+    """It begins with a batch of each rank; then it has as many as its records say that a rank manages."""
+    done = start(tmp_path / "seconds", "null", "seconds: 0.5", 12)
+    (_, even), (changed_at, shares), *_ = changes(done)
     assert even == [2, 2]
-    assert shares[0] > 2 * shares[1] > 2
-    whole = [line for line in lines(done, "steps") if line["samples"] == shares[line["rank"]]]
-    assert whole
-    assert 0.03 < np.median([line["step_us"] for line in whole]) / 1e6 < 0.12
+    for rank, share in enumerate(shares):
+        measured = [
+            sum(one[f"{part}_us"] for part in ("data", "forward", "backward", "exposed_hook", "optimizer"))
+            for one in lines(done, "steps")
+            if one["rank"] == rank and 1 < one["step"] < changed_at
+        ]
+        assert share / 2 == pytest.approx(0.5e6 / np.median(measured), rel=0.1, abs=1)
     assert math.isfinite(summary(done)["loss"])
 
 
@@ -267,6 +270,12 @@ class Net(nn.Linear):
     def __init__(self):
         super().__init__(6, 3)
         self.double()
+
+
+class Loss(nn.Module):
+    def forward(self, output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        return {{"loss": loss, "square": output.square().mean()}}
 """
 
 
@@ -291,12 +300,12 @@ stages:
 MIXED = """
 model: mine.Net
 data: {train: mine.Samples}
-loader: {batch_size: 4, balance: BALANCE}
+loader: {batch_size: 4, drop_last: true, balance: BALANCE}
+loss: mine.Loss
 optimizer: sgd
 schedule: {CosineAnnealingLR: {}, over: run}
 ema: 0.9
 stages:
-  - train: {steps: 3, sync: every_step}
   - train: {steps: 7, sync: {local_sgd: {every: {samples: 44}}}}
   - train: {epochs: 2, sync: every_step}
   - save
@@ -304,19 +313,20 @@ stages:
 
 
 def test_stages_beside_rounds_keep_their_lengths_and_schedules(tmp_path: Path) -> None:
-    """Ranks without a batch in a round that an epoch's end cuts stay in step with the others; averages of the
-    weights follow the exchange, so that they are equal. A replay of it has shares in its rounds alone.
+    """Ranks without a batch in a round that an epoch's end cuts stay in step with the others, also with
+    numbers beside the loss; averages of the weights follow the exchange, so that they are equal. A replay of
+    it has shares in its rounds alone.
     """
     (tmp_path / "mine.py").write_text(NET)
     done = run_pipeline(tmp_path, MIXED.replace("BALANCE", "null"), 3)
     started = {one["stage"]: one["steps"] for one in events(done) if one["event"] == "stage_started"}
-    assert started == {0: 3, 1: 7, 2: 8}
-    rounds_of_ranks = [one for one in lines(done, "steps") if one["stage"] == 1]
+    assert started == {0: 7, 1: 8}
+    rounds_of_ranks = [one for one in lines(done, "steps") if one["stage"] == 0]
     assert min(one["samples"] for one in rounds_of_ranks) == 0, "a round of one batch"
-    rates = [
-        {one["rank"]: one["lr"] for one in lines(done, "steps") if one["step"] == step} for step in (9, 18)
-    ]
-    assert all(of_ranks[0] == of_ranks[1] == of_ranks[2] for of_ranks in rates)
+    assert {tuple(one["mean_values"]) for one in lines(done, "steps")} == {("square",)}
+    for step in range(8, 16):
+        rates = [one["lr"][0] for one in lines(done, "steps") if one["step"] == step]
+        assert rates == pytest.approx([1e-3 * (1 + math.cos(math.pi * (step - 1) / 15)) / 2] * 3)
     assert not any(one["kind"] == "parameters" for one in lines(done, "buckets")), "no averages were sent"
     replayed = run_pipeline(tmp_path, MIXED.replace("BALANCE", "{replay: run}"), 3, "again")
     assert final(replayed) == final(done)

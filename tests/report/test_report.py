@@ -315,9 +315,9 @@ def test_shares_over_time_and_what_they_gained(tmp_path: Path) -> None:
     table, gain = make_sections([("", digest_run(Run(folder)))], [[]])["Shares of samples"]
     assert isinstance(table, Table)
     assert [[*row] for row in table.rows] == [
-        [1, "8, 8", 10, 1600.0],
-        [6, "12, 4", 10, 2000.0],
-        [11, "16, 16", 10, 3200.0],
-        [16, "24, 8", 10, 4000.0],
+        [1, "8, 8", 5, 1600.0],
+        [6, "12, 4", 5, 2000.0],
+        [11, "16, 16", 5, 3200.0],
+        [16, "24, 8", 5, 4000.0],
     ]
     assert gain == Text("Samples per second with the last shares, compared with equal ones: +25%.")

@@ -78,6 +78,7 @@ class Balance:
         local_batch: int | None = None,
     ) -> None:
         self.shares = shares  # samples of each rank in a full micro-batch; empty: no balance, equal shares
+        self._initial_shares = shares
         self.speeds = speeds  # of each rank, in any unit; empty: not known
         self.by_speed, self._most, self._replayed = by_speed, most, replayed or {}
         self.local_batch = local_batch  # samples of a local update, of which a share has several; None: one
@@ -88,9 +89,13 @@ class Balance:
         self._busy: list[list[float]] = []  # of the window: by step and rank, in microseconds
         self._step_us: list[float] = []
 
-    def begin_stage(self, step: int) -> None:
-        """A stage begins, or is resumed, after this step of the run."""
+    def begin_stage(self, step: int, *, resumed: bool = False) -> None:
+        """A stage begins, or is resumed, after this step of the run. Rounds of another stage may take longer:
+        it measures its own.
+        """
         self._forget(step)
+        if self.by_speed and self.local_batch is not None and not resumed:
+            self.shares, self.speeds, self._first_window = self._initial_shares, (), True
         self._replay(step + 1)
 
     def add(self, steps: Sequence[int], messages: FloatArray) -> None:
@@ -247,8 +252,7 @@ def _open_balance(
     weights = _fixed_weights(loaded, ranks) if is_fixed else [1.0] * ranks.size
     shares, replayed = tuple(size * share for share in share_out(weights, total // size, total // size)), None
     if isinstance(loader.balance, Replay):
-        sum_of_shares = None if one_round and one_round.seconds else total
-        replayed = _read_shares(loaded, loader.balance, ranks, stages, sum_of_shares, size)
+        replayed = _read_shares(loaded, loader.balance, ranks, stages, one_round, total, size)
         if not replayed:
             return Balance()
         shares = replayed[min(replayed)]
@@ -285,12 +289,13 @@ def _read_shares(
     setting: Replay,
     ranks: Ranks,
     stages: Container[int],
-    total: int | None,
-    unit: int = 1,
+    one_round: Round | None,
+    total: int,
+    unit: int,
 ) -> dict[int, Shares]:
     """The shares of an earlier run in some stages, by the first step with them, as rank 0 finds them. Each is
-    a multiple of `unit`, and they add up to `total` samples (None: to any number). None for stages without
-    rounds of a run that had shares in rounds alone.
+    a multiple of `unit`, and they add up to `total` samples, but for rounds of some seconds. None for stages
+    without rounds of a run that had shares in rounds alone.
     """
     folder = loaded.folder / loaded.expand_env_and_folder("loader.balance.replay", setting.replay)
 
@@ -309,7 +314,7 @@ def _read_shares(
         if stage in stages:
             shares[step] = tuple(samples)
         others = others or stage not in stages
-    if not shares and not (others and unit == 1):
+    if not shares and not (others and one_round is None):
         problem = f"{folder} has no shares: it had equal ones"
     if shares and min(shares) > 1 and 0 in stages:
         problem = f"{folder} has no shares before step {min(shares)}, when its loader had no balance"
@@ -322,12 +327,12 @@ def _read_shares(
                 f"a rank of {folder} had {max(of_ranks, key=lambda one: one % unit)} samples of a round, "
             )
             problem, allowed = f"{problem}no multiple of batch_size {unit}", "write its batch_size"
-        elif total is not None and sum(of_ranks) != total:
-            what = "micro-batches" if unit == 1 else "rounds"
+        elif not (one_round and one_round.seconds) and sum(of_ranks) != total:
+            what = "rounds" if one_round else "micro-batches"
             problem = (
                 f"{what} of {folder} had {sum(of_ranks)} samples of all ranks, and this run's have {total}"
             )
-            allowed = "write its batch_size" if unit == 1 else f"write every: {{samples: {sum(of_ranks)}}}"
+            allowed = f"write every: {{samples: {sum(of_ranks)}}}" if one_round else "write its batch_size"
     if problem is not None:
         raise loaded.error("loader.balance.replay", problem, allowed)
     return shares

@@ -179,15 +179,23 @@ class Feed:
         return (min if self.drop_last else max)(self._lengths) * self.world_size
 
     def steps_per_epoch(self, accumulate: int) -> int | None:
-        """Optimizer steps in an epoch, whose last one may have fewer micro-batches; None: nobody knows."""
-        return None if self.iterable else -(-self._samples_left(0) // (sum(self._sizes) * accumulate))
+        """Optimizer steps in an epoch of a stage without rounds, whatever stage runs now; the last one may
+        have fewer micro-batches. None: nobody knows.
+        """
+        return None if self.iterable else self._steps_after(0, accumulate)
+
+    def _steps_after(self, consumed: int, accumulate: int) -> int:
+        sizes = micro_batch_sizes(self.loader, self.world_size)
+        left = max(0, self._nominal_epoch_samples - consumed)
+        left -= left % (self.loader.global_batch or sizes[0]) if self.drop_last else 0
+        return -(-left // (sum(sizes) * accumulate))
 
     def steps_left(self, accumulate: int, epochs: int) -> int | None:
         """Optimizer steps from here to the end of so many epochs, the current one included."""
         per_epoch = self.steps_per_epoch(accumulate)
         if per_epoch is None or epochs <= 0:
             return None if per_epoch is None else 0
-        return -(-self._samples_left() // (sum(self._sizes) * accumulate)) + (epochs - 1) * per_epoch
+        return self._steps_after(self._consumed_samples, accumulate) + (epochs - 1) * per_epoch
 
     def last_batch_size(self) -> int:
         """Samples that this rank computes on in the last micro-batch of an epoch of map-style data."""

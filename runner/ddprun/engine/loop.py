@@ -535,7 +535,7 @@ def act_on_messages(
             return "stopped"
     elif not exchanged:  # otherwise progress comes with the message
         session.reporter.show_step(run.steps_done, step)
-    if run.balance.changes_after(step):
+    if run.balance.changes_after(step) and run.steps_done != run.steps:
         run.share_samples()  # before a checkpoint, which holds them
     if run.evaluation_is_due:
         with excluded_from_timing(run, b"evaluate"):

@@ -122,7 +122,8 @@ class StageActions:
         """The weights were updated, so that their average (`ema`) moves."""
         plan = self.settings.plan
         equal = plan.gradients == "all" and self.replicas.parameters == "common"
-        equal = equal or (plan.round is not None and not self.settings.uses_noop)  # it follows the exchange
+        follows = self.settings.mutate is None and not self.settings.uses_noop  # the exchange in a round
+        equal = equal or (plan.round is not None and follows)
         if self.pipeline.ema is not None and not equal:
             self.replicas.averages_differ = True
 

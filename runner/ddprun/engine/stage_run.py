@@ -132,10 +132,10 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     runtime, state = session.runtime, session.state
     loaded, cursor = runtime.loaded, state.cursor
     settings, feed = stage.effective_settings(loaded.pipeline), runtime.feeds.for_stage(stage.index)
-    balance = runtime.balances[settings.plan.round]
-    balance.begin_stage(state.step)
-    feed.set_shares(balance.shares, balance.local_batch)  # its length may depend on them
     saved, state.resume_state = state.resume_state, None
+    balance = runtime.balances[settings.plan.round]
+    balance.begin_stage(state.step, resumed=saved is not None)
+    feed.set_shares(balance.shares, balance.local_batch)  # its length may depend on them
     if saved is None:
         if settings.epochs is not None:
             feed.skip_rest_of_epoch()

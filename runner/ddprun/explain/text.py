@@ -137,8 +137,9 @@ def _stage_lines(
         work = size or f"about {one_round.seconds:g} s of work"
         given = isinstance(explained.loaded.pipeline.loader.balance, dict | Replay)
         many = "its share of batches" if given else "as many batches as its speed allows"
-        shares = f"Each step is a round of {work}: each rank takes {many}, updates its weights by each, and "
-        yield from paragraph("Round", f"{shares}counts by its samples.")
+        shares = f"Each step is a round of {work}: each rank takes {many} and updates its weights once per "
+        yield from paragraph("Round", f"{shares}batch. A rank's change is weighted by its samples.")
+
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")

@@ -236,9 +236,8 @@ class SharesSpan:
     """The steps that ranks took with the same shares of samples (`loader.balance`, and rounds)."""
 
     shares: SharesSet
-    total: Counter[str] = field(
-        default_factory=Counter
-    )  # over steps and ranks: `samples`, `step_us`, `steps`
+    total: Counter[str] = field(default_factory=Counter)
+    """Over steps and ranks, `samples` and `step_us`; and how many `steps` there were."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -372,7 +371,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
             stage.synced_steps += position == 0 and (exchanged or bool(line.waits))
             span = bisect_right(shares, step, key=lambda span: span.shares.step) - 1
             if is_timed(step) and span >= 0 and shares[span].shares.stage == line.stage:
-                total = {"samples": line.samples, "step_us": line.step_us, "steps": 1}
+                total = {"samples": line.samples, "step_us": line.step_us, "steps": position == 0}
                 shares[span].total.update(total)
             if is_timed(step):
                 us = {part: getattr(line, part) for part in _STEP_AND_PARTS}

@@ -539,18 +539,12 @@ def _shares_section(digest: RunDigest) -> Iterator[Block]:
         for one in digest.shares
     ]
     yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
-    of_last_stage = [one for one in digest.shares if one.shares.stage == digest.shares[-1].shares.stage]
-    first, last = of_last_stage[0], of_last_stage[-1]
-    if sum(first.shares.samples) != sum(last.shares.samples):
+    spans = [one for one in digest.shares if one.shares.stage == digest.shares[-1].shares.stage]
+    timed = [(one.shares.samples, one.samples_per_s) for one in spans if one.samples_per_s]
+    if len(timed) < 2 or len(set(timed[0][0])) > 1 or sum(timed[0][0]) != sum(timed[-1][0]):
         return  # a round of some seconds begins small
-    if (
-        len(set(first.shares.samples)) == 1
-        and first is not last
-        and first.samples_per_s
-        and last.samples_per_s
-    ):
-        gain = last.samples_per_s / first.samples_per_s - 1
-        yield Text(f"Samples per second with the last shares, compared with equal ones: {gain:+.0%}.")
+    gain = timed[-1][1] / timed[0][1] - 1
+    yield Text(f"Samples per second with the last shares, compared with equal ones: {gain:+.0%}.")
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:

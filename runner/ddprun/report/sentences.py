@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 from typing import NamedTuple
 
+from ddprun.config.resolved import flow_yaml
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
 from ddprun.report.parts import STEP_PARTS
@@ -382,7 +383,7 @@ def _fastest_stage(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -
 def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
     name, options = stage.policy
     if options:
-        now = ", ".join(f"{key}: {value}" for key, value in options.items())
+        now = ", ".join(f"{key}: {flow_yaml(value)}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
     if other := next((one for one in digest.stages if one.policy[1]), None):
         return f"synchronising less often, as in stage {other.index}"

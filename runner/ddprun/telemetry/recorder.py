@@ -484,7 +484,7 @@ class StepRecorder:
         buffer, self._buffer = self._buffer, MarkBuffer()
         buffer.drop_running()
         if buffer.steps:
-            resolved = resolve_steps(buffer, self._clock, every=self._every)
+            resolved = self._resolve(buffer)
             self.deferred.add(self._split_and_record(resolved, empty_messages(ReadyColumns([])), None))
         self.deferred.do_all()
 
@@ -545,7 +545,7 @@ class StepRecorder:
                 # This takes some 70 µs; the load is the host's over a minute.
                 resident, load = psutil.Process().memory_info().rss, round(os.getloadavg()[0], 2)
                 recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
-            resolved = resolve_steps(buffer, self._clock, every=self._every)
+            resolved = self._resolve(buffer)
             rows = reversed(range(len(resolved.steps)))
             known = (loss for row in rows if (loss := resolved.loss(row, self._turns)) is not None)
             self.own_loss = next(known, self.own_loss)
@@ -566,6 +566,9 @@ class StepRecorder:
             self._steps_since_post = sum(step.exchanged for step in kept) if self.ranks_may_differ else keep
             numbers = np.hstack((own.numbers, own.values))
             pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
+
+    def _resolve(self, buffer: MarkBuffer) -> ResolvedSteps:
+        return resolve_steps(buffer, self._clock, every=self._every, value_count=len(self.value_names))
 
     def _await_messages(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""

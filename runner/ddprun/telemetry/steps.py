@@ -41,6 +41,7 @@ FloatArray = NDArray[np.float64]
 _COLUMN = {part: column for column, part in enumerate((*PARTS, ""))}
 _BACKWARD, _SYNC = _COLUMN["backward_us"], _COLUMN["sync_us"]
 _HOOK, _WAIT, _WIRE = (_COLUMN[f"exposed_{part}_us"] for part in ("hook", "wait", "wire"))
+_MAX_LAPS = 400  # of a step, in its record
 _LAPS = {part: part.removesuffix("_us") for part in (*PARTS, "")}
 _OWN_COLUMNS = [_HOOK if part == "hook_us" else _COLUMN[part] for part in OWN_PARTS]
 
@@ -224,7 +225,7 @@ def sum_if_known(parts: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSteps:
+def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, value_count: int = 0) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
     `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
@@ -284,7 +285,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int) -> ResolvedSt
         for step in steps
     ]
     loss_sums, loss_weights, samples = _loss_sums_weights_samples(buffer, clock)
-    value_sums = _value_sums(buffer, clock)
+    value_sums = _value_sums(buffer, clock, value_count)
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
@@ -404,9 +405,8 @@ def _loss_sums_weights_samples(
     return loss_sums, step_weights, samples
 
 
-def _value_sums(buffer: MarkBuffer, clock: Clock) -> FloatArray:
+def _value_sums(buffer: MarkBuffer, clock: Clock, count: int) -> FloatArray:
     """This rank's numbers beside the loss, summed over what counts, and how much that is for each."""
-    count = len(buffer.values[0]) if buffer.values else 0
     sums, first = np.zeros((len(buffer.steps), 2 * count)), 0
     known = iter(clock.read_numbers([one for values in buffer.values for one in values if one is not None]))
     for row, step in enumerate(buffer.steps if count else ()):
@@ -492,7 +492,7 @@ def step_records(
         if step.number % every:
             continue
         first, end = resolved.bounds[row], resolved.bounds[row + 1]
-        laps = zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)
+        laps = [*zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)]
         record = StepRecord(
             v=VERSION,
             rank=rank,
@@ -510,13 +510,26 @@ def step_records(
             **dict(zip(PARTS, parts[row], strict=True)),
             step_us=resolved.step_us[row],
             cpu_us=step.cpu_us,
-            laps=[lap for lap in laps if lap[1] > 0],
+            laps=[lap for lap in _merge_laps(laps) if lap[1] > 0],
             waits=[
                 (start, end) for start, end in waits[wait_bounds[row] : wait_bounds[row + 1]] if end > start
             ],
             machine=step.machine,
         )
         yield RecordedStep(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
+
+
+def _merge_laps(laps: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """Laps as they are; or those of many updates, as in a round, as at most some hundred sums."""
+    if len(laps) <= _MAX_LAPS:
+        return laps
+    size, merged = -(-len(laps) // (_MAX_LAPS // len(PARTS))), list[tuple[str, int]]()
+    for first in range(0, len(laps), size):
+        sums = dict[str, int]()
+        for part, us in laps[first : first + size]:
+            sums[part] = sums.get(part, 0) + us
+        merged += sums.items()
+    return merged
 
 
 def bucket_record(

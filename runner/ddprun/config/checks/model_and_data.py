@@ -385,14 +385,14 @@ def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
             text = f"{every} clashes with {stage.path}, whose step is one batch of each rank"
             yield KeyConflict(here, text, "write a number of steps")
         if settings.epochs is not None:
-            text = f'{every} clashes with "epochs: {settings.epochs}" of {stage.path}: steps are counted'
+            text = f'{every} clashes with "epochs: {settings.epochs}" of {stage.path}: rounds are counted'
             yield KeyConflict(f"{stage.path}.epochs", text, "write steps: N; a step is one round")
         if stage.evaluate is not None and stage.evaluate.every == "epoch":
-            text = f'{every} clashes with "every: epoch" of {stage.path}: a round is no part of an epoch'
+            text = f'{every} clashes with "every: epoch" of {stage.path}: rounds are counted'
             yield KeyConflict(f"{stage.path}.evaluate.every", text, "write a number of rounds")
         if settings.accumulate > 1:
             accumulate = setting_text(stage, "accumulate", settings.accumulate)
-            text = f"{every} clashes with {accumulate}: each rank updates its weights by one batch"
+            text = f"{every} clashes with {accumulate}: each rank updates its weights after every batch"
             yield KeyConflict(here, text, "raise batch_size, or write a number of steps")
         if settings.buffers.when == "every_forward":
             text = f'{every} clashes with "buffers: every_forward": ranks take different numbers of updates'
@@ -404,7 +404,8 @@ def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if weighted and (loader.balance is None or loader.balance == "speed"):
             text = f'{every} clashes with "weight_by": ranks wait for each other while they load, so that '
             text += "their speed cannot be measured"
-            yield KeyConflict("weight_by", text, "name fixed weights in loader.balance, or remove one")
+            hint = "name fixed weights in loader.balance, or remove one of the two"
+            yield KeyConflict("weight_by", text, hint if one_round.samples else "remove one of the two")
         for key in ("global_batch", "sharded"):
             if getattr(loader, key):
                 text = f'{every} clashes with "{key}" of "loader": ranks share the samples of a round'

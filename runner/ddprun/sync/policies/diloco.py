@@ -24,8 +24,9 @@ class Diloco(SyncPolicy):
     """
 
     every: Period
-    """Steps from one exchange of a parameter to its next; or `{samples: N}` of all ranks, or `{seconds: S}`,
-    for which each rank takes as many local updates as its speed allows: these are one step."""
+    """Steps from one exchange of a parameter to its next, or a round: `{samples: N}` of all ranks or
+    `{seconds: S}`, in which each rank takes as many local updates as its speed allows. A round is one
+    step."""
 
     outer_lr: PositiveFloat = 0.7
     """Learning rate of the outer SGD."""

@@ -18,8 +18,9 @@ class LocalSgd(SyncPolicy):
     """
 
     every: Period
-    """Steps from one synchronisation to the next; or `{samples: N}` of all ranks, or `{seconds: S}`, for
-    which each rank takes as many local updates as its speed allows: these are one step."""
+    """Steps from one synchronisation to the next, or a round: `{samples: N}` of all ranks or
+    `{seconds: S}`, in which each rank takes as many local updates as its speed allows. A round is one
+    step."""
 
     optimizer_state: OptimizerStateMode = "local"
     """`average`: the optimizer's state is averaged too, which doubles or triples the bytes."""
