@@ -481,7 +481,7 @@ REPLAY = "balance: {replay: before}"
     [
         (REPLAY, [(1, (5, 11)), (4, (5, 5, 6))], "before had 3 ranks, and this run has 2; start as many"),
         (REPLAY, [(1, (8, 8)), (4, (10, 10))], "before had 20 samples of all ranks, and this run's have 16"),
-        (REPLAY, [], "before has no shares: its loader has no balance"),
+        (REPLAY, [], "before has no shares: it had equal ones"),
         (REPLAY, [(4, (5, 11))], "before has no shares before step 4, when its loader had no balance"),
         ("balance: {replay: other}", [], "other is not the folder of a run: it does not exist"),
         ("balance: {node9: 3}", [], 'no rank is on a host "node9"; the hosts are '),
