@@ -250,15 +250,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--picture", type=Path, help="draw one more run, in place of measuring")
     asked = parser.parse_args()
-    if asked.picture is not None:
-        draw(asked.picture)
-        return
-    heads = ["ranks", "policy", "batch_size", "equal shares: samples/s", "by speed", "ideal"]
-    print_head([*heads, "by speed / equal", "by speed / ideal"])
-    for case in CASES:
-        can = case.quota is None or os.access(_CGROUPS / "cpu.cfs_quota_us", os.F_OK)
-        if asked.only in case.name and can and (case.quota is None or os.geteuid() == 0):
-            measure(case, asked.seconds, asked.rounds)
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # where all runs are
+        if asked.picture is not None:
+            draw(asked.picture)
+            return
+        heads = ["ranks", "policy", "batch_size", "equal shares: samples/s", "by speed", "ideal"]
+        print_head([*heads, "by speed / equal", "by speed / ideal"])
+        for case in CASES:
+            can = case.quota is None or os.access(_CGROUPS / "cpu.cfs_quota_us", os.F_OK)
+            if asked.only in case.name and can and (case.quota is None or os.geteuid() == 0):
+                measure(case, asked.seconds, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -260,10 +260,11 @@ class Running:
                 end(self.process.pid, signal.SIGKILL)
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Process ids of the ranks: of the launcher's children, they lead sessions."""
         try:
-            return [child.pid for child in psutil.Process(self.process.pid).children()]
-        except psutil.NoSuchProcess:
+            children = [child.pid for child in psutil.Process(self.process.pid).children()]
+            return [pid for pid in children if os.getsid(pid) == pid]
+        except (psutil.NoSuchProcess, ProcessLookupError):
             return []
 
 

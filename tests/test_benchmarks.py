@@ -184,8 +184,7 @@ def test_hosts_with_their_own_cores_share_none(tmp_path: Path) -> None:
             time.sleep(0.02)
         used = []
         for one in running:
-            task = Path(f"/proc/{one.process.pid}/task/{one.process.pid}")
-            ranks = task.joinpath("children").read_text().split()
+            ranks = one.ranks()
             assert len(ranks) == 2
             threads = [thread for rank in ranks for thread in Path(f"/proc/{rank}/task").iterdir()]
             used.append({core for thread in threads for core in os.sched_getaffinity(int(thread.name))})

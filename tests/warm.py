@@ -1,17 +1,15 @@
 """`ddprun` processes, forked from one that has torch imported already: they start in milliseconds.
 
 Such a process has its own process group, environment, working directory, streams and signal handlers, as if
-it had been executed, and so have the ranks that it starts: its own children, forked in place of
-torchelastic's `Popen`, and the runs of a comparison. What differs is how they came to be, so what happens in
-a process before `ddprun` has its first say (imports, locale, Python's own flags) is tested with fresh ones.
+it had been executed, and so have the runs of a comparison, forked in place of its `Popen`. What differs is
+how they came to be, so what happens in a process before `ddprun` has its first say (imports, locale,
+Python's own flags) is tested with fresh ones.
 """
 
-import atexit
 import contextlib
 import ctypes
 import gc
 import io
-import math
 import multiprocessing
 import os
 import signal
@@ -20,10 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -31,6 +28,8 @@ from multiprocessing.util import _finalizer_registry as finalizers  # type: igno
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
+
+from ddprun.launch.fork_server import ForkedProcess, end_process
 
 _TICK_S = 0.005
 
@@ -151,27 +150,8 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class _Child:
-    """A forked child of this process, with what torchelastic and a comparison ask of a `Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = math.inf) -> int:
-        end = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("ddprun", timeout)
-            time.sleep(_TICK_S)
-        return code
+class _Child(ForkedProcess):
+    """A forked child of this process, with what a comparison asks of a `Popen`, too."""
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -189,8 +169,6 @@ def _start(
     environment: Mapping[str, str],
 ) -> NoReturn:
     """What the fork server's child does: become `ddprun`."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     from ddprun.compare import runs as compare
 
     added = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -205,29 +183,20 @@ def _start(
             raise OSError(ctypes.get_errno(), "setns")
     os.chdir(cwd)
 
-    def fork(command: Sequence[str], variables: Mapping[str, str], *redirected: int) -> _Child:
-        gc.collect()  # what is garbage here is not to be closed there
-        if pid := os.fork():
-            return _Child(pid)
-        for number, descriptor in enumerate(redirected):
-            os.dup2(descriptor, number)
-        sys.path[:] = path
-        for name in [name for name in sys.modules if name not in known and _is_users(name)]:
-            del sys.modules[name]
-        marker = command.index("ddprun")
-        _become(command[marker + 1 :], variables)
-
-    def of_torchelastic(_: SubprocessHandler, command: Sequence[str], variables: Mapping[str, str]) -> _Child:
-        return fork(command, variables)
-
     def of_a_comparison(
         command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any
     ) -> _Child:
+        gc.collect()  # what is garbage here is not to be closed there
+        if pid := os.fork():
+            return _Child(pid)
         with open(os.devnull, "rb") as nothing:
-            return fork(command, env, nothing.fileno(), stdout.fileno(), stdout.fileno())
+            for number, descriptor in enumerate((nothing.fileno(), stdout.fileno(), stdout.fileno())):
+                os.dup2(descriptor, number)
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name not in known and _is_users(name)]:
+            del sys.modules[name]
+        _become(command[command.index("ddprun") + 1 :], env)
 
-    # As attributes they have other types.
-    setattr(SubprocessHandler, "_popen", of_torchelastic)  # noqa: B010
     setattr(compare, "Popen", of_a_comparison)  # noqa: B010
     _become(arguments, environment)
 
@@ -257,7 +226,11 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetur
             signal.signal(handled, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    with open(os.devnull, "rb") as nothing:  # objects that are left would close what gets the same number
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if descriptor > 2 and os.stat(descriptor):
+                    os.dup2(nothing.fileno(), descriptor, inheritable=False)
     # What they would look after belongs to the process that this one comes from.
     vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)
     finalizers.clear()
@@ -275,7 +248,7 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetur
     warnings.resetwarnings()
     warnings.simplefilter("default")
     gc.freeze()
-    _end(_main)
+    end_process(_main)
 
 
 def _main() -> int:
@@ -284,22 +257,3 @@ def _main() -> int:
 
     die_with_launcher()
     return main()
-
-
-def _end(main: Callable[[], int]) -> NoReturn:
-    """Call, and end the process with the exit code, as Python ends."""
-    code: Any = 1
-    try:
-        try:
-            code = main()
-        except SystemExit as exit:
-            code = exit.code
-        except BaseException:
-            traceback.print_exc()
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-    finally:
-        os._exit(code if isinstance(code, int) else 1)

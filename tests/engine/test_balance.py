@@ -383,9 +383,16 @@ stages: [{{train: {{epochs: 16}}}}, save]
 
 
 def start(folder: Path, balance: str, *, kill: str | None = None) -> Path:
+    return start_pipeline(folder, SLOW, KILLED.replace("BALANCE", balance), kill)
+
+
+def start_pipeline(folder: Path, module: str, pipeline: str, kill: str | None) -> Path:
+    """Run a pipeline and its `samples.py` in a new folder; with `kill`, which the module reads, to its death
+    and then to the end.
+    """
     folder.mkdir()
-    (folder / "samples.py").write_text(SLOW)
-    (folder / "p.yaml").write_text(KILLED.replace("BALANCE", balance))
+    (folder / "samples.py").write_text(module)
+    (folder / "p.yaml").write_text(pipeline)
     if kill is not None:
         (folder / "kill").write_text(kill)
         assert ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=folder).code == 1

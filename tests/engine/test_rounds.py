@@ -17,12 +17,11 @@ from ddprun.engine.balance import Balance
 from ddprun.engine.samples import deal
 from ddprun.telemetry.control_message import OWN_AT, READY_AT, SAMPLES_AT, STEPS_AT, US_AT
 from ddprun_hooks.comm.groups import RankGroup
-from tests.checkpoint.runs import MLP, MODULE, asked, final, run
+from tests.checkpoint.runs import MLP, MODULE, asked, final
 from tests.engine.running import SAMPLES, events, lines, run_pipeline, run_to_end, summary, weights
-from tests.engine.test_balance import changes, recorded
+from tests.engine.test_balance import changes, recorded, start_pipeline
 from tests.engine.test_data import Ids, Stream, feed, ranks_with_workers
 from tests.engine.test_equalities import FP64, NETS
-from tests.ranks import ddprun
 
 # The feed.
 
@@ -221,15 +220,8 @@ SLOW = MODULE.replace("time.sleep(0.005)", "time.sleep([0.002, 0.016][RANK])")
 
 
 def start(folder: Path, balance: str, every: str, steps: int, *, kill: str | None = None) -> Path:
-    folder.mkdir()
-    (folder / "samples.py").write_text(SLOW.replace("return 61", "return 400"))
     text = MEASURED.replace("BALANCE", balance).replace("EVERY", every).replace("STEPS", str(steps))
-    (folder / "p.yaml").write_text(text)
-    if kill is not None:
-        (folder / "kill").write_text(kill)
-        assert ddprun("p.yaml", "--run-dir=run", "--nproc-per-node=2", cwd=folder).code == 1
-        (folder / "kill").unlink()
-    return run(folder, 2, resuming=kill is not None)
+    return start_pipeline(folder, SLOW.replace("return 61", "return 400"), text, kill)
 
 
 def test_a_slow_rank_takes_fewer_updates_and_a_replay_has_the_same_bits(tmp_path: Path) -> None:

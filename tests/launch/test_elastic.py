@@ -254,23 +254,38 @@ def test_without_the_host_that_holds_the_store_the_run_ends_clearly(
     assert starts[-1] >= 40
 
 
-@pytest.mark.slow
 def test_a_link_that_goes_down_leaves_one_half(tmp_path: Path, unbroken: dict[str, Any]) -> None:
-    """After timeout_s both hosts say who is missing; the one with the store goes on alone, the other ends."""
-    with two_hosts(tmp_path, "--nnodes=1:2", "--max-restarts=3") as (made, started):
+    """Long before timeout_s both launchers notice; the one with the store goes on alone, the other ends."""
+    flags = ("--nnodes=1:2", "--max-restarts=3", "--set=launch.timeout_s=600")
+    with two_hosts(tmp_path, *flags) as (made, started):
         wait_for_step(tmp_path, 40)
         made[1].cut()
         here, there = ended(started)
     assert here.code == 0, here.stderr
     assert there.code == 1, there.stderr
-    missing = r"ranks (0-1|2-3) did not arrive within 8 s, or cannot be reached"
-    # Torchelastic numbers hosts as it likes, so either may have ranks 0 and 1.
-    named = [re.findall(missing, one.stderr)[:1] for one in (here, there)]
-    assert sorted(named) == [["0-1"], ["2-3"]], (here.stderr, there.stderr)
+    for one, other in ((here, made[1]), (there, made[0])):
+        said = f"the host {other.address} has not answered for 3 s: it is cut off"
+        assert one.stderr.count(said) == 1, (here.stderr, there.stderr)
     assert "Traceback" not in here.stderr + there.stderr
     assert "cannot reach the other hosts" in there.stderr
     check(tmp_path, unbroken)
     assert summary(tmp_path / "two")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_host_that_stands_still_is_not_lost(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    """Launcher and ranks are stopped for 20 s: the other host waits, and nothing starts again."""
+    flags = ("--nnodes=1:2", "--max-restarts=3", "--set=launch.timeout_s=60")
+    with two_hosts(tmp_path, *flags) as (_, started):
+        wait_for_step(tmp_path, 40)
+        stopped = [started[1].process.pid, *started[1].ranks()]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in stopped:
+                os.kill(pid, number)
+            time.sleep(20 if number is signal.SIGSTOP else 0)
+        done = ended(started)
+    assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
+    assert len(check(tmp_path, unbroken)) == 1
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ stages:
   - train: {epochs: 2, sync: {local_sgd: {every: 2}}}
   - train: {epochs: 1}
   - save
+launch: {preload: null}  # forked ranks show the command line of their launcher
 """
 
 

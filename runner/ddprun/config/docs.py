@@ -65,6 +65,7 @@ _DEFINITIONS = {
     "balance": "speed or {host or rank: weight} or {replay}",
     "period": "a whole number, at least 1, or {samples} or {seconds}",
     "bucket_cap": "MiB, or a list",
+    "module_name": "a module's name",
     "nnodes": "a number, or MIN:MAX",
     "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
 }  # types that functions of ours read, in words; others are `a` and their name

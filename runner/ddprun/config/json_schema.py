@@ -75,6 +75,7 @@ def json_schema() -> Schema:
             "minProperties": 2,
         },
         "parts": {"anyOf": [_KEY_SCHEMA, {"type": "array", "items": _KEY_SCHEMA}, _KEY_MAPPING_SCHEMA]},
+        "module_name": {"type": "string"},
         "nnodes": {"anyOf": [count, {"type": "string", "pattern": HOST_RANGE_PATTERN}]},
     }
     for name, cluster in CLUSTERS.load_available().items():

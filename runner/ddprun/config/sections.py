@@ -23,6 +23,7 @@ from ddprun.options import (
     problem,
 )
 from ddprun.sync.plan import BufferReduction, BufferSettings
+from ddprun_hooks.config.trust import read_trust_policy
 
 _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 SAFETENSORS_CONSTRAINT = pattern_constraint(
@@ -164,8 +165,8 @@ class Loader(Options):
     rank and micro-step. null is `batch_size` x ranks x `accumulate`."""
 
     balance: Annotated[dict[str, float] | Replay | Literal["speed"] | None, _BALANCE] = None
-    """The ranks' shares of each micro-batch: `speed` measures and adjusts them, a mapping of hosts or
-    ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
+    """The ranks' shares of each micro-batch or round: `speed` measures and adjusts them, a mapping of hosts
+    or ranks has fixed weights, `{replay: folder}` takes those of an earlier run. null is equal shares."""
 
     max_share: Annotated[float, Field(ge=1)] = 2.0
     """The most samples of a rank in a micro-batch, as a multiple of `batch_size`."""
@@ -380,6 +381,20 @@ def _parse_nnodes(value: Any) -> int | str:
     return value
 
 
+def _parse_module_name(value: Any) -> str:
+    if not isinstance(value, str) or not all(part.isidentifier() for part in value.split(".")):
+        raise expected("the name of a module", "write it as `import` takes it, such as torchvision.models")
+    trust = read_trust_policy()
+    if reason := trust.written_name_refusal(value):
+        raise problem(f'"{value}" may not be imported: {reason}', trust.allowed_message())
+    return value
+
+
+ModuleNames = Annotated[
+    tuple[Annotated[str, CustomValidator(_parse_module_name, "module_name")], ...], Field(strict=False)
+]
+
+
 class Launch(Options):
     """Where the ranks run. The launcher's environment and flags take precedence."""
 
@@ -400,6 +415,10 @@ class Launch(Options):
 
     max_restarts: NonNegativeInt = 0
     """How many times the ranks are restarted after a failure, from the newest checkpoint."""
+
+    preload: ModuleNames | None = ()
+    """Modules that are imported once per host, before its ranks are forked; torch always is. null: each rank
+    imports for itself."""
 
     @property
     def host_range(self) -> tuple[int, int]:

@@ -165,6 +165,7 @@ def _tune_garbage_collector() -> None:
     """
     importlib.import_module("torch._dynamo")  # DDP and optimizers would do it when they are made
     gc.freeze()
+    gc.enable()
     young, *older = gc.get_threshold()
     if young in _DEFAULT_GC_THRESHOLDS:
         gc.set_threshold(_GC_YOUNG_THRESHOLD, *older)

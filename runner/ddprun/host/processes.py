@@ -6,8 +6,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,6 +62,31 @@ def die_with_parent(parent: int | None = None) -> None:
         ).start()
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(1)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Meanwhile, processes below this one whose own parent ends become its children; raises OSError."""
+    import ctypes
+
+    pr_set_child_subreaper, libc = 36, ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(pr_set_child_subreaper, 1):
+        raise OSError(ctypes.get_errno(), "prctl")
+    try:
+        yield
+    finally:
+        libc.prctl(pr_set_child_subreaper, 0)
+
+
+def close_inherited_files(keep: int) -> None:
+    """Close the descriptors that this process was started with, but for the standard streams and `keep`.
+
+    Those that Python has opened are not inheritable, and belong to objects that would close them again.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the listing is gone
+            if descriptor > 2 and descriptor != keep and os.get_inheritable(descriptor):
+                os.close(descriptor)
 
 
 def _is_child_of_main_thread(parent: int) -> bool:

@@ -1,8 +1,9 @@
 """Getting ranks to run: on this host with torchelastic, or as one that a launcher has started."""
 
+import gc
 import os
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from ddprun.host.code_folders import UnsafeFolderError, private_code_caches
 from ddprun.host.network import public_warning, resolve_addresses
 from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import temporary_launcher_folder
+from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.launcher import Flags, Launcher, detect_launcher, restart_warning
 from ddprun.standard_streams import say
 
@@ -48,6 +50,15 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
         force_exit_after_delay(code, int(os.environ["RANK"]), loaded.secrets.redact)
         return code
     loaded.check_environment()
+    # What the ranks inherit.
+    os.environ[LAUNCHED_VARIABLE] = "1"
+    os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
+    # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    server, preload = None, loaded.pipeline.launch.preload
+    if preload is not None:
+        with suppress(OSError):  # too many processes: torchelastic meets them, too, and says so
+            server = ForkServer(preload, loaded.folder)  # before torch is imported here
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.
@@ -58,10 +69,12 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
         if launcher.is_first:
             say(f"started by {launcher.summary}")
         flags = {**launcher.flags, **flags}
-    return launch(loaded, flags, run_dir, resuming=resuming)
+    with nullcontext() if server is None else closing(server):
+        return launch(loaded, flags, run_dir, server, resuming=resuming)
 
 
 def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, resuming: "ResumeMode") -> int:
+    gc.disable()  # collecting what an import leaves takes a fifth of its time; `run_worker` enables it again
     from ddprun.engine.worker import run_worker
 
     for name, value in launcher.variables.items():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,16 +13,20 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddprun import EXIT_BAD_INPUT, EXIT_REPEATED
 from ddprun.config import LoadedPipeline
-from ddprun.host import rank_files
+from ddprun.host import network, rank_files
 from ddprun.host.processes import end_leftovers, run_in_daemon_thread
 from ddprun.launch.flags import SHUTDOWN_VARIABLE, rendezvous_parameters
+from ddprun.launch.fork_server import ForkServer
+from ddprun.launch.lifeline import LOST_AFTER_S, Lifeline
 from ddprun.launch.rendezvous import make_handler
 from ddprun.standard_streams import say
 from ddprun.watchdog.launcher_watchdog import connecting_ranks
@@ -39,6 +44,21 @@ _ASK_EVERY_S = 1.0
 _CONNECTING_S = 5.0  # for so long ranks may wait to be connected, after the run has ended on another host
 
 
+class _RankHandler(SubprocessHandler):
+    """Torchelastic's handler of one rank, which is forked from the server where that can do so."""
+
+    def __init__(self, server: ForkServer | None, **options: Any) -> None:
+        self._server = server
+        super().__init__(**options)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        forked = None
+        if self._server is not None and args[0] == sys.executable:  # not a tool that binds it to cores
+            outputs = [None if file is None else file.name for file in (self._stdout, self._stderr)]
+            forked = self._server.start(args[args.index("ddprun") + 1 :], env, outputs)
+        return forked or super()._popen(args, env)
+
+
 class Agent(LocalElasticAgent):
     """Starts this host's ranks, and again after a failure, or when hosts have come or gone. Ranks of the
     pipeline `loaded` leave notes in `scratch`, this launcher's folder.
@@ -52,6 +72,11 @@ class Agent(LocalElasticAgent):
         self._close_s = int(os.environ.get(SHUTDOWN_VARIABLE, _SHUTDOWN_TIMEOUT_S))
         self._scratch, self._loaded, self._min_nodes = scratch, loaded, config.min_nodes
         self._failures = 0
+        self._lifeline: Lifeline | None = None  # to the other hosts, while restarts are left
+        self._cut_off: str | None = None  # the host that it has lost
+        self._address: str | None = None  # of this host, which the others reach
+        if config.max_restarts and config.max_nodes > 1:
+            self._address = network.address_towards(config.rdzv_endpoint)
         self._next_question_at = 0.0  # whether the run has ended on another host
         self._ended_elsewhere_at: float | None = None
         self.kill_at_once = False  # set by a signal handler: ranks that do not end when asked to are killed
@@ -70,6 +95,11 @@ class Agent(LocalElasticAgent):
                 f"{present} of at least {self._min_nodes} hosts; the others were considered lost, as when "
                 "clocks are seconds apart: `ddprun doctor` compares them"
             )
+        self.close_lifeline()
+        may_restart = self._failures < worker_group.spec.max_restarts
+        if self._address is not None and present > 1 and may_restart:
+            index = worker_group.group_rank or 0
+            self._lifeline = Lifeline(self._store, index, present, self._address, self._end_ranks)
         here = [worker.global_rank for worker in worker_group.workers]
         if 0 not in here:  # else its progress is on this screen
             size, address = worker_group.workers[0].world_size, worker_group.master_addr
@@ -110,9 +140,25 @@ class Agent(LocalElasticAgent):
             return result
         self._failures += 1
         if self._failures <= (most := worker_group.spec.max_restarts):
-            cause = f"{found}; " if (found := unexplained_exits(failures)) else ""
+            found = "" if self._cut_off else unexplained_exits(failures)
+            cause = f"{found}; " if found else ""
             say(f"{cause}starting the ranks again (restart {self._failures} of {most})")
         return result
+
+    def _end_ranks(self, lost_host: str) -> None:
+        """The ranks of this host wait for those of one that is cut off; no message reaches them. Those that
+        are on their way are ended when they are called again.
+        """
+        if self._cut_off != lost_host:
+            say(f"the host {lost_host} has not answered for {LOST_AFTER_S} s: it is cut off")
+        self._cut_off = lost_host
+        rank_files.signal_ranks(self._scratch, signal.SIGKILL)
+
+    def close_lifeline(self) -> None:
+        """No longer watch the other hosts."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._lifeline = self._cut_off = None
 
     def _raise_if_run_ended_elsewhere(self, worker_group: WorkerGroup) -> None:
         """Raise RendezvousClosedError if ranks wait for those of a host where the run has ended."""
@@ -182,9 +228,16 @@ class Agent(LocalElasticAgent):
 
 
 def make_agent(
-    config: LaunchConfig, program: str, arguments: Sequence[str], scratch: Path, loaded: LoadedPipeline
+    config: LaunchConfig,
+    program: str,
+    arguments: Sequence[str],
+    scratch: Path,
+    loaded: LoadedPipeline,
+    server: ForkServer | None,
 ) -> Agent:
     """The agent that torch.distributed.launcher.api.launch_agent makes for such a config, as ours."""
+    # Where torchelastic itself chooses the class of handlers.
+    multiprocessing.get_subprocess_handler = partial(_RankHandler, server)
     static = config.rdzv_backend == "static" and config.max_nodes > 1
     host, _, port = config.rdzv_endpoint.rpartition(":")
     spec = WorkerSpec(

@@ -20,7 +20,6 @@ from ddprun import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
-    LAUNCHED_VARIABLE,
     ON_USR1_VARIABLE,
 )
 from ddprun.checkpoint.folder import steps_in
@@ -30,6 +29,7 @@ from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import check_launch
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, may_restart, silence_torchelastic, torchrun_args
+from ddprun.launch.fork_server import ForkServer
 from ddprun.launch.launcher import Flags, flag_or_variable, overrides_variable
 from ddprun.run_files import ResumeMode, resume_command
 from ddprun.standard_streams import say
@@ -40,7 +40,14 @@ _STORE_LINGER_S = 4.0  # the store may end with this process; other hosts still 
 _NO_DETAILS = " See inner exception for details."  # torchelastic's, with an exception that is not shown
 
 
-def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resuming: ResumeMode) -> int:
+def launch(
+    loaded: LoadedPipeline,
+    flags: Flags,
+    run_dir: Path | None,
+    server: ForkServer | None,
+    *,
+    resuming: ResumeMode,
+) -> int:
     """Start this host's ranks, wait for them, give the run's exit code; raises PipelineError
     (`check_launch`), UnsafeFolderError.
 
@@ -50,11 +57,6 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
     flags = {**flags_from_file(loaded, flags), **flags}
     if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
         check_launch(loaded, int(ranks))
-    # What the ranks inherit.
-    os.environ[LAUNCHED_VARIABLE] = "1"
-    os.environ["PYTHONSAFEPATH"] = "1"  # as `python -P`: the working directory shadows no package
-    # As torchrun sets it, for one rank too: the same number of threads gives the same bits.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     silence_torchelastic()
     if resuming == "yes":
         command = ["resume", str(run_dir)]
@@ -75,7 +77,7 @@ def launch(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumi
                     assert isinstance(program, str)
                     if warning := network.public_warning(config.rdzv_endpoint):
                         say(warning)
-                    agent = make_agent(config, program, arguments, folder, loaded)
+                    agent = make_agent(config, program, arguments, folder, loaded, server)
                 except (DistError, RendezvousError):
                     raise
                 except (ValueError, RuntimeError, AssertionError) as error:  # torchrun's ways to refuse flags
@@ -206,5 +208,6 @@ def _run_agent(agent: Agent, *, elastic: bool) -> None:
         leaving = elastic  # the others continue without this host, or with its next launcher
         raise
     finally:
+        agent.close_lifeline()
         if not leaving:
             agent.get_worker_group().spec.rdzv_handler.shutdown()  # ends the run on the other hosts, too

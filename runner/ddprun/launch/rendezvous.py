@@ -13,16 +13,24 @@ from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, api
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    api,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import _delay
 
 from ddprun.host.network import LOOPBACK, host_and_port, is_this_host
 from ddprun.host.tcp_store import open_store
 
 _STORE_ANSWERS_S = 60
+_POLL_S = 0.2  # between two looks at the state of the rendezvous
 _RANK_STORE_TIMEOUT = timedelta(seconds=300)
 
 # All that torchelastic's state of a rendezvous is made of.
@@ -43,6 +51,9 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
         store = _open_rendezvous_store(parameters)
         handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
+        # Torchelastic looks at the state once a second, and that once more while it waits for others.
+        handler._state_holder._cache_duration = _POLL_S  # type: ignore[attr-defined]
+        dynamic_rendezvous._delay = _poll_often
         # The store for ranks listens on one address, too.
         handler._create_tcp_store_server = partial(  # type: ignore[method-assign]
             open_store, serve=True, timeout=_RANK_STORE_TIMEOUT
@@ -55,6 +66,11 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             found.master_addr, found.master_port, found.rank, found.world_size, found.run_id, timeout_s
         )
     return found
+
+
+def _poll_often(seconds: float | tuple[float, float]) -> None:
+    """Wait as torchelastic does while it looks for other hosts, but not for as long."""
+    _delay(seconds if isinstance(seconds, tuple) else min(seconds, _POLL_S))
 
 
 class SingleHostRendezvous(StaticTCPRendezvous):

@@ -65,9 +65,9 @@ Period = Annotated[PositiveInt | Round, CustomValidator(_parse_period, "period")
 """From one exchange to the next: a number of steps, or a round, which is one step."""
 
 
-def period_in_steps(period: "int | Round") -> int:
-    """A round is one step."""
-    return 1 if isinstance(period, Round) else period
+def split_period(period: "int | Round") -> tuple[int, "Round | None"]:
+    """Its number of steps, and what a step is, if it is a round."""
+    return (1, period) if isinstance(period, Round) else (period, None)
 
 
 @dataclass(frozen=True)

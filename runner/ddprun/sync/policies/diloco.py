@@ -9,12 +9,11 @@ from ddprun.options import NonNegativeInt, PositiveFloat, combine, problem
 from ddprun.sync.plan import (
     OuterOptimizer,
     Period,
-    Round,
     StageFacts,
     SyncPlan,
     SyncPolicy,
     Transfer,
-    period_in_steps,
+    split_period,
 )
 
 
@@ -43,7 +42,7 @@ class Diloco(SyncPolicy):
 
     @model_validator(mode="after")
     def _fits_the_period(self) -> Self:
-        every, steps = f"every {self.every}", period_in_steps(self.every)
+        every, (steps, _) = f"every {self.every}", split_period(self.every)
         faults = []
         if self.fragments > steps:
             text = f"fragments {self.fragments} is more than {every}: each needs a step of its own"
@@ -59,7 +58,7 @@ class Diloco(SyncPolicy):
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
         outer, parts = OuterOptimizer(self.outer_lr, self.outer_momentum), self.fragments
-        every, one_round = period_in_steps(self.every), self.every if isinstance(self.every, Round) else None
+        every, one_round = split_period(self.every)
         one = Transfer("change", every, delay=self.overlap_steps, outer=outer)
         phases = enumerate(index * every // parts for index in range(parts))
         transfers = [replace(one, phase=phase, fragment=(index, parts)) for index, phase in phases]

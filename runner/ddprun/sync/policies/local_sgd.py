@@ -3,12 +3,11 @@
 from ddprun.sync.plan import (
     OptimizerStateMode,
     Period,
-    Round,
     StageFacts,
     SyncPlan,
     SyncPolicy,
     Transfer,
-    period_in_steps,
+    split_period,
 )
 
 
@@ -27,7 +26,7 @@ class LocalSgd(SyncPolicy):
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """The change of parameters, and the optimizer's state where that is asked for."""
-        every, one_round = period_in_steps(self.every), self.every if isinstance(self.every, Round) else None
+        every, one_round = split_period(self.every)
         change, state = Transfer("change", every), Transfer("optimizer", every)
         averages_state = self.optimizer_state == "average"
         return SyncPlan(transfers=(change, state) if averages_state else (change,), round=one_round)

@@ -1,0 +1,268 @@
+"""A process that has imported torch and ddprun once, and from which all ranks of a host are forked.
+
+Importing torch takes seconds, in each rank and again after each failure; a fork takes milliseconds. The
+server is forked from a launcher that has not imported torch yet, and has neither threads nor CUDA: a fork
+would take over neither. It waits for requests in lines of JSON. A rank is a child of the launcher, as if the
+launcher had executed it: its parent in the server ends at once, and the launcher adopts it (`man 2const
+PR_SET_CHILD_SUBREAPER`).
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddprun.host.pipeline_folder import prepare_imports
+from ddprun.host.processes import (
+    adopting_orphans,
+    close_inherited_files,
+    die_with_launcher,
+    die_with_parent,
+)
+from ddprun.standard_streams import flush, print_stderr, say
+
+_MODULES = ("ddprun.engine.worker", "torch._dynamo")  # DDP and optimizers would import the second
+_SENT_TO_ALL = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+)  # all of a job
+_GPU_FILES = ("/dev/nvidia", "/dev/kfd")
+_PID_BYTES = 32
+_PR_SET_NAME, _IONBF = 15, 2  # of Linux, and of its C libraries
+_Handlers = Mapping[signal.Signals, Any]  # what `signal.signal` takes
+_TICK_S = 0.001
+_WAIT_TICK_S = 0.02
+
+
+class ForkServer:
+    """The server of this launcher, from its start to `close`.
+
+    Args:
+        modules: what it imports besides torch and ddprun, in this order. One that fails to be imported is
+            named once, and left to the ranks.
+        folder: of the pipeline file, where modules may be, too.
+    """
+
+    def __init__(self, modules: Sequence[str], folder: Path) -> None:
+        ours, theirs = socket.socketpair()
+        flush()
+        launcher = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            _serve(theirs, launcher, modules, folder)
+        theirs.close()
+        self._socket = ours
+        self._replies = ours.makefile("r", encoding="utf-8")
+
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str | None]
+    ) -> "ForkedProcess | None":
+        """Fork a process that is `ddprun` with these arguments and variables, and whose stdout and stderr are
+        appended to these files (None: those of this process); None where the server cannot, or is gone.
+        """
+        request = {"arguments": arguments, "environment": dict(environment), "outputs": outputs}
+        try:
+            with adopting_orphans():
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                pid = json.loads(self._replies.readline() or "null")
+        except OSError:
+            return None
+        return None if pid is None else ForkedProcess(pid)
+
+    def close(self) -> None:
+        """End the server; what it has forked goes on."""
+        self._replies.close()
+        self._socket.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+class ForkedProcess:
+    """A child of this process, with what torchelastic asks of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; raises subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("ddprun", timeout or 0)
+            time.sleep(_WAIT_TICK_S)
+        return code
+
+
+def _serve(requests: socket.socket, launcher: int, modules: Sequence[str], folder: Path) -> NoReturn:
+    """What the server does; it never returns to the launcher's frames."""
+    try:
+        handlers = {number: signal.getsignal(number) for number in _SENT_TO_ALL}
+        for number in _SENT_TO_ALL:
+            signal.signal(number, signal.SIG_IGN)
+        die_with_parent(launcher)
+        close_inherited_files(keep=requests.fileno())
+        _drop_script_folder()
+        can_fork = _import_all(modules, folder)
+        with requests.makefile("r", encoding="utf-8") as lines:
+            for line in lines:
+                pid = _fork_rank(json.loads(line), requests, handlers) if can_fork else None
+                requests.sendall(json.dumps(pid).encode() + b"\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _drop_script_folder() -> None:
+    """Ranks are started as by `python -P`: the folder of the script `ddprun` is no place for modules."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script and not sys.flags.safe_path and sys.path[0] == os.path.dirname(os.path.realpath(script)):
+        del sys.path[0]
+
+
+def _import_all(modules: Sequence[str], folder: Path) -> bool:
+    """Import all modules; whether the process can be forked after that."""
+    gc.disable()  # collecting what stays takes a fifth of the time
+    try:
+        for name in _MODULES:
+            importlib.import_module(name)
+    except Exception:
+        return False  # a rank that is started afresh says why
+    prepare_imports(folder)
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            say(f'cannot preload "{name}": {type(error).__name__}: {error}')
+    gc.freeze()
+    _flush_all()
+    if not (trial := os.fork()):
+        os._exit(0)
+    os.waitpid(trial, 0)  # libraries that end their threads for a fork have done so
+    found = []
+    if len(os.listdir("/proc/self/task")) > 1:
+        found.append("starts threads")
+    if any(_target(name).startswith(_GPU_FILES) for name in os.listdir("/proc/self/fd")):
+        found.append("opens a GPU")
+    if found:
+        names = ", ".join(modules) or "torch"
+        say(f"ranks are started afresh, not forked: importing {names} {' and '.join(found)}")
+    return not found
+
+
+def _target(descriptor: str) -> str:
+    with suppress(OSError):  # the one of the listing is gone
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
+
+
+def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _Handlers) -> int | None:
+    """Fork a rank from a process that ends at once, so that the launcher adopts it; gives its process id,
+    None if there can be no more processes.
+    """
+    reader, writer = os.pipe()
+    try:
+        parent = os.fork()
+    except OSError:
+        parent = -1
+    if parent:
+        os.close(writer)
+        pid = os.read(reader, _PID_BYTES)
+        os.close(reader)
+        if parent > 0:
+            os.waitpid(parent, 0)
+        return int(pid) if pid else None
+    try:
+        parent = os.getpid()
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        while os.getppid() == parent:
+            time.sleep(_TICK_S)
+        os.write(writer, str(os.getpid()).encode())
+        for descriptor in (reader, writer, requests.fileno()):
+            os.close(descriptor)
+        _be_rank(request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _be_rank(request: Mapping[str, Any]) -> NoReturn:
+    """Do what `execve` and the start of Python do, then be `python -u -m ddprun`."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    tempfile.tempdir = None  # what TMPDIR says counts
+    sys.argv[1:] = request["arguments"]
+    for descriptor, stream, path in zip((1, 2), (sys.stdout, sys.stderr), request["outputs"], strict=True):
+        if path is not None:
+            with open(path, "ab") as file:
+                os.dup2(file.fileno(), descriptor)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, b"python")  # `pkill ddprun` is for the launcher
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IONBF, ctypes.c_size_t(0))
+    end_process(_main)
+
+
+def _main() -> int:
+    from ddprun.cli import main
+
+    die_with_launcher()
+    return main()
+
+
+def end_process(main: Callable[[], int]) -> NoReturn:
+    """Call, and end the process with the exit code, as Python itself ends, in a process that is a fork."""
+    code: Any = 1
+    try:
+        try:
+            code = main()
+        except SystemExit as error:
+            code = error.code or 0
+            if not isinstance(code, int):
+                print_stderr(str(code))
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _flush_all()
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _flush_all() -> None:
+    """Write what waits in the buffers of Python's and C's streams."""
+    flush()
+    ctypes.CDLL(None).fflush(None)
