@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -135,6 +137,49 @@ def test_names_that_are_no_module_or_not_trusted_are_faults(folder: Path, preloa
     assert not (folder / "imported").exists()
 
 
+DIRECT = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+
+from ddprun.launch import fork_server
+
+fork_server._MODULES = ()  # nobody needs torch here
+fork_server._main = lambda: exec(os.environ["BODY"], globals()) or 0
+server = fork_server.ForkServer((), Path())
+
+
+def start(body):
+    return server.start([], {**os.environ, "BODY": body}, [None, None])
+
+
+for _ in range(50):  # its session is there, and it is not deaf
+    rank = start("time.sleep(60)")
+    os.killpg(rank.pid, signal.SIGTERM)
+    assert rank.wait(10) == -signal.SIGTERM
+assert start("sys.exit()").wait(10) == 0
+assert start("sys.exit('the reason')").wait(10) == 1
+assert start("ctypes.CDLL(None).puts(b'from C')").wait(10) == 0
+assert start("os.fork() or time.sleep(0.1)").wait(10) == 0
+time.sleep(0.5)
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+assert children == [str(server._pid)], "an orphan was adopted"
+rank = start("time.sleep(60)")
+os.kill(server._pid, signal.SIGKILL)
+assert start("") is None
+os.kill(rank.pid, signal.SIGKILL)
+"""
+
+
+def test_processes_start_and_end_as_those_of_a_shell(tmp_path: Path) -> None:
+    """Exit codes, signals at once, output of C code, orphans; and a server that dies while a rank lives."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIRECT], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "from C\n"
+    assert done.stderr == "the reason\n"
+
+
 def server_of(running: Running) -> int:
     """The launcher's child that is no rank."""
     [pid] = {child.pid for child in psutil.Process(running.process.pid).children()} - {*running.ranks()}
@@ -171,7 +216,6 @@ def test_ranks_are_forked_again_after_a_failure(folder: Path) -> None:
 
 
 def test_a_server_that_is_gone_is_replaced_by_fresh_processes(folder: Path) -> None:
-    """Also while ranks live, which hold nothing of it open."""
     with Running(*ENDLESS, cwd=folder) as running:
         wait_for_checkpoint(folder, running)
         os.kill(server_of(running), signal.SIGKILL)

@@ -188,11 +188,7 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
     None if there can be no more processes.
     """
     reader, writer = os.pipe()
-    try:
-        parent = os.fork()
-    except OSError:
-        parent = -1
-    if parent:
+    if parent := _fork():
         os.close(writer)
         pid = os.read(reader, _PID_BYTES)
         os.close(reader)
@@ -201,7 +197,7 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         return int(pid) if pid else None
     try:
         parent = os.getpid()
-        if os.fork():
+        if _fork():
             os._exit(0)
         os.setsid()
         for number, handler in handlers.items():
@@ -216,6 +212,14 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _fork() -> int:
+    """As `os.fork`; -1 if there can be no more processes."""
+    try:
+        return os.fork()
+    except OSError:
+        return -1
 
 
 def _be_rank(request: Mapping[str, Any]) -> NoReturn:
