@@ -1,18 +1,18 @@
-"""How long a run stands still when a rank is killed, and when a checkpoint is taken.
+"""How long training stops when a rank is killed, and when a checkpoint is taken.
 
     python -m benchmarks.recovery [--rounds 10] [--only one]
     python -m benchmarks.recovery --checkpoints [--steps 220]
 
-Each round kills a rank of a run by SIGKILL, once for each row, in an order that is drawn anew. Prints medians
-in seconds: until the launcher notices (detect), from there until all ranks are connected and built (start),
-until the checkpoint is read (load), and from the kill to the first new step. The steps that are done twice
-are as many as fit between the checkpoint and the kill: a resumed run keeps no record of them. Two hosts are
-network namespaces of this machine (Linux, root).
+Each round kills a rank of a run with SIGKILL, once for each row, in a new random order. Prints medians in
+seconds: until the launcher notices (detect), from there until all ranks are connected and built (start), from
+there until the checkpoint is read (load), and from the kill to the first new step. The number of steps done
+twice is estimated from the time between the checkpoint and the kill, because a resumed run keeps no record of
+these steps. Two hosts are network namespaces of this machine (Linux, root).
 
-`--checkpoints` trains models of different size on two ranks, and takes a checkpoint every hundred steps.
-Prints how long training stands still for one (stall), how long it is written in the background, and the
-median step while none is written and while one is. What checkpoints take of training is the stall and all
-that steps take longer while one is written, in a hundred steps.
+`--checkpoints` trains models of different sizes on two ranks, and takes a checkpoint every hundred steps.
+Prints how long training stops for a checkpoint (stall), how long the write in the background takes, and the
+median step without and during a write. The share of training is the stall plus the extra time of the steps
+during a write, relative to a hundred steps.
 """
 
 import argparse

@@ -417,8 +417,8 @@ class Launch(Options):
     """How many times the ranks are restarted after a failure, from the newest checkpoint."""
 
     preload: ModuleNames | None = ()
-    """Modules that are imported once per host, before its ranks are forked; torch always is. null: each rank
-    imports for itself."""
+    """Modules to import once per host, before its ranks are forked; torch is always imported. null: ranks
+    are not forked."""
 
     @property
     def host_range(self) -> tuple[int, int]:

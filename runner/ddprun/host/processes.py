@@ -66,7 +66,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Meanwhile, processes below this one whose own parent ends become its children; raises OSError."""
+    """In this context, descendants whose own parent ends become children of this process; raises OSError."""
     import ctypes
 
     pr_set_child_subreaper, libc = 36, ctypes.CDLL(None, use_errno=True)

@@ -57,7 +57,7 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server, preload = None, loaded.pipeline.launch.preload
     if preload is not None:
-        with suppress(OSError):  # too many processes: torchelastic meets them, too, and says so
+        with suppress(OSError):  # too many processes: torchelastic fails, too, and says so
             server = ForkServer(preload, loaded.folder)  # before torch is imported here
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;

@@ -45,7 +45,7 @@ _CONNECTING_S = 5.0  # for so long ranks may wait to be connected, after the run
 
 
 class _RankHandler(SubprocessHandler):
-    """Torchelastic's handler of one rank, which is forked from the server where that can do so."""
+    """Torchelastic's handler of one rank; forks the rank from the server if the server can do so."""
 
     def __init__(self, server: ForkServer | None, **options: Any) -> None:
         self._server = server
@@ -146,8 +146,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_ranks(self, lost_host: str) -> None:
-        """The ranks of this host wait for those of one that is cut off; no message reaches them. Those that
-        are on their way are ended when they are called again.
+        """Kill the ranks of this host, which would wait for those of a host that is cut off. A rank that is
+        still being started is killed when the lifeline calls this again.
         """
         if self._cut_off != lost_host:
             say(f"the host {lost_host} has not answered for {LOST_AFTER_S} s: it is cut off")

@@ -1,10 +1,10 @@
 """A process that has imported torch and ddprun once, and from which all ranks of a host are forked.
 
 Importing torch takes seconds, in each rank and again after each failure; a fork takes milliseconds. The
-server is forked from a launcher that has not imported torch yet, and has neither threads nor CUDA: a fork
-would take over neither. It waits for requests in lines of JSON. A rank is a child of the launcher, as if the
-launcher had executed it: its parent in the server ends at once, and the launcher adopts it (`man 2const
-PR_SET_CHILD_SUBREAPER`).
+server is forked from a launcher that has not imported torch yet. The server has neither threads nor a CUDA
+context, because neither survives a fork. It waits for requests in lines of JSON. A rank is a child of the
+launcher, as if the launcher had started it: its parent, itself forked from the server, ends at once, and the
+launcher adopts the rank (`man 2const PR_SET_CHILD_SUBREAPER`).
 """
 
 import atexit
@@ -42,7 +42,7 @@ _SENT_TO_ALL = (
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGUSR1,
-)  # all of a job
+)  # to all processes of a job
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 _PID_BYTES = 32
 _PR_SET_NAME, _IONBF = 15, 2  # of Linux, and of its C libraries
@@ -55,9 +55,9 @@ class ForkServer:
     """The server of this launcher, from its start to `close`.
 
     Args:
-        modules: what it imports besides torch and ddprun, in this order. One that fails to be imported is
-            named once, and left to the ranks.
-        folder: of the pipeline file, where modules may be, too.
+        modules: what it imports besides torch and ddprun, in this order. If an import fails, the server
+            names the module once, and leaves it to the ranks.
+        folder: of the pipeline file; modules can be imported from it, too.
     """
 
     def __init__(self, modules: Sequence[str], folder: Path) -> None:
@@ -76,7 +76,8 @@ class ForkServer:
         self, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str | None]
     ) -> "ForkedProcess | None":
         """Fork a process that is `ddprun` with these arguments and variables, and whose stdout and stderr are
-        appended to these files (None: those of this process); None where the server cannot, or is gone.
+        appended to these files (None: those of this process). Gives None if the server cannot fork, or has
+        ended.
         """
         request = {"arguments": arguments, "environment": dict(environment), "outputs": outputs}
         try:
@@ -141,7 +142,7 @@ def _serve(requests: socket.socket, launcher: int, modules: Sequence[str], folde
 
 
 def _drop_script_folder() -> None:
-    """Ranks are started as by `python -P`: the folder of the script `ddprun` is no place for modules."""
+    """Ranks are started as by `python -P`: nothing is imported from the folder of the script `ddprun`."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script and not sys.flags.safe_path and sys.path[0] == os.path.dirname(os.path.realpath(script)):
         del sys.path[0]
@@ -149,12 +150,12 @@ def _drop_script_folder() -> None:
 
 def _import_all(modules: Sequence[str], folder: Path) -> bool:
     """Import all modules; whether the process can be forked after that."""
-    gc.disable()  # collecting what stays takes a fifth of the time
+    gc.disable()  # collections would take a fifth of the time, and free little
     try:
         for name in _MODULES:
             importlib.import_module(name)
     except Exception:
-        return False  # a rank that is started afresh says why
+        return False  # a rank that starts as a fresh process says why
     prepare_imports(folder)
     for name in modules:
         try:
@@ -248,7 +249,7 @@ def _main() -> int:
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:
-    """Call, and end the process with the exit code, as Python itself ends, in a process that is a fork."""
+    """Call `main` and end this forked process with its exit code, after the clean-up that Python does."""
     code: Any = 1
     try:
         try:

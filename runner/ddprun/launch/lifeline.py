@@ -1,9 +1,9 @@
-"""Connections between launchers on which nothing is sent, and which break when a host is cut off.
+"""Idle connections between launchers, which break when a host is cut off.
 
-A host that loses its power or its cable ends no connection, and data on its way is sent again for minutes. On
-a connection without data the kernel asks once a second whether the other one is there (`man 7 tcp`,
-TCP_KEEPIDLE), and the other kernel answers, whatever its processes do: a host whose processes are busy or
-stopped is not lost.
+A host that loses its power or its link closes no connection, and TCP retransmits unacknowledged data for
+minutes. On an idle connection, the kernel sends a keepalive probe once a second (`man 7 tcp`, TCP_KEEPIDLE).
+The kernel of the other host answers, whatever its processes do: a host whose processes are busy or stopped
+does not count as lost.
 """
 
 import errno
@@ -28,15 +28,15 @@ _TOKEN_BYTES = 16
 
 
 class Lifeline:
-    """The launcher of the first host listens, and each other one connects to it; at each start of the ranks
-    anew.
+    """The launcher of the first host listens, and each other launcher connects to it. Each start of the ranks
+    has a lifeline of its own.
 
     Args:
         store: shared by all hosts, and new.
         index: this host among `count`.
         address: of this host, which the others reach.
-        on_loss: called with the address of a host that does not answer any more, again and again until
-            the lifeline is closed.
+        on_loss: called with the address of a host that no longer answers, repeatedly until the lifeline is
+            closed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lifeline:
         try:
             listener = socket.create_server((address, 0), family=family, backlog=count)
         except OSError as error:
-            say(f"warning: cannot listen at {address}, so nobody notices if a host is cut off: {error}")
+            say(f"warning: cannot listen at {address}, so hosts that are cut off are noticed late: {error}")
             self._store.set(_KEY, "null")
             return
         listener.setblocking(False)
@@ -70,9 +70,7 @@ class Lifeline:
 
     def _connect_and_watch(self) -> None:
         try:
-            while not self._store.check(
-                [_KEY]
-            ):  # `get` would keep all others from the store until it is there
+            while not self._store.check([_KEY]):  # `get` would block the store for other threads
                 if self._closed.wait(_TICK_S):
                     return
             if (found := json.loads(self._store.get(_KEY))) is None:
@@ -82,7 +80,7 @@ class Lifeline:
             connection.sendall(token.encode())
             self._keep(connection, address)
         except OSError as error:
-            say(f"warning: no connection to the first host, so nobody notices if it is cut off: {error}")
+            say(f"warning: no connection to the first host, so it is noticed late if it is cut off: {error}")
         except RuntimeError:  # the store is gone, and the run with it
             return
         self._watch()
@@ -126,7 +124,7 @@ class Lifeline:
         self._selector.register(connection, selectors.EVENT_READ, partial(self._read, address))
 
     def _read(self, address: str, connection: socket.socket) -> None:
-        """The other launcher has ended, which others learn without this, or its host does not answer."""
+        """The other launcher has ended, which is noticed without this, or its host does not answer."""
         try:
             connection.recv(1)
         except OSError as error:

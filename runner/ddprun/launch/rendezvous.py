@@ -51,7 +51,7 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.backend == "c10d" and parameters.get("store_type", "tcp") == "tcp":
         store = _open_rendezvous_store(parameters)
         handler = create_handler(store, _CheckedC10dBackend(store, parameters.run_id), parameters)
-        # Torchelastic looks at the state once a second, and that once more while it waits for others.
+        # Torchelastic caches the state for 1 s, and sleeps for 1 s between reads while it waits for hosts.
         handler._state_holder._cache_duration = _POLL_S  # type: ignore[attr-defined]
         dynamic_rendezvous._delay = _poll_often
         # The store for ranks listens on one address, too.
