@@ -155,22 +155,6 @@ PARTS = [
         "explain.md",
         pieces=True,
     ),
-    Part(
-        "recovery",
-        "from a killed rank to the next step",
-        "recovery",
-        "--rounds 1 --only one",
-        1800,
-        "reliability.md",
-    ),
-    Part(
-        "checkpoints",
-        "what a checkpoint costs",
-        "recovery --checkpoints",
-        "--steps 120",
-        3600,
-        "reliability.md",
-    ),
     Part("overlap", "what overlap_steps hides", "overlap --rounds 3", "--rounds 1", 1800, "sync.md"),
 ]
 

@@ -383,8 +383,8 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once(
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_ranks_that_start_while_their_launcher_dies_do_not_stay(folder: Path, stopped: bool) -> None:
-    """A rank takes seconds to come to its own code; by then it may have no launcher, or be stopped."""
-    with Running("endless.yaml", cwd=folder, fresh=True) as running:
+    """A fresh rank takes seconds to come to its own code; by then it may have no launcher, or be stopped."""
+    with Running("endless.yaml", "--set", "launch.preload=null", cwd=folder, fresh=True) as running:
         end = time.monotonic() + 60
         while not (ranks := running.ranks()) and time.monotonic() < end:
             time.sleep(0.001)
