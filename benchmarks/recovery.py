@@ -37,6 +37,7 @@ from benchmarks.two_hosts import started
 from tests.namespaces import REASON
 from tests.ranks import Running, ddprun
 
+from ddprun import __version__
 from ddprun.units import format_bytes
 
 PIPELINE = """
@@ -51,7 +52,7 @@ launch: {nproc_per_node: 2, max_restarts: 3}
 """
 _TRAINS_S = 1.5
 _LIMIT_S = 60.0
-_SIGNS = ("starting the ranks again", "ddprun 0.1.0: ", "resuming after step ")
+_SIGNS = ("starting the ranks again", f"ddprun {__version__}: ", "resuming after step ")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ with open("imported", "a") as file:
 
 
 class Net(nn.Linear):
-    def __init__(self):
+    def __init__(self, key):
         super().__init__(64, 10)
         ignored = [n.name for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
         facts = {
@@ -45,8 +45,10 @@ class Net(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs.flatten(1))
 """
+SECRET = "abcdefgh1234"
+MINE = {"MINE": SECRET}
 PIPELINE = """
-model: {nets.Net: {}}
+model: {nets.Net: {key: "${env:MINE}"}}
 data: digits
 optimizer: {sgd: {lr: 0.1}}
 checkpoint: {every: 5}
@@ -60,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "nets.py").write_text(MODULE)
     (tmp_path / "p.yaml").write_text(PIPELINE)
     (tmp_path / "thready.py").write_text(THREAD)
-    (tmp_path / "broken.py").write_text("raise ValueError('of its own')\n")
+    (tmp_path / "broken.py").write_text("import os\nraise ValueError('of its own ' + os.environ['MINE'])\n")
     return tmp_path
 
 
@@ -79,7 +81,7 @@ def test_a_forked_rank_is_as_a_fresh_one(folder: Path) -> None:
     found = []
     for preload in ("[]", "null"):
         command = ("p.yaml", "--run-dir", f"run{preload}", "--set", f"launch.preload={preload}")
-        with Running(*command, cwd=folder, prefix=shell, environment={"MINE": "1"}) as running:
+        with Running(*command, cwd=folder, prefix=shell, environment=MINE) as running:
             launcher = running.process.pid
             done = running.wait(60)
         assert (done.code, "afresh" in done.stderr) == (0, False), done.stderr
@@ -87,7 +89,12 @@ def test_a_forked_rank_is_as_a_fresh_one(folder: Path) -> None:
         assert [one.pop("parent") for one in of_ranks] == [launcher] * 2
         found.append(of_ranks)
     assert found[0] == found[1]
-    assert found[0][0]["variables"] == {"RANK": "0", "LOCAL_RANK": "0", "MINE": "1", "OMP_NUM_THREADS": "1"}
+    assert found[0][0]["variables"] == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MINE": SECRET,
+        "OMP_NUM_THREADS": "1",
+    }
     assert found[0][0]["ignored"] == ["SIGHUP", "SIGPIPE", "SIGXFSZ"], found
 
 
@@ -101,7 +108,7 @@ def test_a_forked_rank_is_as_a_fresh_one(folder: Path) -> None:
             3,
             "ranks are started afresh, not forked: importing nets, thready starts threads",
         ),
-        ("[broken, nets]", 1, 'cannot preload "broken": ValueError: of its own'),
+        ("[broken, nets]", 1, 'cannot preload "broken": ValueError: of its own ${env:MINE}'),
         ("[missing]", 2, 'cannot preload "missing": ModuleNotFoundError'),
     ],
 )
@@ -111,7 +118,7 @@ def test_modules_are_imported_once_where_they_are_named(
     """By the server and not by ranks; what cannot be forked, or imported, is said once, and the run ends
     well.
     """
-    done = ddprun("p.yaml", "--set", f"launch.preload={preload}", cwd=folder)
+    done = ddprun("p.yaml", "--set", f"launch.preload={preload}", cwd=folder, environment=MINE)
     assert done.code == 0, done.stderr
     assert len(set((folder / "imported").read_text().split())) == imports
     assert done.stderr.count("preload") + done.stderr.count("afresh") == bool(said)
@@ -131,7 +138,7 @@ def test_names_that_are_no_module_or_not_trusted_are_faults(folder: Path, preloa
         "--set",
         f"launch.preload={preload}",
         cwd=folder,
-        environment={"DDPRUN_TRUSTED": "./nets"},
+        environment={"DDPRUN_TRUSTED": "./nets", "DDPRUN_ENV": "MINE", "MINE": SECRET},
     )
     assert (done.code, message in done.stderr) == (2, True), done.stderr
     assert not (folder / "imported").exists()
@@ -159,7 +166,7 @@ for _ in range(50):  # its session is there, and it is not deaf
 assert start("sys.exit()").wait(10) == 0
 assert start("sys.exit('the reason')").wait(10) == 1
 assert start("ctypes.CDLL(None).puts(b'from C')").wait(10) == 0
-assert start("os.fork() or time.sleep(0.1)").wait(10) == 0
+assert start("time.sleep(0.3); os.fork() or time.sleep(0.1)").wait(10) == 0
 time.sleep(0.5)
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 assert children == [str(server._pid)], "an orphan was adopted"
@@ -199,7 +206,7 @@ ENDLESS = ("p.yaml", "--run-dir", "run", "--max-restarts", "1", "--set", "stages
 
 def test_ranks_are_forked_again_after_a_failure(folder: Path) -> None:
     """The same server forks them: nothing that was preloaded is imported again."""
-    with Running(*ENDLESS, "--set", "launch.preload=[nets]", cwd=folder) as running:
+    with Running(*ENDLESS, "--set", "launch.preload=[nets]", cwd=folder, environment=MINE) as running:
         wait_for_checkpoint(folder, running)
         server, ranks = server_of(running), running.ranks()
         os.kill(ranks[1], signal.SIGKILL)
@@ -216,7 +223,7 @@ def test_ranks_are_forked_again_after_a_failure(folder: Path) -> None:
 
 
 def test_a_server_that_is_gone_is_replaced_by_fresh_processes(folder: Path) -> None:
-    with Running(*ENDLESS, cwd=folder) as running:
+    with Running(*ENDLESS, cwd=folder, environment=MINE) as running:
         wait_for_checkpoint(folder, running)
         os.kill(server_of(running), signal.SIGKILL)
         os.kill(running.ranks()[0], signal.SIGKILL)
@@ -229,7 +236,7 @@ def test_a_server_that_is_gone_is_replaced_by_fresh_processes(folder: Path) -> N
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(folder: Path) -> None:
-    with Running(*ENDLESS, cwd=folder) as running:
+    with Running(*ENDLESS, cwd=folder, environment=MINE) as running:
         wait_for_checkpoint(folder, running)
         processes = [server_of(running), *running.ranks()]
         running.process.kill()

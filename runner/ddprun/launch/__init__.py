@@ -58,7 +58,8 @@ def start(loaded: LoadedPipeline, flags: Flags, run_dir: Path | None, *, resumin
     server, preload = None, loaded.pipeline.launch.preload
     if preload is not None:
         with suppress(OSError):  # too many processes: torchelastic fails, too, and says so
-            server = ForkServer(preload, loaded.folder)  # before torch is imported here
+            # Before torch is imported here.
+            server = ForkServer(preload, loaded.folder, loaded.secrets.redact)
     # While torch is imported a KeyboardInterrupt can get lost in an extension module, and process 1 of a
     # container has no default for SIGTERM. Nothing is running yet, so ending at once loses nothing;
     # torchelastic puts its own handlers in place of these.

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,12 +38,7 @@ from ddprun.host.processes import (
 from ddprun.standard_streams import flush, print_stderr, say
 
 _MODULES = ("ddprun.engine.worker", "torch._dynamo")  # DDP and optimizers would import the second
-_SENT_TO_ALL = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-)  # to all processes of a job
+_SENT_TO_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by a terminal, or Slurm
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd")
 _PID_BYTES = 32
 _PR_SET_NAME, _IONBF = 15, 2  # of Linux, and of its C libraries
@@ -58,16 +54,17 @@ class ForkServer:
         modules: what it imports besides torch and ddprun, in this order. If an import fails, the server
             names the module once, and leaves it to the ranks.
         folder: of the pipeline file; modules can be imported from it, too.
+        redact: takes secrets out of a message.
     """
 
-    def __init__(self, modules: Sequence[str], folder: Path) -> None:
+    def __init__(self, modules: Sequence[str], folder: Path, redact: Callable[[str], str] = str) -> None:
         ours, theirs = socket.socketpair()
         flush()
         launcher = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             ours.close()
-            _serve(theirs, launcher, modules, folder)
+            _serve(theirs, launcher, partial(_import_all, modules, folder, redact))
         theirs.close()
         self._socket = ours
         self._replies = ours.makefile("r", encoding="utf-8")
@@ -121,7 +118,7 @@ class ForkedProcess:
         return code
 
 
-def _serve(requests: socket.socket, launcher: int, modules: Sequence[str], folder: Path) -> NoReturn:
+def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool]) -> NoReturn:
     """What the server does; it never returns to the launcher's frames."""
     try:
         handlers = {number: signal.getsignal(number) for number in _SENT_TO_ALL}
@@ -130,7 +127,7 @@ def _serve(requests: socket.socket, launcher: int, modules: Sequence[str], folde
         die_with_parent(launcher)
         close_inherited_files(keep=requests.fileno())
         _drop_script_folder()
-        can_fork = _import_all(modules, folder)
+        can_fork = import_all()
         with requests.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 pid = _fork_rank(json.loads(line), requests, handlers) if can_fork else None
@@ -148,7 +145,7 @@ def _drop_script_folder() -> None:
         del sys.path[0]
 
 
-def _import_all(modules: Sequence[str], folder: Path) -> bool:
+def _import_all(modules: Sequence[str], folder: Path, redact: Callable[[str], str]) -> bool:
     """Import all modules; whether the process can be forked after that."""
     gc.disable()  # collections would take a fifth of the time, and free little
     try:
@@ -161,7 +158,7 @@ def _import_all(modules: Sequence[str], folder: Path) -> bool:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
-            say(f'cannot preload "{name}": {type(error).__name__}: {error}')
+            say(redact(f'cannot preload "{name}": {type(error).__name__}: {error}'))
     gc.freeze()
     _flush_all()
     if not (trial := os.fork()):

@@ -106,7 +106,7 @@ class Lifeline:
     def _admit(self, address: str, connection: socket.socket) -> None:
         """Something has come from whoever has connected: the token, or it is a stranger."""
         self._selector.unregister(connection)
-        with suppress(ConnectionError):
+        with suppress(OSError):
             if secrets.compare_digest(connection.recv(len(self._token)), self._token.encode()):
                 self._keep(connection, address)
                 return
