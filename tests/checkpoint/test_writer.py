@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState, encode
+from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointOutcome, CheckpointWriter
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun_hooks.comm.control import open_control_channel
@@ -30,14 +31,11 @@ RANKS = 3
 
 def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
-    settings: dict[str, Any] = {"keep": 2, "remote_ranks": (), "control": None, "parts_timeout_s": 30.0}
-    settings |= changes
+    settings: dict[str, Any] = {"token": "t", "keep": 2, "control": None, "timeout_s": 30.0, **changes}
     slow: dict[str, Any] = {"before_write": hold.wait} if hold is not None else {}
+    places = [CheckpointLocation(root, rank, (0,) * RANKS) for rank in range(RANKS)]
     return [
-        CheckpointWriter(
-            root, store, token="t", rank=rank, world_size=RANKS, **settings, **(slow if rank == 2 else {})
-        )
-        for rank in range(RANKS)
+        CheckpointWriter(place, store, **settings, **(slow if place.rank == 2 else {})) for place in places
     ]
 
 
@@ -105,7 +103,7 @@ def test_one_that_comes_too_soon_is_left_out(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     """After a time; the others' parts are deleted."""
-    ranks = writers(tmp_path, parts_timeout_s=0.3)
+    ranks = writers(tmp_path, timeout_s=0.3)
     for rank in (0, 1):
         ranks[rank].enqueue(10, parts(rank))
     assert ranks[0].outcomes.get(timeout=30).problem == "rank 2 has not written its part within 0.3 s"
@@ -151,48 +149,53 @@ def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
     close(ranks)
 
 
-def sent_to_rank_0(root: Path) -> list[str | None]:
-    """On rank 0: what came of a checkpoint of which it cannot write rank 1's files, and of the next. On the
-    others: where their files lay meanwhile.
-    """
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(root / "attempt" / "0" / "error.json")
+HOSTS = (0, 0, 2, 3, 3)
+"""Of five ranks on three hosts, the first rank of the host."""
+
+
+def on_three_hosts(root: Path) -> list[str | None]:
+    """What became of two checkpoints, the first of which host 2 cannot write whole, on rank 0."""
     ranks = Ranks(Environment.read(), timedelta(seconds=60))
     ranks.connect()
     ranks.join(torch.device("cpu"), "gloo")
-    control = open_control_channel(timedelta(seconds=5))
-    writer = CheckpointWriter(
-        root,
-        ranks.store,
-        token="t",
-        rank=ranks.rank,
-        world_size=RANKS,
-        keep=2,
-        remote_ranks=(1, 2),
-        control=control,
-        parts_timeout_s=5.0,
-    )
-    if ranks.rank == 0:
-        first, *_ = folder.file_names([folder.rank_part_name(1)])
-        unfinished = folder.unfinished_path(root, 10, "t-0")
-        (unfinished / first).mkdir(parents=True)  # a folder in the place of the file
-    control.barrier()
+    control, other = (open_control_channel(timedelta(seconds=20)) for _ in range(2))
+    rank = ranks.rank
+    disk = root / str(HOSTS[rank])
+    place = CheckpointLocation(disk, rank, HOSTS)
+    over = threading.Semaphore(0)
+    settings: dict[str, Any] = {"token": "t", "keep": 1, "control": control, "timeout_s": 20.0}
+    writer = CheckpointWriter(place, ranks.store, after_write=lambda _, __: over.release(), **settings)
+    if rank == 2:  # a folder in the place of a file of the host before it
+        unfinished = folder.unfinished_path(disk, 10, "t-0")
+        (unfinished / folder.file_names([folder.rank_part_name(1)])[0]).mkdir(parents=True)
+    outcomes: list[str | None] = []
     for step in (10, 20):
-        writer.enqueue(step, parts(ranks.rank), wait=True)
+        other.barrier()
+        own = parts(rank)
+        own |= {"shared": encode({"shared": torch.arange(1000)})} if place.leads else {}
+        writer.enqueue(step, own)
+        assert over.acquire(timeout=30)
+        outcomes += [writer.outcomes.get(timeout=30).problem] if rank == 0 else []
     writer.close()
-    return [writer.outcomes.get().problem for _ in range(2)] if ranks.rank == 0 else [str(writer.root.parent)]
+    return outcomes
 
 
-def test_a_disk_that_is_full_for_one_ranks_files_leaves_out_one_checkpoint(tmp_path: Path) -> None:
-    """The ranks that come after it have sent theirs all the same. They keep them where they go with the
-    launch, since a rank that fails has no time to remove them.
-    """
-    attempt = tmp_path / "attempt"
-    attempt.mkdir()
-    (first, second), *others = as_processes(RANKS, sent_to_rank_0, tmp_path)
-    assert others == [[str(attempt)]] * 2
-    assert "rank 0 cannot write it: " in str(first)
+def test_each_host_keeps_its_part_and_a_copy_of_the_one_before_it(tmp_path: Path) -> None:
+    """A host that cannot write makes the others wait for nothing. Older ones go where all have the next."""
+    (first, second), *_ = as_processes(len(HOSTS), on_three_hosts, tmp_path)
+    assert "rank 2 cannot write it: " in str(first)
     assert second is None
-    assert folder.steps_in(tmp_path) == [20]
+    manifests = set()
+    for host, expected in {"0": (0, 1, 3, 4), "2": (0, 1, 2), "3": (2, 3, 4)}.items():
+        assert folder.steps_in(tmp_path / host) == [20]
+        found = folder.open_checkpoint(tmp_path / host, 20)
+        here = folder.file_names(["shared", *map(folder.rank_part_name, expected)])
+        assert sorted(path.name for path in found.path.iterdir()) == sorted([*here, folder.MANIFEST])
+        folder.verify(found, here)
+        assert folder.read_part(found, "shared")["shared"].tolist() == list(range(1000))
+        assert folder.read_part(found, folder.rank_part_name(expected[1]))["rank"] == expected[1]
+        manifests.add(folder.manifest_digest(found))
+    assert len(manifests) == 1
 
 
 def test_writing_goes_on_beside_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from ddprun.config import load
 from ddprun.engine import run_folder
 from ddprun.engine.run_folder import SUMMARY_FILE, FolderInUseError, RunFolderError
+from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import RUN_INFO_FILE
+from tests.ranks import as_processes
 
 PIPELINE = """
 model: {mlp: {inputs: 64, outputs: 10}}
@@ -72,11 +75,23 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / SUMMARY_FILE).exists()
 
 
-def test_a_folder_that_is_not_here_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """As where rank 0 is on another host after a restart, and the hosts share no disk."""
-    with pytest.raises(RunFolderError, match=r"has no run\.json on .*start rank 0 on the same host"):
-        run_folder._take_over(tmp_path / "elsewhere", 1)
-    assert not (tmp_path / "elsewhere").exists()
+def resumed_nowhere(folder: Path) -> str:
+    """What is said where no host has the folder."""
+    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks.connect()
+    loaded = load(folder / "p.yaml")
+    with pytest.raises(RunFolderError) as caught:
+        run_folder.agree_on_folder(loaded, folder / "elsewhere", ranks, resuming="yes", known=None)
+    return str(caught.value)
+
+
+def test_a_folder_that_no_host_has_is_refused(tmp_path: Path) -> None:
+    """As where another host has it, but takes no part."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    (said,) = as_processes(1, resumed_nowhere, tmp_path)
+    where = tmp_path / "elsewhere"
+    assert said == f"cannot resume in the run folder {where}: no host has its run.json"
+    assert not where.exists()
 
 
 @pytest.mark.parametrize(("timeout_s", "wait_s"), [("5", 10.0), ("100", 80.0), ("3600", 120.0)])

@@ -9,7 +9,8 @@ checkpoints/
   .step-00001000.1f0c/                  being written, or what was left of that
 ```
 
-A checkpoint is written under another name, every file and the folder brought to disk, and then renamed.
+A checkpoint is written under another name, every file and the folder brought to disk, and then renamed. Where
+hosts share no disk, each host's folder has a part of the files, and the manifest names all (`location.py`).
 """
 
 import hashlib
@@ -70,13 +71,12 @@ class Checkpoint:
     step: int  # optimizer steps of the run when it was taken
     world_size: int
     files: FileRecords
-    outside_run: bool = False  # it lies in a folder that this process has made, and not in that of a run
     nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
 
     @property
     def no_follow_root(self) -> Path:
-        """No link is followed in this folder: the run's, or the checkpoint itself if it is `outside_run`."""
-        return self.path if self.outside_run else self.path.parent.parent
+        """No link is followed in this folder, which is the run's."""
+        return self.path.parent.parent
 
     @property
     def bytes(self) -> int:
@@ -116,13 +116,10 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     return {path.name: _fsync_and_hash(path) for path in (text, weights)}
 
 
-def send_files(
-    control: ControlChannel, to: int, folder: Path, names: Iterable[str], root: Path | None = None
-) -> None:
-    """Send files to a rank that does not see the folder; in `root` (default: that) no link is followed."""
-    root = root or folder
+def send_files(control: ControlChannel, to: int, folder: Path, names: Iterable[str]) -> None:
+    """Send files to a rank that does not see the folder."""
     for name in names:
-        with open_file(root, (folder / name).relative_to(root)) as file:
+        with open_file(folder, name) as file:
             while data := file.read(_CHUNK_BYTES):
                 control.send_bytes(data, to, "a checkpoint file")
 
@@ -133,6 +130,8 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
     """
     problem: OSError | None = None
     for name, described in files.items():
+        with suppress(OSError):
+            (folder / name).unlink()  # of an attempt that was broken off
         left = described["bytes"]
         while left:
             data = control.receive_bytes(source_rank, "a checkpoint file")
@@ -149,20 +148,35 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
             raise OSError(None, f"{name} did not arrive complete")
 
 
-def commit(
+def write_manifest(
     folder: Path, step: int, world_size: int, files: FileRecords, nonfinite: str | None = None
-) -> Checkpoint:
-    """Name a checkpoint whose files are all written: it exists now. Raises OSError, also if one is unseen."""
-    root = folder.parent
-    target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
-    for name, described in files.items():
-        if (folder / name).stat().st_size != described["bytes"]:
-            raise OSError(None, f"{name} is incomplete here")
+) -> None:
+    """Write a checkpoint's manifest, and bring it and the names of its files to disk; raises OSError."""
     manifest = {"v": VERSION, "step": step, "world_size": world_size, "nonfinite": nonfinite, "files": files}
     with open_file(folder, MANIFEST, "wb") as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     _fsync_and_hash(folder / MANIFEST)
     fsync_folder(folder)
+
+
+def commit(
+    folder: Path,
+    step: int,
+    world_size: int,
+    files: FileRecords,
+    nonfinite: str | None = None,
+    *,
+    here: Iterable[str] | None = None,
+) -> Checkpoint:
+    """Name a checkpoint whose files are all written, or of them those that are to be `here`: it exists now.
+    Raises OSError, also if one is unseen.
+    """
+    root = folder.parent
+    target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
+    for name in files if here is None else here:
+        if (folder / name).stat().st_size != files[name]["bytes"]:
+            raise OSError(None, f"{name} is incomplete here")
+    write_manifest(folder, step, world_size, files, nonfinite)
     if target.exists():  # of an attempt that was undone, or damaged
         remove_tree(replaced)
         target.rename(replaced)
@@ -201,11 +215,18 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
     return Checkpoint(path.parent, **manifest.model_dump())
 
 
+def manifest_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 of a checkpoint's manifest: folders with the same one hold files of the same checkpoint."""
+    path, root = checkpoint.path / MANIFEST, checkpoint.no_follow_root
+    with errors_naming(path), open_file(root, path.relative_to(root)) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+
+
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure by SHA-256 that these parts, or all, are what was written; a DamagedError names the file."""
+    """Make sure by SHA-256 that these files, or all, are what was written; a DamagedError names the file."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     root = checkpoint.no_follow_root
-    for name in file_names(part_names(checkpoint.world_size) if names is None else names):
+    for name in file_names(part_names(checkpoint.world_size)) if names is None else names:
         path, described = checkpoint.path / name, checkpoint.files[name]
         with errors_naming(path), open_file(root, path.relative_to(root)) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,19 +1,20 @@
-"""Writes checkpoints on a thread of its own: each rank its files; rank 0 gives the checkpoint its name.
+"""Writes checkpoints on a thread of its own: each rank its files; one rank of each folder makes a checkpoint
+of them.
 
-The ranks' threads speak through the store, never through collectives: a rank whose disk is slow makes no
-other rank wait. A rank that does not see the run's folder sends its files to rank 0 over a process group that
-only these threads use.
+The ranks' threads speak through the store: a rank whose disk is slow makes no other rank wait. Where ranks
+see different folders, rank 0 first learns that all parts are written. Then the leaders of the folders send
+each other what their folders lack, over a process group that only these threads use, and name the checkpoint.
+When all leaders have done so, older checkpoints are deleted.
 """
 
 import json
 import math
 import queue
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import EncodedState
 from ddprun.checkpoint.folder import Checkpoint, FileRecords
-from ddprun.host.rank_files import attempt_folder
+from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_transfers
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
@@ -50,20 +51,38 @@ class _Job:
     enqueued_ns: int = field(default_factory=time.monotonic_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What became of one rank's parts of a checkpoint."""
+
+    problem: str | None = None
+    skipped: bool = False
+    files: FileRecords = field(default_factory=dict)
+    nonfinite: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What rank 0 makes of all reports."""
+
+    problem: str | None
+    skipped: bool
+    files: FileRecords  # of the whole checkpoint
+    held: dict[int, list[str]]  # for each leader, the files that its folder has
+    nonfinite: str | None
+
+
 @dataclass(eq=False)
 class CheckpointWriter:
-    """The checkpoints of one run, on one rank."""
+    """The checkpoints of one run in one location, on one rank."""
 
-    root: Path  # the folder of all checkpoints, as rank 0 sees it
+    location: CheckpointLocation
     store: dist.Store  # small values that all ranks share
     _: KW_ONLY
     token: str  # of this attempt at the run; the same on all ranks
-    rank: int
-    world_size: int
     keep: int  # how many checkpoints are kept
-    remote_ranks: Sequence[int]  # ranks that do not see the run's folder
-    control: ControlChannel | None  # for these threads alone; None if no rank is remote
-    parts_timeout_s: float  # how long rank 0 waits for the other ranks' parts
+    control: ControlChannel | None  # for these threads alone; None if all ranks see one folder
+    timeout_s: float  # how long a rank waits for what another one has to write
     # Called on the writing thread. before_write: ahead of each checkpoint. after_write: when a checkpoint is
     # over, with the time at which it was enqueued (ns of the monotonic clock) and whether it was written.
     # find_nonfinite: names what in a part is not finite, None if nothing is.
@@ -78,11 +97,8 @@ class CheckpointWriter:
         self.reported_causes = set[str]()  # what kept checkpoints from being written, since one was
         # On rank 0: why there is no checkpoint of the run's end; None: there is, or none is due.
         self.final_problem: str | None = None
-        self.store = dist.PrefixStore(f"checkpoints/{self.token}", self.store)
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        if self.rank in self.remote_ranks:
-            self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-", dir=attempt_folder())
-            self.root = Path(self._scratch.name)
+        self.rank, self.root = self.location.rank, self.location.root
+        self.store = dist.PrefixStore(f"checkpoints/{self.location.name}/{self.token}", self.store)
         self._jobs = queue.Queue[_Job | None]()
         self._current_job: _Job | None = None
         self._thread = threading.Thread(target=self._thread_main, name="ddprun-checkpoints", daemon=True)
@@ -107,24 +123,24 @@ class CheckpointWriter:
             self._jobs.put(job)
         else:
             text = f"rank {self.rank} was still writing the checkpoint of step {before.step}"
-            self._report_to_rank_0(job, text, skipped=True)
+            self._report_to_rank_0(job, _Report(text, skipped=True))
             self.after_write(job.enqueued_ns, False)
             if staged is not None:
                 staged.wait()
                 staged.release()
-            if self.rank == 0:
+            if self.location.leads:
                 self._jobs.put(replace(job, parts={}, staged=None))
         if wait:
             self._jobs.join()
-            if self.rank == 0:  # all ranks have written their parts: what is unfinished stays so
+            if self.location.leads:  # all ranks have written their parts: what is unfinished stays so
                 folder.recover_interrupted_writes(self.root)
 
     def report_missed_checkpoints(self, count: int) -> None:
         """Give up checkpoints that this rank never reached, up to the `count` that another has enqueued."""
         while self.enqueued_count < count:
             job = self._make_next_job(0, {})
-            self._report_to_rank_0(job, f"rank {self.rank} had stopped before")
-            if self.rank == 0:
+            self._report_to_rank_0(job, _Report(f"rank {self.rank} had stopped before"))
+            if self.location.leads:
                 self._jobs.put(job)
 
     def _make_next_job(
@@ -139,8 +155,6 @@ class CheckpointWriter:
         """Finish what is being written, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
     def _thread_main(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -148,27 +162,28 @@ class CheckpointWriter:
             try:
                 if job.parts:
                     self._write(job)
-                if self.rank == 0:
-                    checkpoint, problem, skipped = self._assemble(job)
-                    seconds = time.monotonic() - started
-                    outcome = CheckpointOutcome(job.step, seconds, checkpoint, problem, skipped)
-                elif job.parts and self._scratch is not None:
-                    self._send_files_if_wanted(job)
+                outcome = self._assemble(job, started) if self.location.leads else None
             except Exception as error:
                 # The store or the other ranks are gone: the run is about to end, and says why itself.
                 outcome = CheckpointOutcome(job.step, time.monotonic() - started, problem=repr(error))
             if job.staged is not None:
                 job.staged.release()
+            if self.location.leads:
+                self._hear_outcome(job, outcome)
             if self._current_job is job:
                 self._current_job = None
-            if outcome is not None and job.step:  # 0: from `report_missed_checkpoints`; this rank had stopped
+            # Step 0: from `report_missed_checkpoints`; this rank had stopped.
+            if self.rank == 0 and outcome is not None and job.step:
                 self.outcomes.put(outcome)
             self._jobs.task_done()
-            self._broadcast_outcome(job, outcome)
+            if not self.location.leads:
+                self._hear_outcome(job, None)
 
-    def _broadcast_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
-        """Rank 0 stores what became of a checkpoint; others wait for it, unless their next one is waiting."""
-        last_finished = (-1, False)
+    def _hear_outcome(self, job: _Job, outcome: CheckpointOutcome | None) -> None:
+        """Rank 0 stores what became of a checkpoint; the others wait for it: leaders, to delete older ones
+        then; ranks that lead no folder only until their next one waits.
+        """
+        leads, last_finished = self.location.leads, (-1, False)
 
         def is_over() -> bool:
             nonlocal last_finished
@@ -180,9 +195,15 @@ class CheckpointWriter:
             if self.rank == 0:
                 written = outcome is not None and outcome.checkpoint is not None
                 self.store.set(_LAST_FINISHED_KEY, json.dumps([job.number, written]))
-            _wait_until(lambda: is_over() or not self._jobs.empty())
-        if last_finished[0] >= job.number and job.parts:
-            self.after_write(job.enqueued_ns, last_finished[0] == job.number and last_finished[1])
+            until = time.monotonic() + 2 * self.timeout_s
+            _wait_until(lambda: is_over() or not (leads or self._jobs.empty()), until)
+        if last_finished[0] < job.number:
+            return
+        written = last_finished[0] == job.number and last_finished[1]
+        if written and leads:
+            folder.prune(self.root, self.keep)
+        if job.parts:
+            self.after_write(job.enqueued_ns, written)
 
     def _write(self, job: _Job) -> None:
         if job.staged is not None:
@@ -193,70 +214,96 @@ class CheckpointWriter:
             for name, state in job.parts.items():
                 files |= folder.write_part(job.unfinished, name, state)
         except OSError as error:
-            self._report_to_rank_0(job, self._cannot_write(error))
+            self._report_to_rank_0(job, _Report(self._cannot_write(error)))
         else:
             found = [self.find_nonfinite(state) for state in job.parts.values()]
-            self._report_to_rank_0(job, None, files, folder.most_severe_nonfinite(found))
+            report = _Report(files=files, nonfinite=folder.most_severe_nonfinite(found))
+            self._report_to_rank_0(job, report)
 
-    def _report_to_rank_0(
-        self,
-        job: _Job,
-        problem: str | None,
-        files: FileRecords | None = None,
-        nonfinite: str | None = None,
-        *,
-        skipped: bool = False,
-    ) -> None:
-        report = [problem, skipped, files or {}, nonfinite]
-        self.store.set(f"{job.number}/{self.rank}", json.dumps(report))
+    def _report_to_rank_0(self, job: _Job, report: _Report) -> None:
+        self.store.set(f"{job.number}/{self.rank}", json.dumps(asdict(report)))
 
-    def _assemble(self, job: _Job) -> tuple[Checkpoint | None, str | None, bool]:
-        """On rank 0: make all parts a checkpoint, or say why there is none, and whether it was skipped."""
-        problems: list[tuple[str, bool]] = []
-        sizes: dict[int, FileRecords] = {}
-        nonfinite: list[str | None] = []
-        until = time.monotonic() + self.parts_timeout_s
-        for rank in range(self.world_size):
-            key = f"{job.number}/{rank}"
-            if not _wait_until(partial(self.store.check, [key]), until):
-                late = f"rank {rank} has not written its part within {self.parts_timeout_s:g} s"
-                problems.append((late, False))
-                continue
-            problem, skipped, sizes[rank], not_finite = json.loads(self.store.get(key))
-            self.store.delete_key(key)
-            nonfinite.append(not_finite)
-            problems += [(problem, skipped)] if problem else []
-        if self.remote_ranks:
-            self.store.set(f"{job.number}/verdict", "drop" if problems else "send")
-        if not problems:
-            for rank in self.remote_ranks:  # all of them send, also after one whose files cannot be written
-                assert self.control is not None
-                try:
-                    folder.receive_files(self.control, rank, job.unfinished, sizes[rank])
-                except OSError as error:
-                    problems.append((self._cannot_write(error), False))
-        if not problems:
+    def _assemble(self, job: _Job, started: float) -> CheckpointOutcome:
+        """On a leader: make a checkpoint of the parts; says what came of it, on rank 0 for all folders."""
+        key = f"{job.number}/verdict"
+        if self.rank == 0:
+            verdict = self._judge_reports(job)
+            if self.control is not None:
+                self.store.set(key, json.dumps(asdict(verdict)))
+        else:
+            if not _wait_until(partial(self.store.check, [key]), time.monotonic() + 2 * self.timeout_s):
+                raise TimeoutError
+            verdict = _Verdict(**json.loads(self.store.get(key)))
+        problem, checkpoint = verdict.problem, None
+        if problem is None:
             try:
-                files = {name: described for part in sizes.values() for name, described in part.items()}
-                worst = folder.most_severe_nonfinite(nonfinite)
-                checkpoint = folder.commit(job.unfinished, job.step, self.world_size, files, worst)
-                folder.prune(self.root, self.keep)
-                return checkpoint, None, False
+                checkpoint = self._make_whole_and_commit(job, verdict)
             except OSError as error:
-                problems.append((self._cannot_write(error), False))
-        folder.remove_tree(job.unfinished)
-        return None, *problems[0]
+                problem = self._cannot_write(error)
+        if problem is not None:
+            folder.remove_tree(job.unfinished)
+        if self.control is not None and verdict.problem is None:
+            problem = self._share_problem(job, problem)
+        checkpoint = None if problem is not None else checkpoint
+        return CheckpointOutcome(job.step, time.monotonic() - started, checkpoint, problem, verdict.skipped)
+
+    def _judge_reports(self, job: _Job) -> _Verdict:
+        """On rank 0: wait for the reports of all ranks, and join them."""
+        of_ranks: list[_Report] = []
+        until = time.monotonic() + self.timeout_s
+        for rank in range(len(self.location.leaders)):
+            key = f"{job.number}/{rank}"
+            if _wait_until(partial(self.store.check, [key]), until):
+                of_ranks.append(_Report(**json.loads(self.store.get(key))))
+                self.store.delete_key(key)
+            else:
+                late = f"rank {rank} has not written its part within {self.timeout_s:g} s"
+                of_ranks.append(_Report(late))
+        worst = next((one for one in of_ranks if one.problem), _Report())
+        files: FileRecords = {}
+        for one in reversed(of_ranks):  # of what several ranks have, rank 0's counts
+            files |= one.files
+        held = {
+            leader: [
+                name
+                for rank in self.location.members(leader)
+                for name, described in of_ranks[rank].files.items()
+                if described == files[name]
+            ]
+            for leader in self.location.folders
+        }
+        nonfinite = folder.most_severe_nonfinite(one.nonfinite for one in of_ranks)
+        return _Verdict(worst.problem, worst.skipped, dict(sorted(files.items())), held, nonfinite)
+
+    def _make_whole_and_commit(self, job: _Job, verdict: _Verdict) -> Checkpoint:
+        """On a leader: get what its folder lacks from other leaders, and name the checkpoint."""
+        kept = self.location.files_kept()
+        if self.control is not None:
+            held = {int(leader): names for leader, names in verdict.held.items()}
+            transfers = plan_transfers(kept, held)
+            run_transfers(self.control, self.rank, job.unfinished, transfers, verdict.files)
+        world_size, here = len(self.location.leaders), kept[self.rank]
+        return folder.commit(
+            job.unfinished, job.step, world_size, verdict.files, verdict.nonfinite, here=here
+        )
+
+    def _share_problem(self, job: _Job, problem: str | None) -> str | None:
+        """What has kept some leader from naming a checkpoint; rank 0 waits for all, and knows."""
+        self.store.set(f"{job.number}/kept/{self.rank}", json.dumps(problem))
+        if self.rank != 0:
+            return problem
+        until = time.monotonic() + self.timeout_s
+        for leader in self.location.folders:
+            key = f"{job.number}/kept/{leader}"
+            if not _wait_until(partial(self.store.check, [key]), until):
+                problem = problem or f"rank {leader} has not written its part within {self.timeout_s:g} s"
+                continue
+            problem = problem or json.loads(self.store.get(key))
+            self.store.delete_key(key)
+        return problem
 
     def _cannot_write(self, error: OSError) -> str:
         return f"rank {self.rank} cannot write it: {error.strerror or error}"
-
-    def _send_files_if_wanted(self, job: _Job) -> None:
-        assert self.control is not None
-        verdict = f"{job.number}/verdict"
-        until = time.monotonic() + 2 * self.parts_timeout_s
-        if _wait_until(partial(self.store.check, [verdict]), until) and self.store.get(verdict) == b"send":
-            folder.send_files(self.control, 0, job.unfinished, folder.file_names(job.parts))
-        folder.remove_tree(job.unfinished)
 
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
@@ -266,5 +313,5 @@ def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+        pause = min(2 * pause, 0.1)
     return True

@@ -361,6 +361,10 @@ class Checkpoint(Options):
     every: NonNegativeInt = 500
     """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
 
+    memory_every: NonNegativeInt = 0
+    """The same for checkpoints in each host's shared memory, from which ranks restart after a failure; 0
+    takes none."""
+
     keep: NonNegativeInt = 3
     """How many of the newest are kept; 0 takes none at all."""
 

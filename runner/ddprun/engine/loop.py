@@ -509,7 +509,8 @@ def end_step_and_read_messages(run: StageRun, exchanged: bool) -> list[AgreedSte
     )
     step = session.state.step
     pauses = runtime.profiler.toggles_before(step + 1) or runtime.time_slices.ends_after(step)
-    needs_this_step = pauses or session.checkpoint_is_due or run.evaluation_is_due
+    pauses = pauses or session.checkpoint_is_due or session.memory_checkpoint_is_due
+    needs_this_step = pauses or run.evaluation_is_due
     needs_this_step = needs_this_step or run.settings.plan.round is not None  # the next one may be long
     if needs_this_step or any(one.checkpoint or one.compare_clocks for one in agreed_steps):
         agreed_steps += runtime.recorder.wait_for_messages()
@@ -543,6 +544,8 @@ def act_on_messages(
                 return "stopped"
     if requested or session.checkpoint_is_due:
         take_checkpoint(session, requested=requested)
+    elif session.memory_checkpoint_is_due:
+        take_checkpoint(session, in_memory=True)
     report_checkpoints(session)
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, step)

@@ -35,34 +35,46 @@ def agree_on_folder(
     loaded: LoadedPipeline, wanted: Path | None, ranks: Ranks, *, resuming: ResumeMode, known: Path | None
 ) -> tuple[Path, str, bool]:
     """Create or reuse the run's folder on rank 0, and tell all ranks its path; gives also a token of this
-    attempt at the run, different in each, and whether the run was begun before: it resumes from a checkpoint,
-    or starts again in the same folder.
+    attempt at the run, different in each, and whether the run was begun before, on any host: it resumes from
+    a checkpoint, or starts again in the same folder.
 
     `wanted`: from the command line. `known`: the folder that this host's ranks used before they were
     restarted. Rank 0 raises RunFolderError: it cannot be made, is not empty, not a run's, or in use.
     """
     known_folder = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
+    folder = Path(known_folder) if known_folder else wanted
+    # Asked of all before rank 0 begins it.
+    was_begun = any(ranks.gather("begun", folder is not None and os.path.lexists(folder / RUN_INFO_FILE)))
+    begun = known_folder is not None or resuming == "yes" or (resuming == "if begun" and was_begun)
 
-    def make() -> tuple[str, str, bool]:
-        # Others may see that the run was begun as soon as rank 0 begins it: so rank 0 decides.
-        begun = resuming == "yes" or (
-            resuming == "if begun" and wanted is not None and (wanted / RUN_INFO_FILE).exists()
-        )
-        if known_folder is not None:
-            folder = Path(known_folder)
-            _take_over(folder, _lock_wait_s(loaded), restarted=True)
-        elif begun and wanted is not None:
-            folder = wanted
-            _take_over(folder, _WAIT_S)
-        else:
-            folder = wanted or new_folder(loaded.pipeline.name)
-            about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
-            text = loaded.resolved_yaml()
-            make_folder(folder, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
-        return str(folder), secrets.token_hex(4), known_folder is not None or begun
+    def make() -> tuple[str, str]:
+        made = folder or new_folder(loaded.pipeline.name)
+        if begun and not was_begun:
+            raise RunFolderError(f"cannot resume in the run folder {made}: no host has its {RUN_INFO_FILE}")
+        _make_or_take_over(loaded, made, begun=begun, restarted=known_folder is not None)
+        return str(made), secrets.token_hex(4)
 
-    path, token, resumed = ranks.from_rank_0("run_dir", make)
-    return Path(path), token, resumed
+    path, token = ranks.from_rank_0("run_dir", make)
+    return Path(path), token, begun
+
+
+def prepare_on_host(
+    loaded: LoadedPipeline, folder: Path, ranks: Ranks, *, begun: bool, restarted: bool
+) -> None:
+    """Create or reuse the run's folder on a host that does not see rank 0's; raises RunFolderError."""
+    try:
+        _make_or_take_over(loaded, folder, begun=begun, restarted=restarted)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error} (on {ranks.host}, which does not see rank 0's disk)") from None
+
+
+def _make_or_take_over(loaded: LoadedPipeline, folder: Path, *, begun: bool, restarted: bool) -> None:
+    if begun and os.path.lexists(folder / RUN_INFO_FILE):
+        _take_over(folder, _lock_wait_s(loaded) if restarted else _WAIT_S, restarted=restarted)
+        return
+    about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
+    text = loaded.resolved_yaml()
+    make_folder(folder, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
 
 
 def new_folder(name: str) -> Path:
@@ -101,14 +113,7 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
     try:
         for name in _FOLDERS:
             check_folder_if_exists(folder, name)
-        try:
-            open_file(folder, RUN_INFO_FILE).close()
-        except FileNotFoundError:
-            host = os.uname().nodename
-            raise RunFolderError(
-                f"cannot resume in the run folder {folder}: it has no {RUN_INFO_FILE} on {host}, where rank "
-                "0 is now; if hosts do not share a disk, start rank 0 on the same host as before"
-            ) from None
+        open_file(folder, RUN_INFO_FILE).close()
         _lock(folder, wait_s)
         truncate_torn_event(folder)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an attempt that has failed

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.config import LoadedPipeline
 from ddprun.engine.balance import Balances
@@ -79,7 +80,9 @@ class RunComponents:
     gradient_times: GradientTimes | None  # None: the pipeline does not ask for them (`timings.gradients`)
     profiler: Profiler  # torch's; of no step if the pipeline does not ask for it (`timings.profile`)
     compiler: GraphCompiler | None = None  # None: the model is not compiled
-    checkpoints: CheckpointWriter | None = None  # None: none are taken (`keep: 0`)
+    locations: Sequence[CheckpointLocation] = ()  # of checkpoints; those in memory come first
+    checkpoints: CheckpointWriter | None = None  # on disk; None: none are taken (`keep: 0`)
+    memory_checkpoints: CheckpointWriter | None = None  # None: none are taken
     time_slices: ComparisonSliceClient = field(default_factory=ComparisonSliceClient)
 
     def set_timing_detail(self, *, detailed: bool) -> None:
@@ -215,3 +218,10 @@ class Session:
         """Whether one is taken after this step of the run; the same on all ranks."""
         every = self.runtime.loaded.pipeline.checkpoint.every
         return self.runtime.checkpoints is not None and is_due(every, self.state.step)
+
+    @property
+    def memory_checkpoint_is_due(self) -> bool:
+        """Whether one is taken in memory after this step, and none on disk; the same on all ranks."""
+        every = self.runtime.loaded.pipeline.checkpoint.memory_every
+        takes_any = self.runtime.memory_checkpoints is not None and not self.checkpoint_is_due
+        return takes_any and is_due(every, self.state.step)

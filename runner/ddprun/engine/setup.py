@@ -35,7 +35,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
-from ddprun.engine.state import check_state_storable, open_checkpoints
+from ddprun.engine.state import check_state_storable, find_locations, open_writer
 from ddprun.engine.turns import Turns, build_turns
 from ddprun.engine.weights import has_train_eval_modes, load_weights
 from ddprun.host import dev_shm, rank_files
@@ -207,7 +207,16 @@ def build_session(
         profiler=Profiler(timings.profile or (0, -1), records.writer, ranks.rank),
         compiler=compiler,
     )
-    runtime.checkpoints = open_checkpoints(runtime, token)
+    runtime.locations = find_locations(runtime)
+    for location in runtime.locations if pipeline.checkpoint.keep else ():
+        writer = open_writer(runtime, location, token)
+        if location.in_memory:
+            runtime.memory_checkpoints = writer
+        else:
+            runtime.checkpoints = writer
+    if pipeline.checkpoint.memory_every and pipeline.checkpoint.keep and runtime.memory_checkpoints is None:
+        text = "it needs max_restarts, ddprun as the launcher, and /dev/shm on each host"
+        reporter.note(f"checkpoint.memory_every is not used: {text}")
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)

@@ -21,12 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddprun import __version__
 from ddprun.checkpoint.codec import DamagedError, EncodedState, UnstorableError, encode
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER, NONFINITE_LOSS, rank_part_name
+from ddprun.checkpoint.location import CheckpointLocation
 from ddprun.checkpoint.writer import CheckpointWriter
 from ddprun.engine import seeding
 from ddprun.engine.audit import audit_parameters
 from ddprun.engine.nonfinite import Nonfinite
 from ddprun.engine.session import Evaluations, RunComponents, Session
-from ddprun.host.rank_files import report_checkpoint
+from ddprun.host import rank_files
 from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import log_event
@@ -227,27 +228,37 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
 # Taking checkpoints.
 
 
-def open_checkpoints(runtime: RunComponents, token: str) -> CheckpointWriter | None:
-    """What writes a run's checkpoints, if it takes any; `token` is of this attempt, equal on all ranks."""
-    pipeline, ranks, records = runtime.loaded.pipeline, runtime.ranks, runtime.records
-    keep, timeout_s = pipeline.checkpoint.keep, pipeline.launch.timeout_s
-    initially_nonfinite = runtime.finite_check.initially_nonfinite
-    if not keep:
-        return None
-    return CheckpointWriter(
-        runtime.run_dir / CHECKPOINTS_FOLDER,
-        ranks.store,
+def find_locations(runtime: RunComponents) -> list[CheckpointLocation]:
+    """Where the run's checkpoints are: in memory, if the pipeline asks for that, and on disk."""
+    ranks, remote, memory = runtime.ranks, runtime.records.remote_ranks, rank_files.memory_folder()
+    first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
+    of_hosts = tuple(first_of_host[rank] for rank in range(ranks.size))
+    on_disk = tuple(first if rank in remote else 0 for rank, first in enumerate(of_hosts))
+    found = [CheckpointLocation(runtime.run_dir / CHECKPOINTS_FOLDER, ranks.rank, on_disk)]
+    if all(ranks.gather("memory", memory is not None)):
+        assert memory is not None
+        root = memory / CHECKPOINTS_FOLDER
+        found.insert(0, CheckpointLocation(root, ranks.rank, of_hosts, in_memory=True))
+    return found
+
+
+def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str) -> CheckpointWriter:
+    """What writes the run's checkpoints in a location; `token` is of this attempt, equal on all ranks."""
+    pipeline, initially_nonfinite = runtime.loaded.pipeline, runtime.finite_check.initially_nonfinite
+    timeout_s, apart = pipeline.launch.timeout_s, len(location.folders) > 1
+    writer = CheckpointWriter(
+        location,
+        runtime.ranks.store,
         token=token,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        keep=keep,
-        remote_ranks=records.remote_ranks,
-        control=open_control_channel(timedelta(seconds=timeout_s)) if records.remote_ranks else None,
-        parts_timeout_s=timeout_s,
-        before_write=records.writer.flush,
-        after_write=report_checkpoint,
+        keep=1 if location.in_memory else pipeline.checkpoint.keep,
+        control=open_control_channel(timedelta(seconds=timeout_s)) if apart else None,
+        timeout_s=timeout_s,
+        before_write=runtime.records.writer.flush,
         find_nonfinite=partial(_find_nonfinite, initially_nonfinite=initially_nonfinite),
     )
+    if not location.in_memory:
+        writer.after_write = rank_files.report_checkpoint
+    return writer
 
 
 def _find_nonfinite(state: EncodedState, initially_nonfinite: frozenset[str]) -> str | None:
@@ -274,13 +285,16 @@ def check_state_storable(session: Session) -> None:
             raise runtime.loaded.error("checkpoint", text, way_out) from None
 
 
-def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool = False) -> None:
-    """Take a checkpoint of the state as it is now; called by all ranks after the same step.
+def take_checkpoint(
+    session: Session, *, at_end: bool = False, requested: bool = False, in_memory: bool = False
+) -> None:
+    """Take a checkpoint of the state as it is now, on disk or `in_memory`; called by all ranks after the same
+    step.
 
     At the run's end it waits until it is written. One that a signal has requested is answered on the screen.
     """
     runtime, state, reporter = session.runtime, session.state, session.reporter
-    writer, step = runtime.checkpoints, state.step
+    writer, step = runtime.memory_checkpoints if in_memory else runtime.checkpoints, state.step
     if requested:
         answer = "no checkpoint is taken, because of checkpoint.keep: 0"
         reporter.note(f"SIGUSR1: {answer if writer is None else f'checkpoint of step {step}'}")
@@ -306,7 +320,7 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     staging = runtime.staging
     staged = staging if staging is not None and staging.try_acquire() else None
     parts = {rank_part_name(runtime.ranks.rank): encode(own, staged=staged)}
-    if runtime.ranks.rank == 0:
+    if writer.location.leads:
         metadata = {
             "pipeline": runtime.loaded.as_dict(),
             "data": runtime.fingerprints.for_checkpoint(),
@@ -321,7 +335,8 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
     synchronizer = state.synchronizer
     if runtime.records.remote_ranks and (synchronizer is None or not synchronizer.plan.never_exchanges):
         runtime.records.collect()
-    reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
+    if not in_memory:
+        reporter.events.info("checkpoint_taken", step=step, seconds=time.monotonic() - started)
     writer.enqueue(step, parts, staged=staged, wait=at_end)
     report_checkpoints(session)
     if at_end and writer.last_problem is not None:
@@ -329,34 +344,45 @@ def take_checkpoint(session: Session, *, at_end: bool = False, requested: bool =
 
 
 def report_checkpoints(session: Session) -> None:
-    """Report what became of those that were taken."""
-    writer, reporter = session.runtime.checkpoints, session.reporter
-    while writer is not None and not writer.outcomes.empty():
-        outcome = writer.outcomes.get()
-        step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
-        if written is None:
-            reporter.events.warning("checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem)
-            cause = "skipped" if outcome.skipped else "failed"
-            if cause not in writer.reported_causes:
-                writer.reported_causes.add(cause)
-                reporter.note(f"no checkpoint at step {step}: {outcome.problem} (older ones are kept)")
-        else:
-            writer.reported_causes.clear()
-            event = CheckpointWritten(
-                step=step,
-                seconds=seconds,
-                bytes=written.bytes,
-                folder=str(session.runtime.display_path(written.path)),
-                nonfinite=written.nonfinite,
-            )
-            log_event(reporter.events, event)
-        writer.last_problem = outcome.problem
+    """Report what became of those that were taken; of those in memory only why one was not."""
+    reporter = session.reporter
+    for writer in _writers(session):
+        where = " in memory" if writer.location.in_memory else ""
+        while not writer.outcomes.empty():
+            outcome = writer.outcomes.get()
+            step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
+            if written is None:
+                cause = "skipped" if outcome.skipped else "failed"
+                if cause not in writer.reported_causes or not writer.location.in_memory:
+                    reporter.events.warning(
+                        "checkpoint_left_out", step=step, seconds=seconds, reason=outcome.problem
+                    )
+                if cause not in writer.reported_causes:
+                    writer.reported_causes.add(cause)
+                    kept = f"no checkpoint{where} at step {step}: {outcome.problem} (older ones are kept)"
+                    reporter.note(kept)
+            elif not writer.location.in_memory:
+                writer.reported_causes.clear()
+                event = CheckpointWritten(
+                    step=step,
+                    seconds=seconds,
+                    bytes=written.bytes,
+                    folder=str(session.runtime.display_path(written.path)),
+                    nonfinite=written.nonfinite,
+                )
+                log_event(reporter.events, event)
+            writer.last_problem = outcome.problem
 
 
 def close_checkpoints(session: Session) -> None:
-    if (writer := session.runtime.checkpoints) is not None:
+    for writer in _writers(session):
         writer.close()
-        report_checkpoints(session)
+    report_checkpoints(session)
+
+
+def _writers(session: Session) -> list[CheckpointWriter]:
+    runtime = session.runtime
+    return [writer for writer in (runtime.memory_checkpoints, runtime.checkpoints) if writer is not None]
 
 
 def hook_state_partitioning(session: Session) -> str:

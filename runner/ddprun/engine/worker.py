@@ -29,7 +29,7 @@ from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import Status, finish_run
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import agree_on_folder
+from ddprun.engine.run_folder import agree_on_folder, prepare_on_host
 from ddprun.engine.save import check_saves, save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
@@ -138,6 +138,8 @@ def _run(
     rank_files.report_run_dir(folder)
     session = build_session(loaded, folder, ranks, device, backend, signals, token)
     failure_context.reporter, failure_context.step = session.reporter, lambda: session.state.step
+    if ranks.rank != 0 and session.runtime.locations[-1].leads:
+        prepare_on_host(loaded, folder, ranks, begun=begun, restarted=known is not None)
     check_saves(session)
     try_evaluations(session)
     _announce(session)
@@ -221,6 +223,11 @@ def _announce(session: Session) -> None:
     hosts = environment.host_count
     if not least <= hosts <= most:
         reporter.note(f"launched on {hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used")
+    if pipeline.checkpoint.keep and runtime.records.remote_ranks:
+        reporter.note(
+            "hosts do not share the run folder: each keeps what its ranks need of a checkpoint, and a copy "
+            "of what the ranks of one other host need"
+        )
     queues = runtime.exchange.gradient_queue, runtime.exchange.delta_queue
     as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]
     if any(across.size == 1 for _, across in as_launched):

@@ -1,19 +1,22 @@
-"""The launcher's temporary folder, and what ranks leave in it: for their launcher, and for later ranks."""
+"""The launcher's temporary folders, and what ranks leave in them: for their launcher, and for later ranks."""
 
 import fcntl
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ddprun.host.dev_shm import SHM_FOLDER
 from ddprun.host.processes import send_signal, state_and_parent
 from ddprun.run_files import replace_atomically
 
 SCRATCH_VARIABLE = "DDPRUN_SCRATCH"  # names a folder of this launcher's own, gone when it ends
+MEMORY_VARIABLE = "DDPRUN_MEMORY"  # the same, in shared memory
 _PREFIX = "ddprun-launch-"
 _RUN_DIR, _OUTCOME, _CHECKPOINT, _PIDS = "run_dir", "outcome", "checkpoint", "pids"
 _ERROR = "error"
@@ -22,13 +25,14 @@ _OUTCOME_NOT_REPORTED = 1  # exit code of a rank that has finished the run and c
 
 
 @contextmanager
-def temporary_launcher_folder() -> Iterator[Path]:
-    """A temporary folder for a launcher, gone afterwards. A launcher that is killed has no time to clear up.
-    Its folder is then no longer locked, and the next launcher of the same user on the same host removes it.
+def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A temporary folder for a launcher, gone afterwards; in `parent`, None: where the system has its own. A
+    launcher that is killed has no time to clear up. Its folder is then no longer locked, and the next
+    launcher of the same user on the same host removes it.
     """
-    remove_dead_launcher_folders()
+    remove_dead_launcher_folders(parent)
     while True:
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
             try:
                 handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:  # another launcher was faster, and took it for an old one
@@ -46,9 +50,36 @@ def temporary_launcher_folder() -> Iterator[Path]:
                 os.close(handle)
 
 
-def remove_dead_launcher_folders() -> None:
+@contextmanager
+def launcher_memory() -> Iterator[Path | None]:
+    """A folder in shared memory for a launcher, of this user alone, gone afterwards: a process that waits for
+    the launcher's end removes it, however the launcher ends. None: there is no shared memory.
+    """
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_launcher_folder(SHM_FOLDER))
+        except OSError:
+            yield None
+            return
+        command = ["/bin/sh", "-c", 'read -r _; rm -rf -- "$0"', str(folder)]
+        remover = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        assert remover.stdin is not None
+        try:
+            yield folder
+        finally:
+            remover.stdin.close()
+            remover.wait()
+
+
+def memory_folder() -> Path | None:
+    """The folder in shared memory of this rank's launcher; None: it has none."""
+    name = os.environ.get(MEMORY_VARIABLE)
+    return None if name is None else Path(name)
+
+
+def remove_dead_launcher_folders(parent: Path | None = None) -> None:
     """Remove the folders of launchers that are no more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or another launcher was faster
             if folder.stat().st_uid == os.geteuid():
                 handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

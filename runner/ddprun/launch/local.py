@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -65,7 +66,11 @@ def launch(
         command += ["--or-resume"] if resuming == "if begun" else []
     try:
         # Torchelastic would leave its own folder behind.
-        with rank_files.temporary_launcher_folder() as folder, private_code_caches(folder):
+        with (
+            rank_files.temporary_launcher_folder() as folder,
+            private_code_caches(folder),
+            ExitStack() as stack,
+        ):
             flags["log_dir"] = str(folder)
             os.environ[rank_files.SCRATCH_VARIABLE] = str(folder)
             os.environ[processes.LAUNCHER_PID_VARIABLE] = str(os.getpid())
@@ -77,6 +82,9 @@ def launch(
                     assert isinstance(program, str)
                     if warning := network.public_warning(config.rdzv_endpoint):
                         say(warning)
+                    if loaded.pipeline.checkpoint.memory_every and config.max_restarts:
+                        memory = stack.enter_context(rank_files.launcher_memory())
+                        os.environ |= {} if memory is None else {rank_files.MEMORY_VARIABLE: str(memory)}
                     agent = make_agent(config, program, arguments, folder, loaded, server)
                 except (DistError, RendezvousError):
                     raise

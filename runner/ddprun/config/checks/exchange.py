@@ -79,6 +79,9 @@ def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if restarts and not pipeline.checkpoint.keep:
         text = f'"max_restarts: {restarts}" needs checkpoints, and "keep" is 0: the run would start over'
         yield warning("launch.max_restarts", text, "keep at least 1")
+    if (every := pipeline.checkpoint.memory_every) and not pipeline.checkpoint.keep:
+        text = f'"memory_every: {every}" has no effect: "keep: 0" takes no checkpoints'
+        yield warning("checkpoint.memory_every", text, "keep at least 1")
 
 
 @register_check()

@@ -1,0 +1,293 @@
+"""Checkpoints in memory, and on hosts that share no disk: a run survives the loss of any one host."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddprun.checkpoint import folder
+from ddprun.checkpoint.folder import steps_in
+from ddprun.checkpoint.location import CheckpointLocation, plan_transfers
+from ddprun.host.dev_shm import SHM_FOLDER
+from tests.checkpoint.runs import final
+from tests.engine.running import events, summary
+from tests.namespaces import Host, hosts, needs_namespaces
+from tests.ranks import Finished, Running, ddprun
+
+STEPS = 240
+
+PIPELINE = f"""
+model: {{mlp: {{inputs: 64, hidden: [64], outputs: 10}}}}
+data: slow.Train
+loader: {{batch_size: 8}}
+optimizer: {{adamw: {{lr: 0.001}}}}
+hooks: HOOKS
+sync: SYNC
+checkpoint: {{every: 40, memory_every: 5, keep: 2}}
+stages: [{{train: {{steps: {STEPS}}}}}]
+launch: {{nproc_per_node: 2, timeout_s: 20, max_restarts: 5}}
+"""
+
+MODULE = """
+import time
+from pathlib import Path
+
+from torch.utils.data import Dataset
+
+from ddprun.zoo.data import digits
+
+TRAIN, _ = digits(held_out=0.2, split_seed=0, folder=Path())
+
+
+class Train(Dataset):
+    def __len__(self):
+        return len(TRAIN)
+
+    def __getitem__(self, index):
+        time.sleep(0.0008)
+        return TRAIN[index]
+"""
+
+POLICIES = [("every_step", "[int8]"), ("{local_sgd: {every: 3}}", "[]")]
+
+
+def prepare(place: Path, sync: str, hooks: str) -> None:
+    place.mkdir(parents=True)
+    (place / "slow.py").write_text(MODULE)
+    (place / "p.yaml").write_text(PIPELINE.replace("SYNC", sync).replace("HOOKS", hooks))
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=lambda param: param[0].strip("{").split(":")[0])
+def unbroken(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, str], dict[int, dict[str, str]]]:
+    """Policy and hooks, and the final state of a run with two ranks and one with four, on one host."""
+    ends = {}
+    for ranks in (2, 4):
+        place = tmp_path_factory.mktemp("whole") / "here"
+        prepare(place, *request.param)
+        flags = [f"--nproc-per-node={ranks}", "--set=checkpoint={every: 0}"]
+        done = ddprun("p.yaml", "--run-dir=run", *flags, cwd=place)
+        assert done.code == 0, done.stderr
+        ends[ranks] = final(place / "run")
+    return request.param, ends
+
+
+def memory_of(launcher: int) -> Path | None:
+    """The folder in shared memory of a launcher, which its remover names; None: not yet."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(launcher).children():
+            if child.name() == "sh":
+                return Path(child.cmdline()[-1])
+    return None
+
+
+def wait_for_memory(running: Running, step: int) -> Path:
+    """Until a checkpoint of this step or a later one is in a launcher's memory; gives its folder."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        memory = memory_of(running.process.pid)
+        if memory is not None and (steps_in(memory / "checkpoints") or [0])[0] >= step:
+            return memory
+        time.sleep(0.02)
+    pytest.fail("no checkpoint in memory")
+
+
+def resumed_steps(said: str) -> list[int]:
+    return [int(step) for step in re.findall(r"resuming after step (\d+) from memory", said)]
+
+
+def test_ranks_restart_from_memory(
+    unbroken: tuple[tuple[str, str], dict[int, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Not from disk, where nothing is yet. Of this user alone; nothing of it is left afterwards."""
+    (sync, hooks), ends = unbroken
+    place = tmp_path / "here"
+    prepare(place, sync, hooks)
+    with Running("p.yaml", "--run-dir=run", "--set=checkpoint.every=0", cwd=place) as running:
+        memory = wait_for_memory(running, 50)
+        assert memory.parent == SHM_FOLDER
+        assert memory.stat().st_mode & 0o777 == 0o700
+        assert memory.stat().st_uid == os.geteuid()
+        os.kill(running.ranks()[1], signal.SIGKILL)
+        done = running.wait()
+    assert done.code == 0, done.stderr
+    (step,) = resumed_steps(done.stderr)
+    assert step >= 50
+    assert step % 5 == 0
+    assert final(place / "run") == ends[2]
+    assert not memory.exists()
+
+
+def test_memory_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """By a process that waits for its end. The run resumes from disk."""
+    place = tmp_path / "here"
+    prepare(place, *POLICIES[0])
+    with Running("p.yaml", "--run-dir=run", cwd=place) as running:
+        memory = wait_for_memory(running, 60)
+        running.process.send_signal(signal.SIGKILL)
+        running.wait()
+    until = time.monotonic() + 20
+    while memory.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stop = "--set=stages[0].train.steps=90"
+    done = ddprun("resume", "run", stop, cwd=place)
+    assert done.code == 0, done.stderr
+    assert "resuming after step 40 from run/checkpoints/step-00000040" in done.stderr
+
+
+def test_memory_that_is_damaged_is_not_used(tmp_path: Path) -> None:
+    """The hash is checked as on disk, and the newest checkpoint there is taken."""
+    place = tmp_path / "here"
+    prepare(place, *POLICIES[0])
+    with Running(
+        "p.yaml", "--run-dir=run", "--set=checkpoint={memory_every: 50, every: 20}", cwd=place
+    ) as running:
+        memory = wait_for_memory(running, 50)
+        (found,) = (memory / "checkpoints").glob("step-*")
+        weights = found / "shared.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+        os.kill(running.ranks()[0], signal.SIGKILL)
+        said = running.wait().stderr
+    name = int(found.name.removeprefix("step-"))
+    assert f"skipping the checkpoint of step {name} in memory, which is damaged: " in said
+    assert "its SHA-256 differs (deleted)" in said
+    assert "resuming after step 40 from run/checkpoints/" in said or "step 60 from run" in said
+    assert not resumed_steps(said)
+
+
+def test_memory_without_a_launcher_is_told(tmp_path: Path) -> None:
+    """Without restarts, too: nothing would read it."""
+    place = tmp_path / "here"
+    prepare(place, *POLICIES[0])
+    done = ddprun(
+        "p.yaml", "--run-dir=run", "--set=launch.max_restarts=0", "--set=stages[0].train.steps=3", cwd=place
+    )
+    assert done.code == 0, done.stderr
+    told = "checkpoint.memory_every is not used: it needs max_restarts, ddprun as the launcher, and /dev/shm"
+    assert done.stderr.count(told) == 1
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_what_one_host_loses_the_others_have(lost: int) -> None:
+    """For each number of hosts and ranks on them; files travel in one order, from those who have them."""
+    for leaders in [(0, 1), (0, 0, 2, 2), (0, 1, 1, 3), (0, 0, 2, 3, 3, 5)]:
+        places = [CheckpointLocation(Path(), rank, leaders) for rank in range(len(leaders))]
+        kept = places[0].files_kept()
+        assert all(place.files_kept() == kept for place in places)
+        gone = places[0].folders[lost % len(kept)]
+        left = {leader: files for leader, files in kept.items() if leader != gone}
+        everything = set(folder.file_names(folder.part_names(len(leaders))))
+        assert set().union(*left.values()) == everything
+        held = {**left, gone: set[str]()}
+        needed = places[0].files_needed(len(leaders))
+        for source, target, names in plan_transfers(needed, held):
+            assert target == gone
+            assert set(names) <= held[source]
+            held[target] |= set(names)
+        assert all(needed[leader] <= held[leader] for leader in held)
+
+
+# Two hosts, each with a disk of its own.
+
+
+def start(place: Path, host: Host, *flags: str) -> Running:
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400", "--rdzv-id=two"]
+    own = {"GLOO_SOCKET_IFNAME": "e0"}
+    words = ["p.yaml", "--run-dir=run", "--or-resume", *meeting, *flags]
+    return Running(*words, cwd=place / host.name, environment=own, host=host)
+
+
+@contextmanager
+def two_hosts(place: Path, sync: str, hooks: str, *flags: str) -> Iterator[tuple[list[Host], list[Running]]]:
+    with hosts(2) as made, contextlib.ExitStack() as stack:
+        for host in made:
+            prepare(place / host.name, sync, hooks)
+        yield made, [stack.enter_context(start(place, host, *flags)) for host in made]
+
+
+def wait_for_disk(place: Path, step: int) -> None:
+    until = time.monotonic() + 60
+    while (steps_in(place / "run" / "checkpoints") or [0])[0] < step:
+        assert time.monotonic() < until, "no checkpoint on disk"
+        time.sleep(0.02)
+
+
+def ended(both: list[Running]) -> list[Finished]:
+    return [running.wait(100) for running in both]
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_a_host_is_lost_with_its_disk(
+    unbroken: tuple[tuple[str, str], dict[int, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Both launchers are killed. What the lost host had, the other one sends it: the same bits at the end."""
+    (sync, hooks), ends = unbroken
+    flags, lost = ["--set=checkpoint.memory_every=0"], POLICIES.index((sync, hooks))
+    with two_hosts(tmp_path, sync, hooks, *flags) as (made, both):
+        for host in made:
+            wait_for_disk(tmp_path / host.name, 80)
+        for running in both:
+            running.process.send_signal(signal.SIGKILL)
+        ended(both)
+        shutil.rmtree(tmp_path / made[lost].name / "run")
+        with contextlib.ExitStack() as stack:
+            again = ended([stack.enter_context(start(tmp_path, host, *flags)) for host in made])
+    assert [one.code for one in again] == [0, 0], [one.stderr for one in again]
+    said = "".join(one.stderr for one in again)
+    assert re.search(r"resuming after step \d+ from run/checkpoints/step-", said), said
+    runs = [tmp_path / host.name / "run" for host in made]
+    assert [final(run) for run in runs] == [ends[4]] * 2
+    (shown,) = [run for run in runs if (run / "summary.json").exists()]  # rank 0 may have moved
+    assert summary(shown)["steps"] == STEPS
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_two_hosts_restart_from_memory(
+    unbroken: tuple[tuple[str, str], dict[int, dict[str, str]]], tmp_path: Path
+) -> None:
+    """After a rank of the second one is killed."""
+    (sync, hooks), ends = unbroken
+    with two_hosts(tmp_path, sync, hooks, "--set=checkpoint.every=0") as (_, both):
+        for running in both:
+            wait_for_memory(running, 60)
+        os.kill(both[1].ranks()[0], signal.SIGKILL)
+        done = ended(both)
+    assert [one.code for one in done] == [0, 0], [one.stderr for one in done]
+    (step,) = resumed_steps(done[0].stderr + done[1].stderr)
+    assert step >= 55
+    for host in ("node0", "node1"):
+        assert final(tmp_path / host / "run") == ends[4]
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_a_host_takes_over_from_memory_what_another_one_had(tmp_path: Path) -> None:
+    """The host of the last ranks is lost. The other continues alone, from the copies in its memory."""
+    flags = ["--nnodes=1:2", "--set=checkpoint.every=0"]
+    with two_hosts(tmp_path, *POLICIES[0], *flags) as (_, both):
+        for running in both:
+            wait_for_memory(running, 60)
+        both[1].process.send_signal(signal.SIGKILL)
+        both[1].wait()
+        done = both[0].wait(100)
+    assert done.code == 0, done.stderr
+    (step,) = resumed_steps(done.stderr)
+    assert step >= 55
+    (resumed,) = [event for event in events(tmp_path / "node0" / "run") if event["event"] == "resumed"]
+    assert (resumed["world_size_before"], resumed["checkpoint"]) == (4, "memory")
+    found = summary(tmp_path / "node0" / "run")
+    assert (found["steps"], found["world_size"]) == (STEPS, 2)
