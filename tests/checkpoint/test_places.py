@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from ddprun.checkpoint.folder import steps_in
 from ddprun.checkpoint.location import CheckpointLocation, plan_transfers
 from ddprun.host.dev_shm import SHM_FOLDER
 from tests.checkpoint.runs import final
+from tests.checkpoint.test_resume import HOOKS, SYNCS
 from tests.engine.running import events, summary
 from tests.namespaces import Host, hosts, needs_namespaces
 from tests.ranks import Finished, Running, ddprun
@@ -291,3 +293,60 @@ def test_a_host_takes_over_from_memory_what_another_one_had(tmp_path: Path) -> N
     assert (resumed["world_size_before"], resumed["checkpoint"]) == (4, "memory")
     found = summary(tmp_path / "node0" / "run")
     assert (found["steps"], found["world_size"]) == (STEPS, 2)
+
+
+def unbroken_end(place: Path, sync: str, hooks: str) -> dict[str, str]:
+    """The final state of a run of four ranks on one host, made once for a policy with a stack."""
+    if not place.exists():
+        prepare(place, sync, hooks)
+        flags = ["--nproc-per-node=4", "--set=checkpoint={every: 0}"]
+        done = ddprun("p.yaml", "--run-dir=run", *flags, cwd=place)
+        assert done.code == 0, done.stderr
+    return final(place / "run")
+
+
+@pytest.fixture(scope="session")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ends")
+
+
+@needs_namespaces
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(100))
+def test_whatever_is_killed_the_end_is_the_same(number: int, ends: Path, tmp_path: Path) -> None:
+    """A rank, a launcher, or rank 0's host with its disk, at a random moment of every policy with every stack
+    of hooks, on two hosts with disks of their own.
+    """
+    draw = random.Random(number)
+    kind = ("rank", "launcher", "host of rank 0")[number % 3]
+    sync = SYNCS[number % len(SYNCS)].replace("HOSTS", "2")
+    hooks = HOOKS[number // len(SYNCS) % len(HOOKS)].replace("HOSTS", "2")
+    flags = [f"--set=checkpoint.memory_every={draw.choice((3, 5, 7))}"]
+    with two_hosts(tmp_path, sync, hooks, *flags) as (made, both):
+        moment = draw.randrange(5, STEPS - 100)
+        memories = [wait_for_memory(running, moment) for running in both]
+        runs = [tmp_path / host.name / "run" for host in made]
+        if kind == "rank":
+            os.kill(draw.choice(draw.choice(both).ranks()), signal.SIGKILL)
+        else:
+            first = next(index for index, run in enumerate(runs) if (run / "events.jsonl").exists())
+            lost = first if kind == "host of rank 0" else draw.randrange(2)
+            both[lost].process.send_signal(signal.SIGKILL)
+            both[lost].wait()
+            if kind == "host of rank 0":
+                shutil.rmtree(runs[lost])
+            with contextlib.ExitStack() as stack:
+                if lost == 0:  # the host of the rendezvous
+                    assert both[1].wait().code == 1
+                    both[1] = stack.enter_context(start(tmp_path, made[1], *flags))
+                both[lost] = stack.enter_context(start(tmp_path, made[lost], *flags))
+                done = ended(both)
+        if kind == "rank":
+            done = ended(both)
+    said = "".join(one.stderr for one in done)
+    assert [one.code for one in done] == [0, 0], said
+    print(kind, sync, hooks, moment, *re.findall(r"(?:resuming after step|no intact checkpoint).*", said))
+    expected = unbroken_end(ends / f"{sync} {hooks}".replace("/", "_"), sync, hooks)
+    assert [final(run) for run in runs] == [expected] * 2, (kind, sync, hooks, said)
+    assert not any(memory.exists() for memory in memories)
