@@ -19,7 +19,8 @@ def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder
     files: FileRecords = {}
     for name in ["shared", *map(folder.rank_part_name, range(ranks))]:
         files |= folder.write_part(folder.unfinished_path(root, step, token), name, encode(STATE))
-    return folder.commit(folder.unfinished_path(root, step, token), step, ranks, files)
+    checkpoint = folder.Checkpoint(root / folder.checkpoint_name(step), step, ranks, files)
+    return folder.commit(folder.unfinished_path(root, step, token), checkpoint)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -27,7 +28,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     files = folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "rank-00000", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "shared", encode(STATE))
-    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
+    checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
+    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
     assert folder.steps_in(tmp_path) == [7]
     found = folder.open_checkpoint(tmp_path, 7)
     folder.verify(found)
@@ -96,11 +98,12 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
         files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), name, encode(STATE))
     path = folder.unfinished_path(tmp_path, 7, "t") / "rank-00000.json"
     path.write_text("{")
+    checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
     with pytest.raises(OSError, match=r"rank-00000\.json is incomplete here"):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), 7, 1, files)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
     assert folder.steps_in(tmp_path) == []
 
 

@@ -280,7 +280,7 @@ def test_rank_0_has_to_see_the_checkpoints_that_others_see(tmp_path: Path, finis
     before = steps_in(folder / "run" / "checkpoints")
     as_processes(2, blind_in_rank_0, folder, folder / "run", cwd=folder, may_die=True)
     told = "".join(file.read_text() for file in folder.glob("told-*"))
-    assert told.count("sees none: start rank 0 where they are") == 1, told
+    assert told.count("sees none: start rank 0 on a host that sees them") == 1, told
     assert "Traceback" not in told
     assert steps_in(folder / "run" / "checkpoints") == before
 

@@ -175,6 +175,8 @@ def on_three_hosts(root: Path) -> list[str | None]:
         own |= {"shared": encode({"shared": torch.arange(1000)})} if place.leads else {}
         writer.enqueue(step, own)
         assert over.acquire(timeout=30)
+        other.barrier()
+        assert folder.steps_in(disk) == ([] if step == 10 else [20])
         outcomes += [writer.outcomes.get(timeout=30).problem] if rank == 0 else []
     writer.close()
     return outcomes

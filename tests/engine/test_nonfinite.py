@@ -276,7 +276,8 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
         unfinished.mkdir(parents=True)
         for name in files:
             (unfinished / name).write_text("{}")
-        checkpoints.commit(unfinished, step, 1, files, nonfinite)
+        path = tmp_path / checkpoints.checkpoint_name(step)
+        checkpoints.commit(unfinished, checkpoints.Checkpoint(path, step, 1, files, nonfinite))
         checkpoints.prune(tmp_path, 2)
         return checkpoints.steps_in(tmp_path)
 

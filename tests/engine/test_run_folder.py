@@ -1,5 +1,6 @@
 """The folder of a run is one run's at a time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddprun.config import load
 from ddprun.engine import run_folder
@@ -92,6 +94,50 @@ def test_a_folder_that_no_host_has_is_refused(tmp_path: Path) -> None:
     where = tmp_path / "elsewhere"
     assert said == f"cannot resume in the run folder {where}: no host has its run.json"
     assert not where.exists()
+
+
+def apart(folder: Path, disks: list[str], run_dir: str) -> tuple[int, ...] | str:
+    """The leaders of ranks that are each on a host of its own, on these disks; or what is refused."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.chdir(folder / disks[int(os.environ["RANK"])])
+    ranks = Ranks(Environment.read(), timedelta(seconds=60))
+    ranks.connect()
+    ranks.join(torch.device("cpu"), "gloo")
+    loaded = load(folder / "p.yaml")
+    wanted = Path(run_dir)
+    try:
+        agreed = run_folder.agree_on_folder(loaded, wanted, ranks, resuming="if begun", known=None)
+    except (RunFolderError, RuntimeError) as error:  # the others lose the store
+        return str(error)
+    leaders = run_folder.find_leaders(loaded, agreed, ranks)
+    ranks.gather("tokens are gone", None)
+    assert {entry.name for entry in wanted.iterdir()} == {"run.json", "pipeline.yaml", "run.lock"}
+    return leaders
+
+
+def test_hosts_that_share_a_disk_share_a_folder(tmp_path: Path) -> None:
+    """Also if rank 0's host has another disk. A resume finds the same; a host that is new gets the folder."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    for disk in "abc":
+        (tmp_path / disk).mkdir()
+    for disks, leaders in [
+        (["a", "b", "b", "a"], (0, 1, 1, 0)),
+        (["b", "b", "a", "c"], (0, 0, 2, 3)),
+    ]:
+        assert as_processes(4, apart, tmp_path, disks, "run") == [leaders] * 4
+    ids = {json.loads((tmp_path / disk / "run" / "run.json").read_text())["id"] for disk in "abc"}
+    assert len(ids) == 1
+
+
+def test_hosts_with_different_runs_are_refused(tmp_path: Path) -> None:
+    """A folder of this name that an earlier run has left on one of them."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    for disk in "ab":
+        (tmp_path / disk).mkdir()
+        as_processes(1, apart, tmp_path, [disk], "run")
+    (said, *_) = as_processes(2, apart, tmp_path, ["a", "b"], "run")
+    host = os.uname().nodename
+    assert said == f"run has different runs on {host} and on {host}: remove one of them"
 
 
 @pytest.mark.parametrize(("timeout_s", "wait_s"), [("5", 10.0), ("100", 80.0), ("3600", 120.0)])

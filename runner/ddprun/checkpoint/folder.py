@@ -20,7 +20,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +60,7 @@ class _Manifest(BaseModel, strict=True):
     step: int
     world_size: PositiveInt
     nonfinite: str | None
+    folders: PositiveInt = 1
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}\.(json|safetensors)$")], _File]
 
 
@@ -72,11 +73,16 @@ class Checkpoint:
     world_size: int
     files: FileRecords
     nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
+    folders: int = 1  # over which its files were spread
 
     @property
     def no_follow_root(self) -> Path:
         """No link is followed in this folder, which is the run's."""
         return self.path.parent.parent
+
+    def described(self) -> dict[str, Any]:
+        """What the manifest says, and is known of it without its folder."""
+        return {name: getattr(self, name) for name in ("step", "world_size", "nonfinite", "folders", "files")}
 
     @property
     def bytes(self) -> int:
@@ -108,7 +114,7 @@ def unfinished_path(root: Path, step: int, token: str) -> Path:
 
 def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     """Write state as the two files of a part, in a folder made if need be, and to disk; raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     text, weights = (folder / file for file in file_names([name]))
     with open_file(folder, text.name, "wb") as file:
         file.write(json.dumps(state.tree, allow_nan=False).encode())
@@ -116,12 +122,26 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
     return {path.name: _fsync_and_hash(path) for path in (text, weights)}
 
 
-def send_files(control: ControlChannel, to: int, folder: Path, names: Iterable[str]) -> None:
-    """Send files to a rank that does not see the folder."""
-    for name in names:
-        with open_file(folder, name) as file:
-            while data := file.read(_CHUNK_BYTES):
+def make_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint, and that of all checkpoints, if need be; not what they are in."""
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
+def send_files(control: ControlChannel, to: int, folder: Path, files: FileRecords) -> None:
+    """Send files to a rank that does not see the folder. If one cannot be read, zeros follow: the receiver
+    waits for all bytes, and refuses the file by its hash.
+    """
+    for name, described in files.items():
+        left = described["bytes"]
+        with suppress(OSError), open_file(folder, name) as file:
+            while left and (data := file.read(min(left, _CHUNK_BYTES))):
                 control.send_bytes(data, to, "a checkpoint file")
+                left -= len(data)
+        while left:
+            size = min(left, _CHUNK_BYTES)
+            control.send_bytes(bytes(size), to, "a checkpoint file")
+            left -= size
 
 
 def receive_files(control: ControlChannel, source_rank: int, folder: Path, files: FileRecords) -> None:
@@ -148,42 +168,31 @@ def receive_files(control: ControlChannel, source_rank: int, folder: Path, files
             raise OSError(None, f"{name} did not arrive complete")
 
 
-def write_manifest(
-    folder: Path, step: int, world_size: int, files: FileRecords, nonfinite: str | None = None
-) -> None:
+def write_manifest(checkpoint: Checkpoint) -> None:
     """Write a checkpoint's manifest, and bring it and the names of its files to disk; raises OSError."""
-    manifest = {"v": VERSION, "step": step, "world_size": world_size, "nonfinite": nonfinite, "files": files}
-    with open_file(folder, MANIFEST, "wb") as file:
-        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-    _fsync_and_hash(folder / MANIFEST)
-    fsync_folder(folder)
+    with open_file(checkpoint.path, MANIFEST, "wb") as file:
+        file.write(json.dumps({"v": VERSION, **checkpoint.described()}, indent=1).encode() + b"\n")
+    _fsync_and_hash(checkpoint.path / MANIFEST)
+    fsync_folder(checkpoint.path)
 
 
-def commit(
-    folder: Path,
-    step: int,
-    world_size: int,
-    files: FileRecords,
-    nonfinite: str | None = None,
-    *,
-    here: Iterable[str] | None = None,
-) -> Checkpoint:
-    """Name a checkpoint whose files are all written, or of them those that are to be `here`: it exists now.
-    Raises OSError, also if one is unseen.
+def commit(unfinished: Path, checkpoint: Checkpoint, here: Iterable[str] | None = None) -> Checkpoint:
+    """Name a checkpoint whose files are all written, or of them those that are to be `here`: it exists now,
+    at its path. Raises OSError, also if a file is unseen.
     """
-    root = folder.parent
-    target, replaced = root / checkpoint_name(step), root / f".{checkpoint_name(step)}.{_REPLACED}"
-    for name in files if here is None else here:
-        if (folder / name).stat().st_size != files[name]["bytes"]:
+    target, root = checkpoint.path, checkpoint.path.parent
+    replaced = root / f".{target.name}.{_REPLACED}"
+    for name in checkpoint.files if here is None else here:
+        if (unfinished / name).stat().st_size != checkpoint.files[name]["bytes"]:
             raise OSError(None, f"{name} is incomplete here")
-    write_manifest(folder, step, world_size, files, nonfinite)
+    write_manifest(replace(checkpoint, path=unfinished))
     if target.exists():  # of an attempt that was undone, or damaged
         remove_tree(replaced)
         target.rename(replaced)
-    folder.rename(target)
+    unfinished.rename(target)
     fsync_folder(root)
     remove_tree(replaced)
-    return Checkpoint(target, step, world_size, files, nonfinite=nonfinite)
+    return checkpoint
 
 
 def steps_in(root: Path) -> list[int]:

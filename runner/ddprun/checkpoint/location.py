@@ -91,11 +91,12 @@ def run_transfers(
     """
     problem: OSError | None = None
     for source, target, names in transfers:
+        described = {name: files[name] for name in names}
         if rank == source:
-            folder.send_files(control, target, path, names)
+            folder.send_files(control, target, path, described)
         elif rank == target:
             try:
-                folder.receive_files(control, source, path, {name: files[name] for name in names})
+                folder.receive_files(control, source, path, described)
             except OSError as error:
                 problem = problem or error
     if problem is not None:

@@ -27,7 +27,7 @@ from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_t
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import PinnedStaging
 
-_LAST_FINISHED_KEY = "over"  # in the store: which checkpoint was finished last, and whether it was written
+_OVER_KEY = "over"  # in the store: the numbers of the last checkpoint that is over, and of the last written
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class CheckpointWriter:
         self.store = dist.PrefixStore(f"checkpoints/{self.location.name}/{self.token}", self.store)
         self._jobs = queue.Queue[_Job | None]()
         self._current_job: _Job | None = None
+        self._last_written = self._committed = -1  # numbers of jobs; the first one rank 0 knows
         self._thread = threading.Thread(target=self._thread_main, name="ddprun-checkpoints", daemon=True)
         self._thread.start()
 
@@ -183,25 +184,28 @@ class CheckpointWriter:
         """Rank 0 stores what became of a checkpoint; the others wait for it: leaders, to delete older ones
         then; ranks that lead no folder only until their next one waits.
         """
-        leads, last_finished = self.location.leads, (-1, False)
+        leads, last_over, last_written = self.location.leads, -1, self._last_written
 
         def is_over() -> bool:
-            nonlocal last_finished
-            if self.store.check([_LAST_FINISHED_KEY]):
-                last_finished = json.loads(self.store.get(_LAST_FINISHED_KEY))
-            return last_finished[0] >= job.number
+            nonlocal last_over, last_written
+            if self.store.check([_OVER_KEY]):
+                last_over, last_written = json.loads(self.store.get(_OVER_KEY))
+            return last_over >= job.number
 
         with suppress(RuntimeError):  # the store is gone: the run is about to end
             if self.rank == 0:
-                written = outcome is not None and outcome.checkpoint is not None
-                self.store.set(_LAST_FINISHED_KEY, json.dumps([job.number, written]))
+                if outcome is not None and outcome.checkpoint is not None:
+                    self._last_written = job.number
+                self.store.set(_OVER_KEY, json.dumps([job.number, self._last_written]))
             until = time.monotonic() + 2 * self.timeout_s
             _wait_until(lambda: is_over() or not (leads or self._jobs.empty()), until)
-        if last_finished[0] < job.number:
+        if last_over < job.number:
             return
-        written = last_finished[0] == job.number and last_finished[1]
-        if written and leads:
+        written = last_written >= job.number
+        if leads and written:
             folder.prune(self.root, self.keep)
+        elif self._committed == job.number:  # another leader could not name it
+            folder.remove_tree(self.root / folder.checkpoint_name(job.step))
         if job.parts:
             self.after_write(job.enqueued_ns, written)
 
@@ -259,7 +263,8 @@ class CheckpointWriter:
             else:
                 late = f"rank {rank} has not written its part within {self.timeout_s:g} s"
                 of_ranks.append(_Report(late))
-        worst = next((one for one in of_ranks if one.problem), _Report())
+        if worst := next((one for one in of_ranks if one.problem), None):
+            return _Verdict(worst.problem, worst.skipped, {}, {}, None)
         files: FileRecords = {}
         for one in reversed(of_ranks):  # of what several ranks have, rank 0's counts
             files |= one.files
@@ -273,7 +278,7 @@ class CheckpointWriter:
             for leader in self.location.folders
         }
         nonfinite = folder.most_severe_nonfinite(one.nonfinite for one in of_ranks)
-        return _Verdict(worst.problem, worst.skipped, dict(sorted(files.items())), held, nonfinite)
+        return _Verdict(None, False, dict(sorted(files.items())), held, nonfinite)
 
     def _make_whole_and_commit(self, job: _Job, verdict: _Verdict) -> Checkpoint:
         """On a leader: get what its folder lacks from other leaders, and name the checkpoint."""
@@ -282,10 +287,11 @@ class CheckpointWriter:
             held = {int(leader): names for leader, names in verdict.held.items()}
             transfers = plan_transfers(kept, held)
             run_transfers(self.control, self.rank, job.unfinished, transfers, verdict.files)
-        world_size, here = len(self.location.leaders), kept[self.rank]
-        return folder.commit(
-            job.unfinished, job.step, world_size, verdict.files, verdict.nonfinite, here=here
-        )
+        path, ranks = self.root / folder.checkpoint_name(job.step), len(self.location.leaders)
+        checkpoint = Checkpoint(path, job.step, ranks, verdict.files, verdict.nonfinite, len(kept))
+        folder.commit(job.unfinished, checkpoint, kept[self.rank])
+        self._committed = job.number
+        return checkpoint
 
     def _share_problem(self, job: _Job, problem: str | None) -> str | None:
         """What has kept some leader from naming a checkpoint; rank 0 waits for all, and knows."""
@@ -300,6 +306,7 @@ class CheckpointWriter:
                 continue
             problem = problem or json.loads(self.store.get(key))
             self.store.delete_key(key)
+        self.store.delete_key(f"{job.number}/verdict")
         return problem
 
     def _cannot_write(self, error: OSError) -> str:

@@ -362,11 +362,11 @@ class Checkpoint(Options):
     """Steps of the run from one checkpoint to the next; 0 takes none before the end."""
 
     memory_every: NonNegativeInt = 0
-    """The same for checkpoints in each host's shared memory, from which ranks restart after a failure; 0
+    """Steps of the run from one checkpoint in shared memory to the next, for restarts after a failure; 0
     takes none."""
 
     keep: NonNegativeInt = 3
-    """How many of the newest are kept; 0 takes none at all."""
+    """How many of the newest are kept on disk; 0 takes none at all, in memory neither."""
 
     on_changed_data: Literal["continue", "stop"] = "stop"
     """What a resumed run does in the middle of an epoch whose data has changed."""

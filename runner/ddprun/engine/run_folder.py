@@ -6,18 +6,28 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from ddprun import __version__
 from ddprun.checkpoint.folder import CHECKPOINTS_FOLDER
 from ddprun.config import LoadedPipeline
 from ddprun.parallel.ranks import Ranks
-from ddprun.run_files import RUN_INFO_FILE, ResumeMode, check_folder_if_exists, open_file
+from ddprun.run_files import (
+    RUN_INFO_FILE,
+    ResumeMode,
+    check_folder_if_exists,
+    open_file,
+    read_json_object,
+    replace_atomically,
+)
+from ddprun.standard_streams import say
 from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 
 PIPELINE_FILE, SUMMARY_FILE = "pipeline.yaml", "summary.json"
-_LOCK = "run.lock"
+_LOCK, _TOKEN = "run.lock", ".rank-{}"
 _WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
 _MAX_FILE_BYTES = 1 << 20
 _FOLDERS = (*RECORD_FOLDERS, CHECKPOINTS_FOLDER, "logs")  # what a resumed run may write into, or clear
@@ -31,50 +41,131 @@ class FolderInUseError(RunFolderError):
     """Another run uses it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of this run, as all ranks have agreed on it."""
+
+    path: Path
+    run_id: str  # in the folder's run.json; the same on all hosts
+    token: str  # of this attempt at the run, different in each
+    begun: bool  # the run was begun before, on some host: it resumes, or starts again in the same folder
+    restarted: bool  # the ranks were restarted in the folder
+
+
 def agree_on_folder(
     loaded: LoadedPipeline, wanted: Path | None, ranks: Ranks, *, resuming: ResumeMode, known: Path | None
-) -> tuple[Path, str, bool]:
-    """Create or reuse the run's folder on rank 0, and tell all ranks its path; gives also a token of this
-    attempt at the run, different in each, and whether the run was begun before, on any host: it resumes from
-    a checkpoint, or starts again in the same folder.
+) -> RunFolder:
+    """Create or reuse the run's folder on rank 0, and tell all ranks.
 
     `wanted`: from the command line. `known`: the folder that this host's ranks used before they were
-    restarted. Rank 0 raises RunFolderError: it cannot be made, is not empty, not a run's, or in use.
+    restarted. RunFolderError: hosts have folders of different runs, or on rank 0 it cannot be made, is not
+    empty, not a run's, or in use.
     """
     known_folder = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
     folder = Path(known_folder) if known_folder else wanted
     # Asked of all before rank 0 begins it.
-    was_begun = any(ranks.gather("begun", folder is not None and os.path.lexists(folder / RUN_INFO_FILE)))
-    begun = known_folder is not None or resuming == "yes" or (resuming == "if begun" and was_begun)
+    ids = ranks.gather("run_id", None if folder is None else _read_run_id(folder))
+    own = next(filter(None, ids), None)
 
-    def make() -> tuple[str, str]:
+    def make() -> tuple[str, str, str, bool]:
+        begun = known_folder is not None or resuming == "yes" or (resuming == "if begun" and own is not None)
         made = folder or new_folder(loaded.pipeline.name)
-        if begun and not was_begun:
+        if begun and own is None:
             raise RunFolderError(f"cannot resume in the run folder {made}: no host has its {RUN_INFO_FILE}")
-        _make_or_take_over(loaded, made, begun=begun, restarted=known_folder is not None)
-        return str(made), secrets.token_hex(4)
+        if begun and ids[0] is None:
+            say(f"{made} is new on this host: records of earlier steps are where rank 0 was before")
+        for rank, other in enumerate(ids if begun else ()):
+            if other not in (own, None):
+                where = f"on {ranks.hosts[ids.index(own)]} and on {ranks.hosts[rank]}"
+                raise RunFolderError(f"{made} has different runs {where}: remove one of them")
+        run_id = own if begun and own is not None else secrets.token_hex(8)
+        found = RunFolder(made, run_id, secrets.token_hex(4), begun, known_folder is not None)
+        _make_or_take_over(loaded, found)
+        return str(made), run_id, found.token, begun
 
-    path, token = ranks.from_rank_0("run_dir", make)
-    return Path(path), token, begun
+    path, run_id, token, begun = ranks.from_rank_0("run_dir", make)
+    return RunFolder(Path(path), run_id, token, begun, known_folder is not None)
 
 
-def prepare_on_host(
-    loaded: LoadedPipeline, folder: Path, ranks: Ranks, *, begun: bool, restarted: bool
-) -> None:
-    """Create or reuse the run's folder on a host that does not see rank 0's; raises RunFolderError."""
+def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tuple[int, ...]:
+    """For each rank, the lowest rank that sees the same folder. On hosts that do not see rank 0's folder, the
+    first rank that sees none of this run creates or reuses one there, or raises RunFolderError.
+    """
+    remote = ranks_without(folder.path, ranks)
+    first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
+    leaders = dict.fromkeys(range(ranks.size), 0)
+
+    def join(first: int) -> int:
+        for other in sorted(set(leaders.values()) - {0}):
+            if _holds_token(folder.path, other, folder.token):
+                return other
+        try:
+            _make_or_take_over(loaded, folder)
+            _leave_token(folder.path, first, folder.token)
+        except RunFolderError as error:
+            where = f"on {ranks.host}, which does not see the run folder of rank 0's host"
+            raise RunFolderError(f"{error} ({where})") from None
+        return first
+
+    for first in sorted({first_of_host[rank] for rank in remote}):
+        leader = ranks.from_rank(first, f"leader/{first}", partial(join, first))
+        leaders |= {rank: leader for rank in remote if first_of_host[rank] == first}
+    if remote:
+        ranks.gather("leaders", None)
+        if ranks.rank and leaders[ranks.rank] == ranks.rank:
+            (folder.path / _TOKEN.format(ranks.rank)).unlink()
+    return tuple(leaders.values())
+
+
+def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
+    """The ranks that do not see rank 0's folder; raises RunFolderError on rank 0 if it cannot be written."""
+
+    def leave_token() -> str:
+        token = secrets.token_hex(16)
+        try:
+            _leave_token(folder, 0, token)
+        except OSError as error:
+            raise RunFolderError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+        return token
+
+    token = ranks.from_rank_0("token", leave_token)
+    sees = ranks.gather("sees the run folder", _holds_token(folder, 0, token))
+    if ranks.rank == 0:
+        (folder / _TOKEN.format(0)).unlink()
+    return [rank for rank, one in enumerate(sees) if not one]
+
+
+def _leave_token(folder: Path, rank: int, token: str) -> None:
+    with replace_atomically(folder, _TOKEN.format(rank)) as file:
+        file.write(token.encode())
+
+
+def _holds_token(folder: Path, rank: int, token: str) -> bool:
     try:
-        _make_or_take_over(loaded, folder, begun=begun, restarted=restarted)
-    except RunFolderError as error:
-        raise RunFolderError(f"{error} (on {ranks.host}, which does not see rank 0's disk)") from None
+        with open_file(folder, _TOKEN.format(rank)) as file:
+            return file.read(len(token) + 1) == token.encode()
+    except OSError:
+        return False
 
 
-def _make_or_take_over(loaded: LoadedPipeline, folder: Path, *, begun: bool, restarted: bool) -> None:
-    if begun and os.path.lexists(folder / RUN_INFO_FILE):
-        _take_over(folder, _lock_wait_s(loaded) if restarted else _WAIT_S, restarted=restarted)
+def _read_run_id(folder: Path) -> str | None:
+    """What run a folder is of; None: it is not a run's."""
+    if not os.path.lexists(folder / RUN_INFO_FILE):
+        return None
+    try:
+        return str(read_json_object(folder, RUN_INFO_FILE, _MAX_FILE_BYTES).get("id"))
+    except (OSError, ValueError):
+        return "unreadable"  # refused where it is taken over
+
+
+def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
+    if folder.begun and os.path.lexists(folder.path / RUN_INFO_FILE):
+        wait_s = _lock_wait_s(loaded) if folder.restarted else _WAIT_S
+        _take_over(folder.path, wait_s, restarted=folder.restarted)
         return
-    about = {"v": 1, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
+    about = {"v": 1, "id": folder.run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
     text = loaded.resolved_yaml()
-    make_folder(folder, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
+    make_folder(folder.path, {PIPELINE_FILE: text, RUN_INFO_FILE: json.dumps(about) + "\n"})
 
 
 def new_folder(name: str) -> Path:

@@ -31,7 +31,6 @@ from ddprun.engine.objective import (
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
-from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
@@ -72,8 +71,10 @@ def build_session(
     backend: str,
     signals: SignalRequests,
     token: str = "0",
+    leaders: tuple[int, ...] = (),
 ) -> Session:
     """Build everything, then freeze the bucket layout; raises PipelineError for what only a run can see.
+    `token` and `leaders`: of `agree_on_folder` and `find_leaders`.
 
     1. seed; model, data, loss, optimizer, hooks: what is missing is reported before anything is exchanged
     2. process groups, all of them; parameters and buffers of rank 0 for all
@@ -125,11 +126,10 @@ def build_session(
     exchange = _open_exchange(loaded, control, ranks, device, backend, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
-    try:
-        # A rank that fails has no time to clear up: what is there goes with the launch.
-        records = RecordFiles(run_dir, control, ranks.from_rank_0, rank_files.attempt_folder())
-    except OSError as error:
-        raise RunFolderError(f"cannot write into the run folder {shown_dir}: {error.strerror}") from None
+    leaders = leaders or (0,) * ranks.size
+    # A rank that fails has no time to clear up: what is there goes with the launch.
+    remote = [rank for rank, leader in enumerate(leaders) if leader]
+    records = RecordFiles(run_dir, control, remote, rank_files.attempt_folder())
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     clock, timings = clock_for(device), pipeline.timings
     stragglers = None
@@ -207,7 +207,7 @@ def build_session(
         profiler=Profiler(timings.profile or (0, -1), records.writer, ranks.rank),
         compiler=compiler,
     )
-    runtime.locations = find_locations(runtime)
+    runtime.locations = find_locations(runtime, leaders)
     for location in runtime.locations if pipeline.checkpoint.keep else ():
         writer = open_writer(runtime, location, token)
         if location.in_memory:

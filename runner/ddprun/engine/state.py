@@ -228,14 +228,16 @@ def _copy(targets: Mapping[str, Tensor], what: str, values: Mapping[str, Tensor]
 # Taking checkpoints.
 
 
-def find_locations(runtime: RunComponents) -> list[CheckpointLocation]:
-    """Where the run's checkpoints are: in memory, if the pipeline asks for that, and on disk."""
-    ranks, remote, memory = runtime.ranks, runtime.records.remote_ranks, rank_files.memory_folder()
+def find_locations(runtime: RunComponents, leaders: tuple[int, ...]) -> list[CheckpointLocation]:
+    """Where the run's checkpoints are: in memory, if the pipeline asks for that, and on disk, where `leaders`
+    see the run's folder first.
+    """
+    ranks, memory = runtime.ranks, rank_files.memory_folder()
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
     of_hosts = tuple(first_of_host[rank] for rank in range(ranks.size))
-    on_disk = tuple(first if rank in remote else 0 for rank, first in enumerate(of_hosts))
-    found = [CheckpointLocation(runtime.run_dir / CHECKPOINTS_FOLDER, ranks.rank, on_disk)]
-    if all(ranks.gather("memory", memory is not None)):
+    found = [CheckpointLocation(runtime.run_dir / CHECKPOINTS_FOLDER, ranks.rank, leaders)]
+    wanted = runtime.loaded.pipeline.checkpoint.memory_every > 0
+    if all(ranks.gather("memory", wanted and memory is not None)):
         assert memory is not None
         root = memory / CHECKPOINTS_FOLDER
         found.insert(0, CheckpointLocation(root, ranks.rank, of_hosts, in_memory=True))
@@ -303,9 +305,10 @@ def take_checkpoint(
     started = time.monotonic()
     state.cursor.count_time(in_stage=state.cursor.mid_stage)
     if at_end:  # ranks that exchange nothing have stopped each after a step of its own
-        known = runtime.exchange.control.all_gather([float(step), float(writer.enqueued_count)])
-        step = int(known[:, 0].max())
-        writer.report_missed_checkpoints(int(known[:, 1].max()))
+        mine = [step, *(one.enqueued_count for one in _writers(session))]
+        step, *counts = runtime.exchange.control.all_gather(mine).max(dim=0).values.int().tolist()
+        for one, count in zip(_writers(session), counts, strict=True):
+            one.report_missed_checkpoints(count)
     full_state, shared = collect_state(session), shared_keys(session)
     together = at_end or state.synchronizer is None or not state.synchronizer.plan.never_exchanges
     if together and state.replicas.parameters != "apart":
@@ -359,8 +362,9 @@ def report_checkpoints(session: Session) -> None:
                     )
                 if cause not in writer.reported_causes:
                     writer.reported_causes.add(cause)
-                    kept = f"no checkpoint{where} at step {step}: {outcome.problem} (older ones are kept)"
-                    reporter.note(kept)
+                    reporter.note(
+                        f"no checkpoint{where} at step {step}: {outcome.problem} (older ones are kept)"
+                    )
             elif not writer.location.in_memory:
                 writer.reported_causes.clear()
                 event = CheckpointWritten(

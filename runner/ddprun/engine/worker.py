@@ -29,7 +29,7 @@ from ddprun.engine.interrupts import ComparisonSliceClient, SignalRequests
 from ddprun.engine.loop import run_stage
 from ddprun.engine.outcome import Status, finish_run
 from ddprun.engine.resume import resume
-from ddprun.engine.run_folder import agree_on_folder, prepare_on_host
+from ddprun.engine.run_folder import agree_on_folder, find_leaders
 from ddprun.engine.save import check_saves, save
 from ddprun.engine.session import Session
 from ddprun.engine.setup import build_session
@@ -133,17 +133,18 @@ def _run(
 ) -> int:
     ranks.join(device, backend)
     known = rank_files.read_run_dir()
-    folder, token, begun = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
-    failure_context.run_dir = folder.absolute()
-    rank_files.report_run_dir(folder)
-    session = build_session(loaded, folder, ranks, device, backend, signals, token)
+    folder = agree_on_folder(loaded, run_dir, ranks, resuming=resuming, known=known)
+    leaders = find_leaders(loaded, folder, ranks)
+    failure_context.run_dir = folder.path.absolute()
+    rank_files.report_run_dir(folder.path)
+    session = build_session(
+        loaded, folder.path, ranks, device, backend, signals, folder.token, leaders=leaders
+    )
     failure_context.reporter, failure_context.step = session.reporter, lambda: session.state.step
-    if ranks.rank != 0 and session.runtime.locations[-1].leads:
-        prepare_on_host(loaded, folder, ranks, begun=begun, restarted=known is not None)
     check_saves(session)
     try_evaluations(session)
     _announce(session)
-    if begun:
+    if folder.begun:
         resume(session)
         discard_stale_best(session)
     local_ranks = ranks.environment.local_world_size
@@ -225,8 +226,8 @@ def _announce(session: Session) -> None:
         reporter.note(f"launched on {hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used")
     if pipeline.checkpoint.keep and runtime.records.remote_ranks:
         reporter.note(
-            "hosts do not share the run folder: each keeps what its ranks need of a checkpoint, and a copy "
-            "of what the ranks of one other host need"
+            "hosts do not share the run folder: of each checkpoint, each host keeps the state of its own "
+            "ranks and a copy of the state of another host's ranks"
         )
     queues = runtime.exchange.gradient_queue, runtime.exchange.delta_queue
     as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]

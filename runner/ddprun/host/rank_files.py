@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def temporary_launcher_folder(parent: Path | None = None) -> Iterator[Path]:
     launcher that is killed has no time to clear up. Its folder is then no longer locked, and the next
     launcher of the same user on the same host removes it.
     """
-    remove_dead_launcher_folders(parent)
+    remove_dead_launcher_folders()
     while True:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
             try:
@@ -58,11 +59,12 @@ def launcher_memory() -> Iterator[Path | None]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(temporary_launcher_folder(SHM_FOLDER))
+            script = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0"'
+            command = ["/bin/sh", "-c", script, str(folder)]
+            remover = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
         except OSError:
             yield None
             return
-        command = ["/bin/sh", "-c", 'read -r _; rm -rf -- "$0"', str(folder)]
-        remover = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
         assert remover.stdin is not None
         try:
             yield folder
@@ -77,9 +79,10 @@ def memory_folder() -> Path | None:
     return None if name is None else Path(name)
 
 
-def remove_dead_launcher_folders(parent: Path | None = None) -> None:
-    """Remove the folders of launchers that are no more."""
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
+def remove_dead_launcher_folders() -> None:
+    """Remove the folders of launchers that are no more, on disk and in shared memory."""
+    parents = Path(tempfile.gettempdir()), SHM_FOLDER
+    for folder in chain.from_iterable(parent.glob(f"{_PREFIX}*") for parent in parents):
         with suppress(OSError):  # another user's, or another launcher was faster
             if folder.stat().st_uid == os.geteuid():
                 handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

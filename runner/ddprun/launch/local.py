@@ -82,6 +82,7 @@ def launch(
                     assert isinstance(program, str)
                     if warning := network.public_warning(config.rdzv_endpoint):
                         say(warning)
+                    os.environ.pop(rank_files.MEMORY_VARIABLE, None)  # of a launcher that started this one
                     if loaded.pipeline.checkpoint.memory_every and config.max_restarts:
                         memory = stack.enter_context(rank_files.launcher_memory())
                         os.environ |= {} if memory is None else {rank_files.MEMORY_VARIABLE: str(memory)}

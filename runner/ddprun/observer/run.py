@@ -30,7 +30,7 @@ from ddprun.engine.failures import (
     write_failure_summary,
 )
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
-from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder
+from ddprun.engine.run_folder import RunFolderError, make_folder, new_folder, ranks_without
 from ddprun.host import rank_files
 from ddprun.observer.marks import StepMarks, TimedLoader, sends_buffers
 from ddprun.parallel.ranks import Environment, Ranks
@@ -129,7 +129,7 @@ def observe(
             observer=watchdog,
             sends_buffers=sends_buffers(model),
         )
-        records = RecordFiles(folder, control, ranks.from_rank_0, rank_files.attempt_folder())
+        records = RecordFiles(folder, control, ranks_without(folder, ranks), rank_files.attempt_folder())
         clock = clock_for(device)
         stragglers = None
         if ranks.rank == 0:

@@ -169,9 +169,13 @@ class Ranks:
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank, as JSON has it."""
-        if self.rank == 0:
+        return self.from_rank(0, key, make)
+
+    def from_rank(self, rank: int, key: str, make: Callable[[], Any]) -> Any:
+        """What one rank makes, on every rank, as JSON has it."""
+        if self.rank == rank:
             self.store.set(key, json.dumps(make()))
-        with observed_wait(self._joining, "get", f"rank 0's value of {key}", [0]):
+        with observed_wait(self._joining, "get", f"rank {rank}'s value of {key}", [rank]):
             return json.loads(self.store.get(key))
 
     def watch_store_query(self) -> AbstractContextManager[None]:

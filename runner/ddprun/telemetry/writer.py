@@ -13,8 +13,7 @@ import re
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -37,7 +36,6 @@ _MAX_WAITING_RECORDS = 50_000
 _FLUSH_EVERY_S = 0.5
 _POLL_S = 0.05
 _FILE_PATTERN = re.compile(r"rank-(\d{5}|[1-9]\d{5,8})\.jsonl")  # as `record_file` names them
-_TOKEN = ".rank-0"
 
 
 def record_file(kind: str, rank: int) -> str:
@@ -208,27 +206,20 @@ def ranks_with_records(run_dir: Path, kind: str) -> list[int]:
 
 
 class RecordFiles:
-    """Where this rank writes its records, and how those of hosts without the run's folder reach rank 0.
-
-    `from_rank_0` returns on every rank what rank 0 makes under a key; it serves to find out which ranks see
-    rank 0's folder. Those that do not have a temporary one in `scratch`; None: where the system has its own.
+    """Where this rank writes its records, and how those of `remote_ranks`, which do not see rank 0's folder,
+    reach rank 0: they have a temporary one in `scratch`; None: where the system has its own.
     """
 
     def __init__(
         self,
         folder: Path,
         control: ControlChannel,
-        from_rank_0: Callable[[str, Callable[[], str]], str],
+        remote_ranks: Sequence[int] = (),
         scratch: Path | None = None,
     ) -> None:
-        self._control = control
-        self._target = folder
-        shared = self._sees_run_folder(from_rank_0)
-        sees = control.all_gather([float(shared)], "who sees the run folder")[:, 0].tolist()
-        self.remote_ranks = [rank for rank, one in enumerate(sees) if not one]
-        """Ranks that do not see rank 0's folder: their records travel to it."""
-
-        self._scratch = None if shared else tempfile.TemporaryDirectory(prefix="ddprun-", dir=scratch)
+        self._control, self._target, self.remote_ranks = control, folder, remote_ranks
+        remote = control.rank in remote_ranks
+        self._scratch = tempfile.TemporaryDirectory(prefix="ddprun-", dir=scratch) if remote else None
         self.writer = Writer(folder if self._scratch is None else Path(self._scratch.name))
         self._sent = dict.fromkeys(RECORD_FOLDERS, 0)
 
@@ -251,24 +242,6 @@ class RecordFiles:
         self.writer.close()
         if self._scratch is not None:
             self._scratch.cleanup()
-
-    def _sees_run_folder(self, from_rank_0: Callable[[str, Callable[[], str]], str]) -> bool:
-        def leave_token() -> str:
-            token = uuid.uuid4().hex
-            with replace_atomically(self._target, _TOKEN) as file:
-                file.write(token.encode())
-            return token
-
-        token = from_rank_0("token", leave_token)
-        try:
-            with open_file(self._target, _TOKEN) as file:
-                seen = file.read(len(token) + 1) == token.encode()
-        except OSError:
-            seen = False
-        self._control.barrier("the run folder")
-        if self._control.rank == 0:
-            (self._target / _TOKEN).unlink()
-        return seen
 
     def _new_bytes(self, kind: str) -> bytes:
         try:
