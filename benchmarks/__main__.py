@@ -155,6 +155,22 @@ PARTS = [
         "explain.md",
         pieces=True,
     ),
+    Part(
+        "recovery",
+        "from a kill to the next step",
+        "recovery",
+        "--rounds 1 --only one",
+        2400,
+        "reliability.md",
+    ),
+    Part(
+        "checkpoints",
+        "what a checkpoint costs",
+        "recovery --checkpoints",
+        "--steps 120 --width 100",
+        3600,
+        "reliability.md",
+    ),
     Part("overlap", "what overlap_steps hides", "overlap --rounds 3", "--rounds 1", 1800, "sync.md"),
 ]
 

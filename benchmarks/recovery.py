@@ -1,13 +1,14 @@
 """How long training stops when a rank is killed, and when a checkpoint is taken.
 
     python -m benchmarks.recovery [--rounds 10] [--only one]
-    python -m benchmarks.recovery --checkpoints [--steps 220]
+    python -m benchmarks.recovery --checkpoints [--steps 220] [--width 3500]
 
 Each round kills a rank of a run with SIGKILL, once for each row, in a new random order. Prints medians in
 seconds: until the launcher notices (detect), from there until all ranks are connected and built (start), from
 there until the checkpoint is read (load), and from the kill to the first new step. The number of steps done
 twice is estimated from the time between the checkpoint and the kill, because a resumed run keeps no record of
-these steps. Two hosts are network namespaces of this machine (Linux, root).
+these steps. Checkpoints on disk are taken every 20 steps. Two hosts are network namespaces of this machine
+(Linux, root).
 
 `--checkpoints` trains models of different sizes on two ranks, and takes a checkpoint every hundred steps.
 Prints how long training stops for a checkpoint (stall), how long the write in the background takes, and the
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -61,14 +62,16 @@ class Case:
 
     name: str
     hosts: int
-    preload: str
+    setting: str = ""
 
 
 CASES = [
-    Case("one host", 1, "[]"),
-    Case("one host, ranks started afresh", 1, "null"),
-    Case("two hosts", 2, "[]"),
-    Case("two hosts, ranks started afresh", 2, "null"),
+    Case("one host", 1),
+    Case("one host, `memory_every: 5`", 1, "checkpoint.memory_every=5"),
+    Case("one host, ranks started afresh", 1, "launch.preload=null"),
+    Case("two hosts", 2),
+    Case("two hosts, `memory_every: 5`", 2, "checkpoint.memory_every=5"),
+    Case("two hosts, ranks started afresh", 2, "launch.preload=null"),
 ]
 
 
@@ -100,12 +103,12 @@ class _Lines:
 @contextlib.contextmanager
 def _run(folder: Path, case: Case) -> Iterator[list[Running]]:
     (folder / "p.yaml").write_text(PIPELINE)
-    setting = f"--set=launch.preload={case.preload}"
+    settings = [f"--set={case.setting}"] if case.setting else []
     if case.hosts == 1:
-        with Running("p.yaml", setting, "--run-dir", "run", cwd=folder, fresh=True) as running:
+        with Running("p.yaml", *settings, "--run-dir", "run", cwd=folder, fresh=True) as running:
             yield [running]
     else:
-        with started(folder, "p.yaml", [setting], local=1, run_dir="run") as (_, both):
+        with started(folder, "p.yaml", settings, local=1, run_dir="run") as (_, both):
             yield both
 
 
@@ -162,11 +165,11 @@ launch: {{nproc_per_node: 2}}
 """
 
 
-def print_checkpoints(steps: int) -> None:
+def print_checkpoints(steps: int, widths: Sequence[int]) -> None:
     """Train models of each size, and print what their checkpoints cost."""
     heads = ["checkpoint", "stall (s)", "written in (s)", "step (ms)", "step while one is written (ms)"]
     print_head([*heads, "share of training, with `every: 100`"])
-    for width in _WIDTHS:
+    for width in widths:
         with tempfile.TemporaryDirectory() as scratch:
             text = _CHECKPOINTS.format(width=width, steps=steps)
             Path(scratch, "p.yaml").write_text(text)
@@ -205,9 +208,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name has this")
     parser.add_argument("--checkpoints", action="store_true", help="what checkpoints cost, in place of kills")
     parser.add_argument("--steps", type=int, default=220, help="of each run with checkpoints (220)")
+    parser.add_argument("--width", type=int, action="append", help="of hidden layers, in place of all")
     asked = parser.parse_args()
     if asked.checkpoints:
-        print_checkpoints(asked.steps)
+        print_checkpoints(asked.steps, asked.width or _WIDTHS)
         return
     cases = [case for case in CASES if asked.only in case.name and (case.hosts == 1 or REASON is None)]
     found: dict[Case, list[dict[str, float]]] = defaultdict(list)
