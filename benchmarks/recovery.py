@@ -12,8 +12,8 @@ these steps. Checkpoints on disk are taken every 20 steps. Two hosts are network
 
 `--checkpoints` trains models of different sizes on two ranks, and takes a checkpoint every hundred steps.
 Prints how long training stops for a checkpoint (stall), how long the write in the background takes, and the
-median step without and during a write. The share of training is the stall plus the extra time of the steps
-during a write, relative to a hundred steps.
+median step without and during a write. The shares are those of the stall, and of the stall plus the extra
+time of the steps during a write, in the time of a hundred steps.
 """
 
 import argparse
@@ -168,7 +168,7 @@ launch: {{nproc_per_node: 2}}
 def print_checkpoints(steps: int, widths: Sequence[int]) -> None:
     """Train models of each size, and print what their checkpoints cost."""
     heads = ["checkpoint", "stall (s)", "written in (s)", "step (ms)", "step while one is written (ms)"]
-    print_head([*heads, "share of training, with `every: 100`"])
+    print_head([*heads, "stall, share of 100 steps", "with slower steps"])
     for width in widths:
         with tempfile.TemporaryDirectory() as scratch:
             text = _CHECKPOINTS.format(width=width, steps=steps)
@@ -195,6 +195,7 @@ def print_checkpoints(steps: int, widths: Sequence[int]) -> None:
         cells = [format_bytes(written[0]["bytes"]), f"{stall:.3f}", f"{seconds:.2f}", f"{step_ms:.1f}"]
         cells += [
             f"{median(beside):.1f}" if beside else "",
+            f"{stall * 1e3 / (100 * step_ms):.2%}",
             f"{(stall * 1e3 + slower_ms) / (100 * step_ms):.1%}",
         ]
         print_row(cells)

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,10 +120,14 @@ def test_ranks_restart_from_memory(
         assert memory.parent == SHM_FOLDER
         assert memory.stat().st_mode & 0o777 == 0o700
         assert memory.stat().st_uid == os.geteuid()
+        if os.geteuid() == 0:  # another user can neither read nor plant anything
+            for command in (["ls", str(memory)], ["touch", f"{memory}/checkpoints/step-00009999"]):
+                done = subprocess.run(command, user="nobody", capture_output=True, text=True, check=False)
+                assert "Permission denied" in done.stderr
         os.kill(running.ranks()[1], signal.SIGKILL)
-        done = running.wait()
-    assert done.code == 0, done.stderr
-    (step,) = resumed_steps(done.stderr)
+        ended_well = running.wait()
+    assert ended_well.code == 0, ended_well.stderr
+    (step,) = resumed_steps(ended_well.stderr)
     assert step >= 50
     assert step % 5 == 0
     assert final(place / "run") == ends[2]
@@ -179,6 +184,23 @@ def test_memory_without_a_launcher_is_told(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     told = "checkpoint.memory_every is not used: it needs max_restarts, ddprun as the launcher, and /dev/shm"
     assert done.stderr.count(told) == 1
+
+
+@needs_namespaces
+@pytest.mark.netns
+def test_memory_that_is_too_small_is_told_and_costs_nothing(tmp_path: Path) -> None:
+    """Before step 1, as far as it can be known. Then once."""
+    prepare(tmp_path / "here", *POLICIES[0])
+    small = "mount -t tmpfs -o size=36k tmpfs /dev/shm"
+    with hosts(1) as (host,):
+        flags = ["--run-dir=run", "--set=stages[0].train.steps=30"]
+        with Running("p.yaml", *flags, cwd=tmp_path / "here", host=host, setup=small) as running:
+            done = running.wait()
+    assert done.code == 0, done.stderr
+    told = "/dev/shm has 32 KiB free, and two checkpoints in memory need 37.6 KiB for weights alone: "
+    assert done.stderr.count(told) == 1, done.stderr
+    assert done.stderr.count("no checkpoint in memory at step 5: rank ") == 1, done.stderr
+    assert done.stderr.count("No space left on device") == 1
 
 
 @pytest.mark.parametrize("lost", range(4))

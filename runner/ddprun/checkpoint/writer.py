@@ -315,10 +315,10 @@ class CheckpointWriter:
 
 def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
     """Poll, less and less often; False: the monotonic clock has passed `until`."""
-    pause = 0.01
+    pause = 0.002
     while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+        pause = min(1.25 * pause, 0.1)
     return True

@@ -350,7 +350,7 @@ def report_checkpoints(session: Session) -> None:
     """Report what became of those that were taken; of those in memory only why one was not."""
     reporter = session.reporter
     for writer in _writers(session):
-        where = " in memory" if writer.location.in_memory else ""
+        where, kept = (" in memory", "") if writer.location.in_memory else ("", " (older ones are kept)")
         while not writer.outcomes.empty():
             outcome = writer.outcomes.get()
             step, seconds, written = outcome.step, round(outcome.seconds, 3), outcome.checkpoint
@@ -362,9 +362,7 @@ def report_checkpoints(session: Session) -> None:
                     )
                 if cause not in writer.reported_causes:
                     writer.reported_causes.add(cause)
-                    reporter.note(
-                        f"no checkpoint{where} at step {step}: {outcome.problem} (older ones are kept)"
-                    )
+                    reporter.note(f"no checkpoint{where} at step {step}: {outcome.problem}{kept}")
             elif not writer.location.in_memory:
                 writer.reported_causes.clear()
                 event = CheckpointWritten(

@@ -1,5 +1,6 @@
 """Whether `/dev/shm` has room for what the ranks of a host put there.
 
+Checkpoints in memory (`checkpoint.memory_every`) are there.
 Processes that load data (`loader.workers`) hand batches over in it, and their queues keep semaphores there.
 Memory that ranks share is not there: it has no name (`ddprun_hooks.shm.setup`), and so no limit of this
 kind. NCCL uses it between the GPUs of one host.
@@ -79,6 +80,15 @@ def shortage(
         why = f"but {who} need about {format_binary_bytes(needed)} for batches that are loaded in advance; "
         why += "a run whose batches do not fit fails"
     return ShmShortage(f"/dev/shm has {format_binary_bytes(space.free)} free, {why}", certain)
+
+
+def checkpoints_shortage(weights_bytes: int, space: ShmSpace | None) -> str | None:
+    """What checkpoints in memory of a model with so large weights miss for certain; None: nothing."""
+    least = 2 * weights_bytes  # the newest, and the one that is being written
+    if space is None or space.free >= least:
+        return None
+    free, needed = format_binary_bytes(space.free), format_binary_bytes(least)
+    return f"/dev/shm has {free} free, and two checkpoints in memory need {needed} for weights alone"
 
 
 def nccl_shortage(ranks: int, space: ShmSpace | None) -> ShmShortage | None:
