@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -63,8 +64,9 @@ def agree_on_folder(
     """
     known_folder = next(filter(None, ranks.gather("known_run_dir", str(known or ""))), None)
     folder = Path(known_folder) if known_folder else wanted
-    # Asked of all before rank 0 begins it.
-    ids = ranks.gather("run_id", None if folder is None else _read_run_id(folder))
+    # Asked of all before rank 0 begins it. That a new run has no folder yet, a network disk might remember.
+    new = folder is None or (resuming == "no" and not known_folder)
+    ids = ranks.gather("run_id", None if new or folder is None else _read_run_id(folder))
     own = next(filter(None, ids), None)
 
     def make() -> tuple[str, str, str, bool]:
@@ -91,15 +93,21 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
     """For each rank, the lowest rank that sees the same folder. On hosts that do not see rank 0's folder, the
     first rank that sees none of this run creates or reuses one there, or raises RunFolderError.
     """
-    remote = ranks_without(folder.path, ranks)
+    if ranks.rank == 0:
+        _leave_token(folder.path, 0, folder.token)
+    ranks.gather("token", None)
+    sees = ranks.gather("sees the run folder", _holds_token(folder.path, 0, folder.token))
+    remote = [rank for rank, one in enumerate(sees) if not one]
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
     leaders = dict.fromkeys(range(ranks.size), 0)
 
     def join(first: int) -> int:
-        for other in sorted(set(leaders.values()) - {0}):
-            if _holds_token(folder.path, other, folder.token):
-                return other
         try:
+            with suppress(OSError):  # reported below
+                folder.path.mkdir(parents=True, exist_ok=True)  # a network disk looks for it anew
+            for other in sorted(set(leaders.values())):
+                if _holds_token(folder.path, other, folder.token):
+                    return other
             _make_or_take_over(loaded, folder)
             _leave_token(folder.path, first, folder.token)
         except RunFolderError as error:
@@ -110,10 +118,9 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
     for first in sorted({first_of_host[rank] for rank in remote}):
         leader = ranks.from_rank(first, f"leader/{first}", partial(join, first))
         leaders |= {rank: leader for rank in remote if first_of_host[rank] == first}
-    if remote:
-        ranks.gather("leaders", None)
-        if ranks.rank and leaders[ranks.rank] == ranks.rank:
-            (folder.path / _TOKEN.format(ranks.rank)).unlink()
+    ranks.gather("leaders", None)
+    if leaders[ranks.rank] == ranks.rank:
+        (folder.path / _TOKEN.format(ranks.rank)).unlink()
     return tuple(leaders.values())
 
 
@@ -121,11 +128,8 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
     """The ranks that do not see rank 0's folder; raises RunFolderError on rank 0 if it cannot be written."""
 
     def leave_token() -> str:
-        token = secrets.token_hex(16)
-        try:
-            _leave_token(folder, 0, token)
-        except OSError as error:
-            raise RunFolderError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+        token = secrets.token_hex(4)
+        _leave_token(folder, 0, token)
         return token
 
     token = ranks.from_rank_0("token", leave_token)
@@ -136,8 +140,11 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
 
 
 def _leave_token(folder: Path, rank: int, token: str) -> None:
-    with replace_atomically(folder, _TOKEN.format(rank)) as file:
-        file.write(token.encode())
+    try:
+        with replace_atomically(folder, _TOKEN.format(rank)) as file:
+            file.write(token.encode())
+    except OSError as error:
+        raise RunFolderError(f"cannot write into the run folder {folder}: {error.strerror}") from None
 
 
 def _holds_token(folder: Path, rank: int, token: str) -> bool:

@@ -219,8 +219,8 @@ def build_session(
         reporter.note(f"checkpoint.memory_every is not used: {text}")
     elif runtime.memory_checkpoints is not None:
         weights = sum(param.numel() * param.element_size() for param in model.parameters())
-        if text := dev_shm.checkpoints_shortage(weights, dev_shm.shm_space()):
-            reporter.note(f"warning: {text}: {dev_shm.REMEDY}")
+        if shortage := dev_shm.checkpoints_shortage(weights, dev_shm.shm_space()):
+            reporter.note(f"warning: {shortage}: {dev_shm.REMEDY}")
     replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(optimizer))
     session = Session(runtime, RunState(replicas=replicas), reporter)
     check_state_storable(session)
