@@ -20,7 +20,7 @@ from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_t
 from ddprun.config import StepStage
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import hook_state_partitioning
+from ddprun.engine.state import hook_state_partitioning, raise_damaged_on_error
 
 
 @dataclass(slots=True)
@@ -221,16 +221,23 @@ def _set_aside(session: Session, skipped: _Skipped) -> None:
 
 def _bring_all_files(session: Session, found: FoundCheckpoint) -> str | None:
     """Have each host get the files that its ranks read, and find out which; gives on all ranks why some
-    cannot be written, None if all are there.
+    cannot be written, None if all are there. Raises RunFolderError if what its hash vouches for is no state.
     """
     runtime, checkpoint = session.runtime, found.checkpoint
     if problem := _fetch_files(session, found, found.location.files_needed(checkpoint.world_size)):
         return problem
 
-    def read_layout() -> str:
-        return str(folder.read_json(checkpoint, checkpoint.path / "shared.json")["layout"])
+    def read_layout() -> tuple[str, str]:
+        try:
+            with raise_damaged_on_error("state"):
+                return str(folder.read_json(checkpoint, checkpoint.path / "shared.json")["layout"]), ""
+        except DamagedError as error:
+            return "", str(error)
 
-    layout = runtime.ranks.from_rank_0(f"resume/{found.location.name}/{checkpoint.step}/layout", read_layout)
+    key = f"resume/{found.location.name}/{checkpoint.step}/layout"
+    layout, damage = runtime.ranks.from_rank_0(key, read_layout)
+    if damage:
+        raise RunFolderError(f"the checkpoint of step {checkpoint.step} is damaged: {damage}")
     if checkpoint.world_size == runtime.ranks.size and layout == hook_state_partitioning(session):
         return None
     found.moves_state = True

@@ -139,6 +139,12 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
     return [rank for rank, one in enumerate(sees) if not one]
 
 
+def check_writable(folder: Path) -> None:
+    """Raise RunFolderError if nothing can be written into a run's folder."""
+    _leave_token(folder, 0, "some bytes")
+    (folder / _TOKEN.format(0)).unlink()
+
+
 def _leave_token(folder: Path, rank: int, token: str) -> None:
     try:
         with replace_atomically(folder, _TOKEN.format(rank)) as file:

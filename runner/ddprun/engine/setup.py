@@ -31,6 +31,7 @@ from ddprun.engine.objective import (
 from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of_stages
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
+from ddprun.engine.run_folder import check_writable
 from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
@@ -126,6 +127,8 @@ def build_session(
     exchange = _open_exchange(loaded, control, ranks, device, backend, stacks)
     exchange.broadcast([*model.parameters(), *model.buffers()], source=0)
 
+    if ranks.rank == 0:
+        check_writable(run_dir)  # what was built may have filled the disk
     leaders = leaders or (0,) * ranks.size
     # A rank that fails has no time to clear up: what is there goes with the launch.
     remote = [rank for rank, leader in enumerate(leaders) if leader]

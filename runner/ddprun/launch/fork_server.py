@@ -200,6 +200,7 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         os.setsid()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a launcher handles it, whose other ranks get this
         while os.getppid() == parent:
             time.sleep(_TICK_S)
         os.write(writer, str(os.getpid()).encode())
