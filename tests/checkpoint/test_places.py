@@ -237,7 +237,8 @@ def start(place: Path, host: Host, *flags: str) -> Running:
 def two_hosts(place: Path, sync: str, hooks: str, *flags: str) -> Iterator[tuple[list[Host], list[Running]]]:
     with hosts(2) as made, contextlib.ExitStack() as stack:
         for host in made:
-            prepare(place / host.name, sync, hooks)
+            if not (place / host.name).is_symlink():
+                prepare(place / host.name, sync, hooks)
         yield made, [stack.enter_context(start(place, host, *flags)) for host in made]
 
 
@@ -300,8 +301,11 @@ def test_two_hosts_restart_from_memory(
 @needs_namespaces
 @pytest.mark.netns
 def test_a_host_takes_over_from_memory_what_another_one_had(tmp_path: Path) -> None:
-    """The host of the last ranks is lost. The other continues alone, from the copies in its memory."""
+    """The host of the last ranks is lost. The other, with which it shared a disk, continues alone, from the
+    copies in its memory.
+    """
     flags = ["--nnodes=1:2", "--set=checkpoint.every=0"]
+    (tmp_path / "node1").symlink_to("node0")
     with two_hosts(tmp_path, *POLICIES[0], *flags) as (_, both):
         for running in both:
             wait_for_memory(running, 60)

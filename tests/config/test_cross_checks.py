@@ -363,6 +363,11 @@ def test_hosts_that_may_leave_need_restarts(loaded: Load) -> None:
     assert problem.endswith('needs checkpoints, and "keep" is 0: the run would start over')
     assert told(loaded, 'launch: {nnodes: "1:2", max_restarts: 3}\n') == []
     assert told(loaded, 'launch: {nnodes: "2:2"}\n') == []
+    path, problem = told(loaded, "checkpoint: {keep: 0, memory_every: 5}\n")[0]
+    assert (path, problem) == (
+        "checkpoint.memory_every",
+        '"memory_every: 5" has no effect: "keep: 0" takes no checkpoints',
+    )
 
 
 def test_cuda_graphs_on_a_cpu(loaded: Load) -> None:

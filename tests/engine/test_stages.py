@@ -333,15 +333,18 @@ def test_equal_runs_leave_equal_files(tmp_path: Path) -> None:
             environment={"PYTHONHASHSEED": str(number)},  # fresh processes, since forks of one draw alike
         )
         assert done.code == 0, done.stderr
-        files = [run_dir / name for name in ("model.safetensors", "model.yaml", "pipeline.yaml")]
+        files = [run_dir / name for name in ("model.safetensors", "model.yaml", "pipeline.yaml", "run.json")]
         for file in (
             *files,
             *(run_dir / "checkpoints").glob("*/shared.*"),
             *run_dir.glob("*/*/*.safetensors"),
         ):
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            content = file.read_bytes()
+            if file.name == "run.json":
+                content = content.replace(json.loads(content)["id"].encode(), b"")  # each run has its own
+            digest = hashlib.sha256(content).hexdigest()
             found.setdefault(str(file.relative_to(run_dir)), set()).add(digest)
-    assert len(found) >= 6
+    assert len(found) >= 7
     assert {name: len(digests) for name, digests in found.items()} == dict.fromkeys(found, 1)
     assert torch.equal(weights(run_dir)["last.bias"], weights(tmp_path / "run-0")["last.bias"])
     with safe_open(run_dir / "model.safetensors", "pt") as file:

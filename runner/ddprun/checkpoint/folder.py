@@ -81,8 +81,13 @@ class Checkpoint:
         return self.path.parent.parent
 
     def described(self) -> dict[str, Any]:
-        """What the manifest says, and is known of it without its folder."""
+        """What the manifest says of it."""
         return {name: getattr(self, name) for name in ("step", "world_size", "nonfinite", "folders", "files")}
+
+    @property
+    def digest(self) -> str:
+        """Of its description: folders with the same digest hold files of the same checkpoint."""
+        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()
 
     @property
     def bytes(self) -> int:
@@ -222,13 +227,6 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
         if missing := set(file_names(part_names(ranks))) - files.keys():
             raise ValueError(f"it has no {min(missing)}")
     return Checkpoint(path.parent, **manifest.model_dump())
-
-
-def manifest_digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 of a checkpoint's manifest: folders with the same one hold files of the same checkpoint."""
-    path, root = checkpoint.path / MANIFEST, checkpoint.no_follow_root
-    with errors_naming(path), open_file(root, path.relative_to(root)) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:

@@ -157,7 +157,6 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
     path = location.root / folder.checkpoint_name(step)
     try:
         checkpoint = folder.open_checkpoint(location.root, step)
-        digest = folder.manifest_digest(checkpoint)
     except DamagedError as error:
         elsewhere = len(location.folders) > 1 and not os.path.lexists(path)
         return _Share(problems=[] if elsewhere else [str(error)])
@@ -170,7 +169,7 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
             if checkpoint.folders == 1 or os.path.lexists(path / name):  # else another host may have it
                 problems.append(str(error))
     manifest = checkpoint.described() if location.leads else None
-    return _Share(digest, manifest, intact, problems)
+    return _Share(checkpoint.digest, manifest, intact, problems)
 
 
 def _read_cursor(session: Session, found: FoundCheckpoint) -> dict[str, Any]:

@@ -93,11 +93,7 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
     """For each rank, the lowest rank that sees the same folder. On hosts that do not see rank 0's folder, the
     first rank that sees none of this run creates or reuses one there, or raises RunFolderError.
     """
-    if ranks.rank == 0:
-        _leave_token(folder.path, 0, folder.token)
-    ranks.gather("token", None)
-    sees = ranks.gather("sees the run folder", _holds_token(folder.path, 0, folder.token))
-    remote = [rank for rank, one in enumerate(sees) if not one]
+    remote = _ranks_without(folder.path, folder.token, ranks)
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
     leaders = dict.fromkeys(range(ranks.size), 0)
 
@@ -120,29 +116,32 @@ def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tup
         leaders |= {rank: leader for rank in remote if first_of_host[rank] == first}
     ranks.gather("leaders", None)
     if leaders[ranks.rank] == ranks.rank:
-        (folder.path / _TOKEN.format(ranks.rank)).unlink()
+        _remove_token(folder.path, ranks.rank)
     return tuple(leaders.values())
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
     """The ranks that do not see rank 0's folder; raises RunFolderError on rank 0 if it cannot be written."""
-
-    def leave_token() -> str:
-        token = secrets.token_hex(4)
-        _leave_token(folder, 0, token)
-        return token
-
-    token = ranks.from_rank_0("token", leave_token)
-    sees = ranks.gather("sees the run folder", _holds_token(folder, 0, token))
+    token = ranks.from_rank_0("token", partial(secrets.token_hex, 4))
+    remote = _ranks_without(folder, token, ranks)
     if ranks.rank == 0:
-        (folder / _TOKEN.format(0)).unlink()
-    return [rank for rank, one in enumerate(sees) if not one]
+        _remove_token(folder, 0)
+    return remote
 
 
 def check_writable(folder: Path) -> None:
     """Raise RunFolderError if nothing can be written into a run's folder."""
     _leave_token(folder, 0, "some bytes")
-    (folder / _TOKEN.format(0)).unlink()
+    _remove_token(folder, 0)
+
+
+def _ranks_without(folder: Path, token: str, ranks: Ranks) -> list[int]:
+    """The ranks that do not see the token that rank 0 leaves."""
+    if ranks.rank == 0:
+        _leave_token(folder, 0, token)
+    ranks.gather("the token is left", None)
+    sees = ranks.gather("sees the token", _holds_token(folder, 0, token))
+    return [rank for rank, one in enumerate(sees) if not one]
 
 
 def _leave_token(folder: Path, rank: int, token: str) -> None:
@@ -151,6 +150,10 @@ def _leave_token(folder: Path, rank: int, token: str) -> None:
             file.write(token.encode())
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+
+
+def _remove_token(folder: Path, rank: int) -> None:
+    (folder / _TOKEN.format(rank)).unlink()
 
 
 def _holds_token(folder: Path, rank: int, token: str) -> bool:

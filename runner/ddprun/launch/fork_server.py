@@ -200,7 +200,8 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         os.setsid()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a launcher handles it, whose other ranks get this
+        # As in a rank that is executed by a launcher, which has a handler of its own for it.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         while os.getppid() == parent:
             time.sleep(_TICK_S)
         os.write(writer, str(os.getpid()).encode())
