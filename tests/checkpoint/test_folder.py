@@ -10,6 +10,9 @@ import torch
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.codec import DamagedError, encode
 from ddprun.checkpoint.folder import FileRecords
+from ddprun_hooks.comm.control import ControlChannel
+from ddprun_hooks.comm.groups import RankGroup
+from ddprun_hooks.testing import run_ranks
 from tests.hooks.test_stacks import assert_same
 
 STATE: dict[str, Any] = {"step": 7, "weights": torch.arange(5.0)}
@@ -154,3 +157,32 @@ def test_json_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(DamagedError, match="manifest"):
         folder.open_checkpoint(tmp_path, 7)
+
+
+def test_a_file_that_cannot_be_read_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    """The receiver refuses it, and has the others. Nothing is written to where a link leads."""
+    ours, theirs, elsewhere = tmp_path / "ours", tmp_path / "root" / "theirs", tmp_path / "elsewhere"
+    ours.mkdir()
+    elsewhere.mkdir()
+    theirs.parent.mkdir()
+    theirs.symlink_to(elsewhere)
+    files = folder.write_part(ours, "rank-00000", encode(STATE)) | folder.write_part(
+        ours, "shared", encode(STATE)
+    )
+    (ours / "rank-00000.json").unlink()
+
+    def body(group: RankGroup) -> str:
+        control = ControlChannel(group.process_groups[0])
+        if group.rank == 0:
+            folder.send_files(control, 1, ours, files)
+            return ""
+        folder.make_folder(theirs)
+        with pytest.raises(OSError, match=r"rank-00000\.json did not arrive complete") as caught:
+            folder.receive_files(control, 0, theirs, files)
+        return str(caught.value)
+
+    run_ranks(2, body)
+    assert list(elsewhere.iterdir()) == []
+    assert sorted(path.name for path in theirs.iterdir()) == sorted(files)
+    for name in files.keys() - {"rank-00000.json"}:
+        assert (theirs / name).read_bytes() == (ours / name).read_bytes()

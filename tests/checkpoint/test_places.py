@@ -140,6 +140,9 @@ def test_memory_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     prepare(place, *POLICIES[0])
     with Running("p.yaml", "--run-dir=run", cwd=place) as running:
         memory = wait_for_memory(running, 60)
+        for child in psutil.Process(running.process.pid).children():
+            if child.name() == "sh":
+                child.terminate()  # as where a job is ended, with all of its processes
         running.process.send_signal(signal.SIGKILL)
         running.wait()
     until = time.monotonic() + 20
@@ -175,15 +178,27 @@ def test_memory_that_is_damaged_is_not_used(tmp_path: Path) -> None:
 
 
 def test_memory_without_a_launcher_is_told(tmp_path: Path) -> None:
-    """Without restarts, too: nothing would read it."""
+    """Without restarts, too: nothing would read it. That of a launcher which has started this one is its."""
     place = tmp_path / "here"
     prepare(place, *POLICIES[0])
-    done = ddprun(
-        "p.yaml", "--run-dir=run", "--set=launch.max_restarts=0", "--set=stages[0].train.steps=3", cwd=place
-    )
+    flags = ["--run-dir=run", "--set=launch.max_restarts=0", "--set=stages[0].train.steps=8"]
+    done = ddprun("p.yaml", *flags, cwd=place, environment={"DDPRUN_MEMORY": str(tmp_path)})
     assert done.code == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
     told = "checkpoint.memory_every is not used: it needs max_restarts, ddprun as the launcher, and /dev/shm"
     assert done.stderr.count(told) == 1
+
+
+def test_ranks_that_stop_at_different_steps_wait_for_no_checkpoint(tmp_path: Path) -> None:
+    """One in memory that not all of them have reached is given up, and does not hold up the end."""
+    place = tmp_path / "here"
+    prepare(place, "independent", "[]")
+    flags = ["--run-dir=run", "--set=launch.timeout_s=600", "--set=checkpoint.memory_every=1"]
+    with Running("p.yaml", *flags, "--set=stages[0].train.steps=100000", cwd=place) as running:
+        wait_for_memory(running, 1)
+        running.process.send_signal(signal.SIGINT)
+        done = running.wait(60)
+    assert done.code == 130, done.stderr
 
 
 @needs_namespaces

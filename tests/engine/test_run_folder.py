@@ -14,7 +14,7 @@ from ddprun.config import load
 from ddprun.engine import run_folder
 from ddprun.engine.run_folder import SUMMARY_FILE, FolderInUseError, RunFolderError
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.run_files import RUN_INFO_FILE
+from ddprun.run_files import RUN_INFO_FILE, ResumeMode
 from tests.ranks import as_processes
 
 PIPELINE = """
@@ -96,8 +96,12 @@ def test_a_folder_that_no_host_has_is_refused(tmp_path: Path) -> None:
     assert not where.exists()
 
 
-def apart(folder: Path, disks: list[str], run_dir: str) -> tuple[int, ...] | str:
-    """The leaders of ranks that are each on a host of its own, on these disks; or what is refused."""
+def apart(
+    folder: Path, disks: list[str], run_dir: str, others: ResumeMode = "if begun"
+) -> tuple[int, ...] | str:
+    """The leaders of ranks that are each on a host of its own, on these disks; or what is refused. The ranks
+    besides the first are started with another mode.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder / disks[int(os.environ["RANK"])])
     ranks = Ranks(Environment.read(), timedelta(seconds=60))
@@ -105,8 +109,9 @@ def apart(folder: Path, disks: list[str], run_dir: str) -> tuple[int, ...] | str
     ranks.join(torch.device("cpu"), "gloo")
     loaded = load(folder / "p.yaml")
     wanted = Path(run_dir)
+    mode: ResumeMode = others if ranks.rank else "if begun"
     try:
-        agreed = run_folder.agree_on_folder(loaded, wanted, ranks, resuming="if begun", known=None)
+        agreed = run_folder.agree_on_folder(loaded, wanted, ranks, resuming=mode, known=None)
     except (RunFolderError, RuntimeError) as error:  # the others lose the store
         return str(error)
     leaders = run_folder.find_leaders(loaded, agreed, ranks)
@@ -118,14 +123,15 @@ def apart(folder: Path, disks: list[str], run_dir: str) -> tuple[int, ...] | str
 def test_hosts_that_share_a_disk_share_a_folder(tmp_path: Path) -> None:
     """Also if rank 0's host has another disk. A resume finds the same; a host that is new gets the folder."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
-    for disk in "abc":
+    for disk in "abcd":
         (tmp_path / disk).mkdir()
     for disks, leaders in [
         (["a", "b", "b", "a"], (0, 1, 1, 0)),
         (["b", "b", "a", "c"], (0, 0, 2, 3)),
     ]:
         assert as_processes(4, apart, tmp_path, disks, "run") == [leaders] * 4
-    ids = {json.loads((tmp_path / disk / "run" / "run.json").read_text())["id"] for disk in "abc"}
+    assert as_processes(2, apart, tmp_path, ["a", "d"], "run", "no") == [(0, 1)] * 2, "rank 0 decides"
+    ids = {json.loads((tmp_path / disk / "run" / "run.json").read_text())["id"] for disk in "abcd"}
     assert len(ids) == 1
 
 

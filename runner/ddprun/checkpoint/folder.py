@@ -128,8 +128,12 @@ def write_part(folder: Path, name: str, state: EncodedState) -> FileRecords:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint, and that of all checkpoints, if need be; not what they are in."""
+    """Make the folder of a checkpoint, and that of all checkpoints, if need be; not what they are in. A link
+    in its place goes: nothing is written to where it leads.
+    """
     folder.parent.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        folder.unlink()
     folder.mkdir(exist_ok=True)
 
 

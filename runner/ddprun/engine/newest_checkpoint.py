@@ -257,8 +257,6 @@ def _fetch_files(
     problem = ""
     try:
         if receives := any(target == ranks.rank for _, target, _ in transfers):
-            if checkpoint.path.is_symlink():
-                folder.remove_tree(checkpoint.path)
             with suppress(OSError):  # each file then fails, and is taken from its sender all the same
                 folder.make_folder(checkpoint.path)
         control = session.runtime.exchange.control
