@@ -193,6 +193,8 @@ def test_ranks_that_stop_at_different_steps_wait_for_no_checkpoint(tmp_path: Pat
     """One in memory that not all of them have reached is given up, and does not hold up the end."""
     place = tmp_path / "here"
     prepare(place, "independent", "[]")
+    slower = "0.0004 * 20 ** int(os.environ['RANK'])"
+    (place / "slow.py").write_text(f"import os\n{MODULE.replace('0.0008', slower)}")
     flags = ["--run-dir=run", "--set=launch.timeout_s=600", "--set=checkpoint.memory_every=1"]
     with Running("p.yaml", *flags, "--set=stages[0].train.steps=100000", cwd=place) as running:
         wait_for_memory(running, 1)

@@ -114,6 +114,7 @@ def apart(
         agreed = run_folder.agree_on_folder(loaded, wanted, ranks, resuming=mode, known=None)
     except (RunFolderError, RuntimeError) as error:  # the others lose the store
         return str(error)
+    assert len(set(ranks.gather("begun", agreed.begun))) == 1
     leaders = run_folder.find_leaders(loaded, agreed, ranks)
     ranks.gather("tokens are gone", None)
     assert {entry.name for entry in wanted.iterdir()} == {"run.json", "pipeline.yaml", "run.lock"}
