@@ -216,12 +216,15 @@ sync: {{diloco: {{every: {{EVERY}}}}}}
 hooks: [{{topk: {{density: 0.2}}}}]
 stages: [{{train: {{steps: STEPS}}}}, save]
 """
-SLOW = MODULE.replace("time.sleep(0.005)", "time.sleep([0.002, 0.016][RANK])")
 
 
-def start(folder: Path, balance: str, every: str, steps: int, *, kill: str | None = None) -> Path:
+def start(
+    folder: Path, balance: str, every: str, steps: int, *, sleeps: str = "[0.002, 0.016]", kill: str = ""
+) -> Path:
+    """Each rank sleeps so many seconds for a sample."""
     text = MEASURED.replace("BALANCE", balance).replace("EVERY", every).replace("STEPS", str(steps))
-    return start_pipeline(folder, SLOW.replace("return 61", "return 400"), text, kill)
+    module = MODULE.replace("time.sleep(0.005)", f"time.sleep({sleeps}[RANK])")
+    return start_pipeline(folder, module.replace("return 61", "return 400"), text, kill or None)
 
 
 def test_a_slow_rank_takes_fewer_updates_and_a_replay_has_the_same_bits(tmp_path: Path) -> None:
@@ -243,7 +246,7 @@ def test_a_slow_rank_takes_fewer_updates_and_a_replay_has_the_same_bits(tmp_path
 
 def test_a_round_takes_about_so_many_seconds(tmp_path: Path) -> None:
     """It begins with a batch of each rank; then it has as many as its records say that a rank manages."""
-    done = start(tmp_path / "seconds", "null", "seconds: 0.5", 12)
+    done = start(tmp_path / "seconds", "null", "seconds: 0.5", 12, sleeps="[0.01, 0.04]")
     (_, even), (changed_at, shares), *_ = changes(done)
     assert even == [2, 2]
     for rank, share in enumerate(shares):
@@ -252,7 +255,7 @@ def test_a_round_takes_about_so_many_seconds(tmp_path: Path) -> None:
             for one in lines(done, "steps")
             if one["rank"] == rank and 1 < one["step"] < changed_at
         ]
-        assert share / 2 == pytest.approx(0.5e6 / np.median(measured), rel=0.1, abs=1)
+        assert share / 2 == pytest.approx(0.5e6 / np.median(measured), rel=0.25, abs=1)
     assert math.isfinite(summary(done)["loss"])
 
 
