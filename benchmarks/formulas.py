@@ -7,8 +7,8 @@ from benchmarks.two_hosts import HOSTS
 
 LOCAL = 2  # ranks on a host, where nothing else is said
 RANKS = HOSTS * LOCAL
-FP32, HALF, INDEX = 4, 2, 4  # bytes
-BLOCK, INT4_BLOCK, DENSITY, RANK = 256, 64, 0.05, 32
+FP32, HALF = 4, 2  # bytes
+BLOCK, INT4_BLOCK, INT2_BLOCK, CHUNK, DENSITY, RANK = 256, 64, 128, 4096, 0.05, 32
 
 Shape = tuple[int, ...]
 Bucket = list[Shape]
@@ -64,6 +64,11 @@ def int4(local: int = LOCAL) -> Formula:
     return two_phase(1 / 2 + FP32 / INT4_BLOCK, local)
 
 
+def int2(local: int = LOCAL) -> Formula:
+    """Codes of 2 bits, with two magnitudes."""
+    return two_phase(1 / 4 + 2 * FP32 / INT2_BLOCK, local)
+
+
 def two_phase_across(code: float) -> Formula:
     """The two phases between hosts, on each local rank's share."""
     return lambda buckets: 2 * (HOSTS - 1) / HOSTS * code * sum(map(elements, buckets))
@@ -73,17 +78,26 @@ int8_across = two_phase_across(1 + FP32 / BLOCK)
 int4_across = two_phase_across(1 / 2 + FP32 / INT4_BLOCK)
 
 
-def topk(value: int) -> Formula:
-    """Ring all-gather of indices and values of `value` bytes."""
+def largest(numel: int, density: float, value_bits: int, scale_bits: int) -> float:
+    """A message of `topk`: of each chunk k values, their scales, and their indices by Elias and Fano."""
+    chunks = math.ceil(numel / CHUNK)
+    length = math.ceil(numel / chunks)
+    k = math.ceil(density * length)
+    index_bits = min(k * low + k + (length - 1 >> low) for low in range(20))
+    return chunks * (k * value_bits + scale_bits + index_bits) / 8
+
+
+def topk(value_bits: int, scale_bits: int = 0, density: float = DENSITY) -> Formula:
+    """Ring all-gather of values and indices."""
     return lambda buckets: sum(
-        (RANKS - 1) * math.ceil(DENSITY * elements(bucket)) * (INDEX + value) for bucket in buckets
+        (RANKS - 1) * largest(elements(bucket), density, value_bits, scale_bits) for bucket in buckets
     )
 
 
 def topk_across(buckets: Sequence[Bucket]) -> float:
     """All-gather between hosts, on each local rank's share."""
     shares = [elements(part) for bucket in buckets for part in cut(bucket)]
-    return sum((HOSTS - 1) * math.ceil(DENSITY * share) * (INDEX + FP32) for share in shares)
+    return sum((HOSTS - 1) * largest(share, DENSITY, 8 * FP32, 0) for share in shares)
 
 
 def powersgd(size: int) -> Formula:

@@ -32,6 +32,7 @@ from benchmarks.formulas import (
     RANK,
     Formula,
     elements,
+    int2,
     int4,
     int4_across,
     int8,
@@ -118,6 +119,7 @@ class Counted:
 
 
 TOPK = f"{{topk: {{density: {DENSITY}}}}}"
+SPARSE = "{topk: {density: 0.015625, values: int2}}"
 POWERSGD = f"{{powersgd: {{rank: {RANK}}}}}"
 ROWS = [
     Row("[noop]", "0", lambda _: 0.0),
@@ -129,13 +131,15 @@ ROWS = [
     Row("[int8]", "(L(n-L) + n-1)/n · N(1 + 4/256)", int8()),
     Row("[fp8]", "(L(n-L) + n-1)/n · N(1 + 4/256)", int8()),
     Row("[int4]", "(L(n-L) + n-1)/n · N(1/2 + 4/64)", int4()),
+    Row("[int2]", "(L(n-L) + n-1)/n · N(1/4 + 8/128)", int2()),
     Row("[{bf16: {accumulate: fp32}}]", "(L(n-L) + n-1)/n · 2N", two_phase(HALF)),
     Row("[{hierarchical: {across: [int8]}}]", "2(H-1)/H · N(1 + 4/256)", int8_across),
     Row("[{hierarchical: {across: [int4]}}]", "2(H-1)/H · N(1/2 + 4/64)", int4_across),
     Row("[{hierarchical: {across: [{bf16: {accumulate: fp32}}]}}]", "2(H-1)/H · S/2", two_phase_across(HALF)),
-    Row(f"[{TOPK}]", "(n-1) · 8k, k = density · N", topk(FP32)),
-    Row(f"[fp16, {TOPK}]", "(n-1) · 6k", topk(HALF)),
-    Row(f"[{{hierarchical: {{across: [{TOPK}]}}}}]", "(H-1) · 8k", topk_across),
+    Row(f"[{TOPK}]", "(n-1) · (32 + i)/8 · k, k = density · N, i = 6.3 (index)", topk(8 * FP32)),
+    Row(f"[fp16, {TOPK}]", "(n-1) · (16 + i)/8 · k", topk(8 * HALF)),
+    Row(f"[{SPARSE}]", "(n-1) · (2 + 1 + 8)/8 · k (value, scales, index)", topk(2, 64, 1 / 64)),
+    Row(f"[{{hierarchical: {{across: [{TOPK}]}}}}]", "(H-1) · (32 + i)/8 · k", topk_across),
     Row(f"[{POWERSGD}]", "2(n-1)/n · 4F, F = Σ rank · (rows + columns) + rest", powersgd(FP32)),
     Row(f"[{POWERSGD}, fp16]", "2(n-1)/n · 2F", powersgd(HALF)),
     Row(f"[{{hierarchical: {{across: [{POWERSGD}]}}}}]", "2(H-1)/H · 4F of L shares", powersgd_across),

@@ -93,6 +93,12 @@ class Hook:
             means: by parameter, shape (numel,).
         """
 
+    def choices(self) -> Mapping[tuple[str, int], str]:
+        """What this hook has chosen for each bucket, by kind of payload and number: a run records what
+        changes.
+        """
+        return {}
+
     def residual_square(self, kind: str, names: Sequence[str]) -> float:
         """Squared 2-norm of this rank's residual (what it has not sent yet) of the parameters named."""
         return 0.0

@@ -165,6 +165,10 @@ class Stack:
         for _, hook in self.named_hooks():
             hook.take_back(kind, means)
 
+    def choosing_hooks(self) -> list[Hook]:
+        """The hooks that choose something for each bucket (`Hook.choices`)."""
+        return [hook for _, hook in self.named_hooks() if type(hook).choices is not Hook.choices]
+
     def residual_norm(self, kind: str, names: Sequence[str]) -> float:
         """2-norm of this rank's residual of the parameters named, in units of its share of the mean."""
         return math.sqrt(sum(hook.residual_square(kind, names) for _, hook in self.named_hooks()))

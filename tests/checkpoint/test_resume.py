@@ -48,6 +48,8 @@ HOOKS = [
     "[{topk: {density: 0.1}}]",
     "[{powersgd: {rank: 2}}]",
     "[{hierarchical: {hosts: HOSTS, across: [int8]}}]",
+    "[{topk: {density: 0.1, chunk: 128, values: int2, decay: 0.9}}]",
+    "[{auto_bits: {floor: 0.9, every: 2}}]",
 ]
 HIERARCHICAL = "[{hierarchical: {hosts: 2, across: [int8]}}]"
 
@@ -59,6 +61,8 @@ HIERARCHICAL = "[{hierarchical: {hosts: 2, across: [int8]}}]"
         ("{local_sgd: {every: 4, optimizer_state: average}}", "[{topk: {density: 0.1}}]", 2, CNN, "fp32"),
         ("{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}", HIERARCHICAL, 4, MLP, "fp32"),
         ("{diloco: {every: 4, fragments: 2, overlap_steps: 3}}", "[int8]", 3, MLP, "bf16"),
+        ("{diloco: {every: 3}}", HOOKS[-2], 2, MLP, "fp32"),
+        ("every_step", HOOKS[-1], 2, MLP, "fp16"),
         ("{broadcast: {every: 4}}", "[]", 2, CNN, "fp32"),
         ("independent", "[]", 2, MLP, "fp32"),
     ],
@@ -94,6 +98,7 @@ def test_every_policy_with_every_hook_goes_on_bit_for_bit(
     ("sync", "hooks", "after"),
     [
         ("every_step", "[int8]", 2),
+        ("every_step", HOOKS[-1], 3),
         ("{diloco: {every: 3, overlap_steps: 2}}", "[{topk: {density: 0.1}}]", 3),
         ("{local_sgd: {every: 3}}", HIERARCHICAL, 2),
     ],

@@ -33,7 +33,10 @@ STACKS = {
     "[fp8]": 0.998,
     "[{hierarchical: {hosts: 2, within: [bf16], across: [int4]}}]": 0.95,
     "[{bf16: {accumulate: fp32}}]": 0.9999,
+    "[int2]": 0.5,
+    "[{auto_bits: {floor: 0.9, every: 2}}]": 0.9,
     "[{topk: {density: 0.2}}]": 0.5,
+    "[{topk: {density: 0.2, values: int2}}]": 0.5,
     "[powersgd]": 0.5,
     "[powersgd, fp16, {hierarchical: {hosts: 2, across: [int8]}}]": 0.5,
     "[{hierarchical: {hosts: 2, within: [shared_memory], across: [powersgd]}}]": 0.5,
@@ -58,11 +61,22 @@ def test_one_run_goes_through_every_stack(tmp_path: Path) -> None:
         assert min(look["cosine"] for look in looked) > cosine - 1e-6, stack
         lossless = stage < EXACT
         assert (max(look["relative_l2"] for look in looked) < 1e-5) == lossless, stack
-        keeps = any(word in stack for word in ("int", "fp8", "accumulate", "topk", "powersgd"))
+        keeps = any(word in stack for word in ("int", "fp8", "accumulate", "bits", "topk", "powersgd"))
         assert (max(look["residual_norm"] for look in looked) > 0) == keeps, stack
         assert all(look["wire_bytes"] > 0 for look in looked)
         sent = sum(line["wire_bytes"] for line in mine)
         assert sent <= plain if lossless else sent < plain, stack
+    chosen = [event for event in events(folder) if event["event"] == "choices"]
+    stage = list(STACKS).index("[{auto_bits: {floor: 0.9, every: 2}}]")
+    first, last = [
+        {line["bucket"] for line in records if line["step"] == step} for step in (1, 4 * stage + 4)
+    ]
+    assert [event["step"] for event in chosen] == [4 * stage + 1, 4 * stage + 4]
+    assert chosen[0]["choices"] == {"gradient": {str(bucket): "int8" for bucket in sorted(first)}}
+    assert {*chosen[1]["choices"]["gradient"].values()} == {"int4"}, (
+        "after two measurements, in every second step"
+    )
+    assert chosen[1]["choices"]["gradient"].keys() == {str(bucket) for bucket in last}
 
 
 EXPERTS = """

@@ -45,25 +45,27 @@ def test_casts_have_the_bits_of_torch(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (700, 699), (5_000_001, 50_000)])
+@pytest.mark.parametrize(
+    ("chunks", "length", "k", "numel"), [(1, 1, 1, 1), (3, 700, 699, 2100), (1221, 4096, 64, 5_000_001)]
+)
 def test_the_largest_values_are_those_of_a_stable_sort(
-    numel: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    chunks: int, length: int, k: int, numel: int, kind: str
 ) -> None:
-    """And those that torch takes, where no magnitude is there twice."""
-    for dtype in (torch.float32, torch.bfloat16):
-        assert same_bits.of_largest(numel, k, dtype, kind, 2048, 512, GPU) == []
-    if kind != "normal":
-        return
-    given = same_bits.values(kind, numel, 3).to(GPU)
-    from ddprun_hooks.kernels import largest
+    assert same_bits.of_largest(chunks, length, k, numel, kind, GPU) == []
 
-    monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", numel + 1)
-    messages = [
-        largest.encode_largest(given, torch.zeros_like(given), k),
-        topk.encode_largest(given, torch.zeros_like(given), k),
-    ]
-    ours, torchs = (one[: 4 * k].view(torch.int32).sort().values for one in messages)
-    assert torch.equal(ours, torchs)
+
+@pytest.mark.parametrize("values", [None, "bf16", "int8", "int2"])
+def test_a_message_of_the_largest_is_that_of_torch(
+    values: topk.ValueFormat | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no magnitude is there twice; and what is left is."""
+    given = same_bits.values("normal", 5_000_001, 3).to(GPU)
+    chunks, outcomes = topk.Chunks.of(given, 4096, 1 / 64, values), []
+    for least in (0, len(given) + 1):
+        monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", least)
+        residual = torch.zeros_like(given)
+        outcomes.append((chunks.take_largest(given.clone(), residual), residual))
+    assert all(map(torch.equal, *outcomes))
 
 
 def ms(act: Callable[[], Any]) -> float:
@@ -111,14 +113,17 @@ def test_quantising_takes_little_longer_than_copying_as_much(figure: Figure, wir
 def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of two ranks, decoding, casts, the largest values, beside what torch takes."""
     from ddprun_hooks.builtin.fused import FusedBlockReduction
-    from ddprun_hooks.kernels import casts, largest
+    from ddprun_hooks.kernels import casts
 
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
-    wire, k = Int8(256), LARGE // 100
+    wire, chunks = Int8(256), topk.Chunks.of(given, 4096, 0.01, None)
     ours = FusedBlockReduction(wire, given, residual, 0, 2)
     message = ours.encode()
     sums = ours.sum_and_encode(message).repeat(2)
-    monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", LARGE + 1)
+
+    def take_largest(least: int) -> None:
+        monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", least)
+        chunks.take_largest(given, residual)
 
     def add_in_torch() -> None:
         first, second = message.view(2, -1)
@@ -139,8 +144,8 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
         "decoding": (lambda: ours.decode(sums), decode_in_torch),
         "cast with overflow check": (cast, cast_in_torch),
         "largest 1%": (
-            lambda: largest.encode_largest(given, residual, k),
-            lambda: topk.encode_largest(given, residual, k),
+            lambda: take_largest(0),
+            lambda: take_largest(LARGE + 1),
         ),
     }
     for what, (kernel, reference) in pairs.items():

@@ -20,7 +20,7 @@ _I32 = (
     "ranks",
     "message_numel",
     "count",
-    "tiles",
+    "length",
     "k",
 )  # arguments that are whole numbers
 
@@ -78,15 +78,8 @@ def _variants() -> Iterator[
         summed = {"arrived": dtype, "residual_share": "fp32", "message": dtype}
         yield "sum_and_downcast", casts.sum_and_downcast, dtype, summed, {}, options
         yield "upcast", casts.upcast, dtype, {"total": dtype, "values": "fp32", "flags": "i32"}, {}, options
-    options = largest._LAUNCH
-    held = {"residual": "fp32", "bins": "i32"}
-    yield "add_and_histogram", largest.add_and_histogram, "fp32", {"payload": "fp32"} | held, {}, options
-    yield "histogram_next_bits", largest.histogram_next_bits, "fp32", held, {"LEVEL": 3}, options
-    programs = {"PROGRAMS": largest._PROGRAMS}
-    counted = held | {"counts": "i32"}
-    yield "count_per_program", largest.count_per_program, "fp32", counted, programs, options
-    written = counted | {"indices": "i32", "values": "fp32"}
-    yield "write_largest", largest.write_largest, "fp32", written, programs, options
+    selected = {"payload": "fp32", "residual": "fp32", "indices": "i32"}
+    yield "add_and_select", largest.add_and_select, "4096", selected, {}, largest.launch_options(4096)
 
 
 def _compiled(

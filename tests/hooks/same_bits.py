@@ -12,6 +12,7 @@ from torch import Tensor
 from ddprun_hooks import kernels
 from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import (
+    DTYPES,
     CastFormat,
     CastReduction,
     find_overflow,
@@ -152,7 +153,7 @@ def of_sums_in_fp32(
         [values(kind, numel, seed + 10 * step + rank).to(device, dtype) for rank in range(ranks)]
         for step in range(2)
     ]
-    return differences(CastFormat(name), "casts", ranks, steps, same_codes=True)
+    return differences(CastFormat(DTYPES[name]), "casts", ranks, steps, same_codes=True)
 
 
 def of_cast(
@@ -161,7 +162,7 @@ def of_cast(
     """Differences of a cast that sums in 16 bits; `large` is what another rank has brought into the sum."""
     from ddprun_hooks.kernels import casts
 
-    wire, own = CastFormat(name), values(kind, numel, 1).to(device, dtype)
+    wire, own = CastFormat(DTYPES[name]), values(kind, numel, 1).to(device, dtype)
     expected_sent = own.to(wire.dtype)
     sent, flags = casts.launch_downcast(own, None, wire.dtype)
     found = [] if torch.equal(bits(sent), bits(expected_sent)) else ["sent"]
@@ -179,35 +180,23 @@ def of_cast(
     return found
 
 
-def of_largest(
-    numel: int, k: int, dtype: torch.dtype, kind: str, tile: int, programs: int = 4, device: str = "cpu"
-) -> list[str]:
-    """Differences in what `topk` takes and leaves, in two steps, from a stable sort by magnitude."""
+def of_largest(chunks: int, length: int, k: int, numel: int, kind: str, device: str = "cpu") -> list[str]:
+    """Differences in what `topk` takes, in two steps, from a stable sort of each chunk by magnitude."""
     from ddprun_hooks.kernels import largest
 
     found: list[str] = []
-    expected, ours = torch.zeros(numel), torch.zeros(numel, device=device)
-    with mock.patch.multiple(largest, _LAUNCH={**largest._LAUNCH, "TILE": tile}, _PROGRAMS=programs):
-        for step in range(2):
-            given = values(kind, numel, step).to(dtype)
-            message = largest.encode_largest(given.to(device), ours, k).cpu()
-            expected += given
-            order = torch.where(expected.isnan(), math.inf, expected.abs()).double()
-            order[expected.isnan()] = torch.finfo(torch.float64).max
-            order[expected.isinf()] = 1e300
-            indices = order.sort(descending=True, stable=True).indices[:k]
-            sent = expected[indices].to(dtype)
-            expected[indices] -= sent.float()
-            topk.drop_not_finite(expected, sent)
-            places = message[: 4 * k].clone().view(torch.int32).long()
-            brought = torch.zeros(numel, dtype=dtype)
-            brought[places] = message[4 * k :].clone().view(dtype)
-            if sorted(places.tolist()) != sorted(indices.tolist()):
-                found.append(f"step {step}: indices")
-            elif not torch.equal(bits(brought[indices]), bits(sent)):
-                found.append(f"step {step}: values")
-            if not torch.equal(bits(expected), bits(ours.cpu())):
-                found.append(f"step {step}: kept")
+    expected, ours = torch.zeros(chunks * length), torch.zeros(numel, device=device)
+    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
+        given = values(kind, numel, step).to(dtype)
+        indices = largest.add_and_find_largest(given.to(device), ours, chunks, length, k).cpu()
+        expected[:numel] += given
+        order = torch.where(expected.isnan(), torch.finfo(torch.float64).max, expected.abs().double())
+        order[expected.isinf()] = 1e300
+        of_chunks = order.view(chunks, length).sort(descending=True, stable=True).indices[:, :k]
+        if not torch.equal(indices.long(), of_chunks.sort().values):
+            found.append(f"step {step}: indices")
+        if not torch.equal(bits(expected[:numel]), bits(ours.cpu())):
+            found.append(f"step {step}: sums")
     return found
 
 
@@ -231,7 +220,7 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
             mock.patch.object(module, name, wraps=getattr(module, name))
             for module, name in (
                 (casts, "launch_downcast"),
-                (largest, "encode_largest"),
+                (largest, "add_and_find_largest"),
             )
         ]
         encode = FusedBlockReduction.encode

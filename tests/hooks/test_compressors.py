@@ -1,12 +1,18 @@
 """topk and powersgd, each against arithmetic written down here."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
+from ddprun_hooks.builtin import elias_fano
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.registry import make_stack
 from ddprun_hooks.testing import NUMEL, PARAMS, Rank, contribution, run_hooks
+from tests.hooks.residuals import residual_total
 
 
 def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:
@@ -19,6 +25,71 @@ def test_topk_sends_the_largest_of_each_rank_and_adds_them_up() -> None:
         wanted[largest] += x[largest]
     assert torch.equal(results[0], wanted)
     assert int((wanted != 0).sum()) < NUMEL * 0.16
+
+
+def test_topk_sends_so_many_of_each_chunk() -> None:
+    """With chunks of equal length, of at most 100 values; the last one is padded."""
+    spec: HookSpec = {"topk": {"density": 0.05, "chunk": 100}}
+    results = run_hooks([spec], 2, lambda c: c.step(0))
+    count = math.ceil(NUMEL / 100)
+    length = math.ceil(NUMEL / count)
+    assert NUMEL % length
+    wanted = torch.zeros(NUMEL)
+    for rank in range(2):
+        for start in range(0, NUMEL, length):
+            x = contribution(rank, 0, 2)[start : start + length]
+            largest = x.abs().sort(descending=True).indices[: math.ceil(0.05 * length)]
+            wanted[start : start + length][largest] += x[largest]
+    assert torch.equal(results[0], wanted)
+
+
+VALUE_BITS = {"fp32": (32, 0), "bf16": (16, 0), "int8": (8, 32), "int2": (2, 64)}  # of a value, of a chunk
+
+
+@pytest.mark.parametrize("values", VALUE_BITS)
+def test_topk_sends_few_bits(values: str) -> None:
+    """64 of 4096 values, as SparseLoCo has it: 511 bits for 64 indices of 12 bits."""
+    numel, (bits, scales) = 40 * 4096, VALUE_BITS[values]
+    spec: HookSpec = {"topk": {"density": 1 / 64, "values": values}}
+    param = (ParamSlice("w", (numel,), 0, numel),)
+    (trace,) = run_hooks([spec], 2, lambda c: (c.send(torch.randn(numel), param), c.traces)[1])[0]
+    assert trace.wire_bytes == 40 * (64 * bits + scales + 511) / 8
+    if values == "int2":
+        assert trace.wire_bytes * 8 / numel < 0.22
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+def test_decay_is_the_part_of_what_was_not_sent_that_is_kept(decay: float) -> None:
+    """In fp64: what came in and the part of what was kept are what was sent and what is kept."""
+    spec: HookSpec = {"topk": {"density": 0.05, "chunk": 128, "values": "int2", "decay": decay}}
+    kept = [torch.zeros(NUMEL, dtype=torch.float64)]
+    means = []
+
+    def body(c: Rank) -> list[tuple[Tensor, dict[str, Any]]]:
+        return [(c.step(step, torch.float64), c.stack.state_dict()) for step in range(4)]
+
+    stack = make_stack([spec])
+    for of_ranks in zip(*run_hooks([spec], 3, body), strict=True):
+        means.append(of_ranks[0][0])
+        kept.append(residual_total(stack.merge([state for _, state in of_ranks])))
+    for step, mean in enumerate(means):
+        came_in = sum(contribution(rank, step, 3, torch.float64) for rank in range(3))
+        off = came_in + decay * kept[step] - mean - kept[step + 1]
+        assert off.abs().max() < 1e-12
+    assert kept[-1].abs().max() > 0.1
+
+
+def test_sorted_numbers_in_few_bits_come_back() -> None:
+    """Of every shape, in as many bytes as was said; the formula's two bits and the low ones each."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, k, length in ((1, 1, 1), (3, 1, 2), (5, 64, 4096), (7, 5, 10), (2, 10, 10), (3, 4095, 4096)):
+        numbers = torch.stack(
+            [torch.randperm(length, generator=generator)[:k].sort().values for _ in range(rows)]
+        )
+        message = elias_fano.encode(numbers, length)
+        assert len(message) == elias_fano.encoded_bytes(rows, k, length)
+        assert len(message) <= 2 + rows * k * (2 + math.log2(length / k)) / 8
+        assert torch.equal(elias_fano.decode(message, rows, k, length), numbers)
 
 
 def test_topk_of_everything_is_the_sum() -> None:

@@ -30,6 +30,8 @@ def two_level(within: Specs | None = None, across: Specs | None = None) -> HookS
 TOPK: HookSpec = {"topk": {"density": 0.1}}
 MANY: HookSpec = {"topk": {"density": 0.6}}
 POWERSGD: HookSpec = {"powersgd": {"rank": 2}}
+COMPACT: HookSpec = {"topk": {"density": 0.1, "chunk": 64, "values": "int2"}}
+AUTO_BITS: HookSpec = {"auto_bits": {"floor": 0.9, "every": 2}}
 BF16_SUMMED_IN_FP32: HookSpec = {"bf16": {"accumulate": "fp32"}}
 FP16_SUMMED_IN_FP32: HookSpec = {"fp16": {"accumulate": "fp32"}}
 EXACT: list[Specs] = [[], ["shared_memory"], [two_level()], [two_level(within=["shared_memory"])]]
@@ -52,11 +54,21 @@ LOSSY: list[Specs] = [
     [BF16_SUMMED_IN_FP32],
     [POWERSGD, FP16_SUMMED_IN_FP32],
     [two_level(across=["int4"])],
+    ["int2"],
+    [two_level(across=["int2"])],
+    [COMPACT],
+    [{"topk": {"density": 0.1, "values": "int8"}}],
+    [{"topk": {"density": 0.1, "values": "bf16"}}],
+    [POWERSGD, {"topk": {"density": 0.6, "chunk": 64, "values": "int8"}}],
+    [two_level(across=[COMPACT])],
+    [AUTO_BITS],
+    [two_level(across=[AUTO_BITS])],
 ]
 CASTS: list[Specs] = [
     ["fp16"],
     ["bf16"],
     ["fp16", TOPK],
+    ["fp16", COMPACT],
     ["bf16", "int8"],
     ["fp16", POWERSGD],
     [POWERSGD, "fp16"],

@@ -117,7 +117,7 @@ def test_ranks_stay_bitwise_together_with_any_stack() -> None:
 
 def what_a_handle_knows() -> tuple[list[tuple[str, ...]], int, list[str]]:
     model, _ = start()
-    handle = ddprun_hooks.register(model, [{"topk": {"density": 0.02}}])
+    handle = ddprun_hooks.register(model, [{"topk": {"density": 0.02, "values": "int2", "decay": 0.95}}])
     hooks = []
     for step in range(4):
         loss_of(model, step).backward()  # type: ignore[no-untyped-call]

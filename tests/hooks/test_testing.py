@@ -165,6 +165,7 @@ SHIPPED: list[HookSpec] = [
     *(name for name in BUILT_IN if name not in ("noop", "powersgd", "topk")),
     {"powersgd": {"rank": 1}},
     {"topk": {"density": 0.1}},
+    {"topk": {"density": 0.1, "values": "int2"}},
     {"fp16": {"accumulate": "fp32"}},
     {"bf16": {"accumulate": "fp32"}},
 ]

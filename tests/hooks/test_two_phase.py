@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddprun_hooks import ParamSlice
 from ddprun_hooks.builtin.cast import DTYPES, CastFormat
-from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int4, Int8, WireFormat
+from ddprun_hooks.builtin.two_phase import BlockScaled, Fp8, Int2, Int4, Int8, WireFormat
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.registry import make_stack
 from ddprun_hooks.stack import Stack
@@ -25,7 +25,8 @@ CODES: list[tuple[BlockScaled, list[float]]] = [
     (Int4(64), list(range(8))),
     (Fp8(256), E4M3),
 ]
-FORMATS: list[WireFormat] = [*(wire for wire, _ in CODES), *map(CastFormat, DTYPES)]
+EXACT: list[WireFormat] = [*(wire for wire, _ in CODES), *map(CastFormat, DTYPES.values())]
+FORMATS = [*EXACT, Int2(128)]
 SUMMED_IN_FP32: list[HookSpec] = [{name: {"accumulate": "fp32"}} for name in DTYPES]
 
 
@@ -59,7 +60,7 @@ def test_a_code_is_the_nearest_to_its_value_in_units_of_the_blocks_largest(
 
 
 @pytest.mark.parametrize("size", [1, 1e-12, 1e-42])
-@pytest.mark.parametrize("wire", FORMATS, ids=named)
+@pytest.mark.parametrize("wire", EXACT, ids=named)
 def test_what_is_sent_and_what_is_left_are_the_value_bit_for_bit(wire: WireFormat, size: float) -> None:
     """In fp32: the nearest number of fewer bits is near enough for the difference to be exact. So it is
     where numbers, and scales, have few bits left.
@@ -123,11 +124,24 @@ def test_int4_puts_two_codes_into_a_byte() -> None:
     assert torch.equal(Int4(64).decode(message, torch.float32), x)
 
 
-@pytest.mark.parametrize("wire", [wire for wire, _ in CODES], ids=named)
-def test_a_block_fills_whole_words(wire: BlockScaled) -> None:
-    """Scales lie behind the codes and are read in place."""
-    with pytest.raises(ValueError, match="is not a multiple of"):
-        type(wire)(258)
+def test_int2_sends_signs_and_two_magnitudes() -> None:
+    """The means of the magnitudes below and above their mean, by block; four codes share a byte."""
+    x = torch.tensor([-1.0, 2.0, 3.0, -8.0, 6.0, 1.0, -1.0, 2.0] + [0.5] * 7 + [-0.5])
+    message = Int2(8).encode(x)
+    assert message.numel() == 16 * 2 // 8 + 2 * 2 * 4
+    low = 10 / 6
+    wanted = torch.tensor([-low, low, low, -7.0, 7.0, low, -low, low] + [0.5] * 7 + [-0.5])
+    assert torch.allclose(Int2(8).decode(message, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("wire", [Int8(7), Int2(7)], ids=named)
+def test_a_block_of_any_length(wire: WireFormat) -> None:
+    """Codes that fill no byte, and scales that are not aligned, as of `topk`'s values."""
+    x = spread(21)
+    message = wire.encode(x)
+    off = torch.cat([torch.zeros(1, dtype=torch.uint8), message])[1:]
+    blocks = torch.cat([wire.decode(wire.encode(part.clone()), x.dtype) for part in x.view(3, 7)])
+    assert torch.equal(wire.decode(off, x.dtype), blocks)
 
 
 @pytest.mark.parametrize(("hook", "wire"), [("int8", Int8(256)), ("int4", Int4(64)), ("fp8", Fp8(256))])
@@ -143,7 +157,9 @@ def whole(numel: int) -> tuple[ParamSlice, ...]:
     return (ParamSlice("last.weight", (numel,), 0, numel),)
 
 
-@pytest.mark.parametrize("hook", ["int4", "fp8", *SUMMED_IN_FP32], ids=str)
+@pytest.mark.parametrize(
+    "hook", ["int4", "int2", "fp8", {"topk": {"values": "int2"}}, *SUMMED_IN_FP32], ids=str
+)
 def test_any_length_will_do(hook: HookSpec) -> None:
     """None, one, odd ones, less than a block, a little more than the ranks' blocks: nothing is lost."""
     lengths = [0, 1, 2, 3, 63, 65, 193, 279]

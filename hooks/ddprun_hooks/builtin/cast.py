@@ -13,6 +13,7 @@ from ddprun_hooks.hook import Hook
 from ddprun_hooks.payload import Finding, Payload
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Cast(Hook):
@@ -45,26 +46,20 @@ class Cast(Hook):
 
 
 class CastFormat(WireFormat):
-    """The nearest numbers of a narrower floating-point type, `fp16` or `bf16`, which are summed in fp32.
-    Rounding: once per rank in the cast and once in the mean; error feedback makes up for both.
+    """The nearest numbers of another floating-point type. Of 16 bits, they are summed in fp32. Rounding: once
+    per rank in the cast and once in the mean; error feedback makes up for both.
     """
 
     block = 1
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.dtype = DTYPES[name]
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def encode(self, x: Tensor) -> Tensor:
         return x.to(self.dtype)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         return message.to(dtype)
-
-    def subtract(self, x: Tensor, message: Tensor) -> None:
-        x -= message
-        if not x.is_cpu or not bool(torch.isfinite(x.sum())):
-            x.nan_to_num_(0.0, 0.0, 0.0)
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> type[TwoPhaseReduction]:
         if not kernels.can_handle_tensors(payload, residual):
@@ -80,18 +75,18 @@ class CastReduction(TwoPhaseReduction):
     wire_format: CastFormat
 
     def decode(self, gathered: Tensor) -> Tensor:
-        self.findings = find_overflow(self.wire_format.name, self.payload, gathered)
+        self.findings = find_overflow(NAMES[self.wire_format.dtype], self.payload, gathered)
         return super().decode(gathered)
 
 
 def fp16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """IEEE half precision: 11 bits of significand, largest value 65,504."""
-    return TwoPhase(CastFormat("fp16")) if accumulate else Cast("fp16")
+    return TwoPhase(CastFormat(torch.float16)) if accumulate else Cast("fp16")
 
 
 def bf16(accumulate: Literal["fp32"] | None = None) -> Hook:
     """Brain floating point: 8 bits of significand, the range of fp32."""
-    return TwoPhase(CastFormat("bf16")) if accumulate else Cast("bf16")
+    return TwoPhase(CastFormat(torch.bfloat16)) if accumulate else Cast("bf16")
 
 
 def find_overflow(name: str, own: Tensor, total: Tensor) -> list[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddprun_hooks.builtin.cast import CastFormat, overflow_finding
+from ddprun_hooks.builtin.cast import NAMES, CastFormat, overflow_finding
 from ddprun_hooks.builtin.two_phase import BlockScaled, TwoPhaseReduction
 from ddprun_hooks.kernels import blocks, casts
 
@@ -60,5 +60,5 @@ class FusedCastReduction(TwoPhaseReduction):
 
     def decode(self, gathered: Tensor) -> Tensor:
         code = casts.launch_upcast_and_check(gathered, self.payload, self._flags)
-        self.findings = [overflow_finding(self.wire_format.name, code)]
+        self.findings = [overflow_finding(NAMES[self.wire_format.dtype], code)]
         return self.payload

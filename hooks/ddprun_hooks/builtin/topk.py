@@ -1,68 +1,128 @@
 """The largest values only, with their indices."""
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ddprun_hooks import kernels
+from ddprun_hooks.builtin import elias_fano
+from ddprun_hooks.builtin.cast import CastFormat
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
+from ddprun_hooks.builtin.two_phase import Int2, Int8, WireFormat
 from ddprun_hooks.comm.communicator import Communicator, view_per_rank
-from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload
 
-_MIN_KERNEL_NUMEL = 1 << 20  # values; of fewer, starting six kernels should take longer than they save
-_MAX_NUMEL = (1 << 31) - (1 << 20)  # values: indices have 32 bits, and a kernel's go as far beyond the last
+ValueFormat = Literal["fp32", "bf16", "int8", "int2"]
+
+_MIN_KERNEL_NUMEL = 1 << 18  # values; of fewer, torch should take no longer than a kernel's start
 
 
 class TopK(ErrorFeedback):
-    """Each rank sends its values of largest magnitude in a bucket, and keeps the rest for the next step.
+    """Each rank sends the values of largest magnitude in each chunk of a bucket, and keeps the rest for the
+    next step. The ranks' values are added in rank order.
 
-    Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599). Values travel in the payload's own type,
-    each with its index in 32 bits; the ranks' values are added in rank order.
+    Sparsified SGD with memory (Stich et al. 2018, arXiv:1809.07599). With chunks, values in 2 bits and decay
+    it is the compression of SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706).
     """
 
     role = "reducer"
 
-    def __init__(self, density: float = 0.01) -> None:
+    def __init__(
+        self,
+        density: float = 0.01,
+        chunk: int = 4096,
+        values: ValueFormat | None = None,
+        decay: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.density = density  # share of a bucket's values that each rank sends, in (0, 1]; at least one
+        self.density = density  # share of a chunk's values that each rank sends, in (0, 1]; at least one
+        self.chunk = chunk  # the most values of a chunk; those of a bucket are equally long
+        self.values = values  # how values travel; None: in the payload's own type
+        self.decay = decay  # part of the residual that a step keeps, in [0, 1]
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
-        dtype, numel = payload.tensor.dtype, payload.tensor.numel()
-        if numel > _MAX_NUMEL:
-            raise ExchangeError(
-                f"topk sends indices of 32 bits, so a bucket has at most {_MAX_NUMEL:,} values; bucket "
-                f"{payload.bucket} has {numel:,}: set ddp.bucket_cap_mb lower, or use another hook"
-            )
+        if not payload.tensor.numel():
+            return payload.tensor
         residual = self.residual(payload, comm.size)
-        count = math.ceil(self.density * numel)
-        gathered = await comm.all_gather(encode_largest(payload.tensor, residual, count))
-
-        total = torch.zeros_like(residual)
+        if self.decay != 1.0:
+            residual *= self.decay
+        chunks = Chunks.of(payload.tensor, self.chunk, self.density, self.values)
+        gathered = await comm.all_gather(chunks.take_largest(payload.tensor, residual))
+        total = residual.new_zeros(chunks.count, chunks.length)
         for part in view_per_rank(gathered, comm.size):
-            indices, values = part[: 4 * count].clone(), part[4 * count :].clone()  # aligned
-            total.index_add_(0, indices.view(torch.int32).long(), values.view(dtype).to(residual.dtype))
-        return payload.tensor.copy_(total)
+            chunks.add(part.clone(), total)  # a clone is aligned
+        return payload.tensor.copy_(total.view(-1)[: payload.tensor.numel()])
 
 
-def encode_largest(payload: Tensor, residual: Tensor, count: int) -> Tensor:
-    """Add `payload` to `residual`, take the `count` largest, and leave in `residual` what was not sent. Gives
-    the message: indices, int32, then values of the payload's type, as bytes.
-    """
-    if payload.numel() >= _MIN_KERNEL_NUMEL and kernels.can_handle_tensors(payload, residual):
-        from ddprun_hooks.kernels import largest
+@dataclass(frozen=True)
+class Chunks:
+    """How a bucket is cut: into equally long chunks, of which the last one is padded with zeros."""
 
-        return largest.encode_largest(payload, residual, count)
-    residual += payload
-    indices = residual.abs().topk(count, sorted=False).indices
-    values = residual[indices].to(payload.dtype)
-    residual[indices] -= values.to(residual.dtype)
-    drop_not_finite(residual, values)
-    return torch.cat([indices.int().view(torch.uint8), values.view(torch.uint8)])
+    count: int
+    length: int  # values of a chunk
+    k: int  # of which so many are sent
+    format: WireFormat  # of k values, together
+
+    @classmethod
+    def of(cls, payload: Tensor, most: int, density: float, values: ValueFormat | None) -> "Chunks":
+        count = -(-payload.numel() // most)
+        length = -(-payload.numel() // count)
+        k = math.ceil(density * length)
+        return cls(count, length, k, _value_format(values, payload.dtype, k))
+
+    def take_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
+        """Add `payload` to `residual`, both (numel,), and take the largest values of each chunk out of it.
+        Gives the message: values, then indices, as bytes.
+        """
+        indices = self._add_and_find_largest(payload, residual)
+        rows = self._rows(residual)
+        values = rows.gather(1, indices).view(-1)
+        encoded, finite = self.format.encode(values), torch.isfinite(values).all()
+        message = torch.cat([encoded.view(torch.uint8), elias_fano.encode(indices, self.length)])
+        self.format.subtract(values, encoded)
+        rows.scatter_(1, indices, values.view(self.count, self.k))
+        if rows.data_ptr() != residual.data_ptr():
+            residual.copy_(rows.view(-1)[: len(residual)])
+        if not residual.is_cpu or not bool(finite):  # NaN and infinity count as the largest: one was sent
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return message
+
+    def _add_and_find_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
+        """The indices, in rising order, shape (count, k)."""
+        fits = len(payload) >= _MIN_KERNEL_NUMEL and self.length <= kernels.MAX_BLOCK_SIZE
+        if fits and kernels.can_handle_tensors(payload, residual):
+            from ddprun_hooks.kernels import largest
+
+            return largest.add_and_find_largest(payload, residual, self.count, self.length, self.k).long()
+        residual += payload
+        return self._rows(residual).abs().topk(self.k, sorted=False).indices.sort().values
+
+    def _rows(self, residual: Tensor) -> Tensor:
+        """Its chunks, shape (count, length): a view, or a copy if the last one is padded."""
+        padding = self.count * self.length - len(residual)
+        return (pad(residual, (0, padding)) if padding else residual).view(self.count, self.length)
+
+    def add(self, message: Tensor, total: Tensor) -> None:
+        """Add the values of a message to `total`, shape (count, length)."""
+        values_end = len(message) - elias_fano.encoded_bytes(self.count, self.k, self.length)
+        values = self.format.decode(message[:values_end].view(self.format.dtype), total.dtype)
+        indices = elias_fano.decode(message[values_end:], self.count, self.k, self.length)
+        total.scatter_add_(1, indices, values.view(self.count, self.k))
 
 
-def drop_not_finite(residual: Tensor, sent: Tensor) -> None:
-    """Keep nothing of values that are not finite: NaN and infinity count as the largest, so one was sent."""
-    if not residual.is_cpu or not bool(torch.isfinite(sent).all()):
-        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def _value_format(values: ValueFormat | None, own: torch.dtype, k: int) -> WireFormat:
+    match values:
+        case "int8":
+            return Int8(k)
+        case "int2":
+            return Int2(k)
+        case "bf16":
+            return CastFormat(torch.bfloat16)
+        case "fp32":
+            return CastFormat(torch.float32)
+        case None:
+            return CastFormat(own)

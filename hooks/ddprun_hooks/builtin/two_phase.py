@@ -19,6 +19,7 @@ class WireFormat:
     """How values travel. Messages have the shape of the values but for the last dimension."""
 
     block: int  # Values that are encoded together. Only whole blocks are encoded.
+    dtype = torch.uint8  # of a message
 
     def encode(self, x: Tensor) -> Tensor:
         """The message of values x, shape (..., k * block), fp32 or fp64."""
@@ -30,7 +31,9 @@ class WireFormat:
 
     def subtract(self, x: Tensor, message: Tensor) -> None:
         """Take from x, in place, what `message` carries of it; what travels as not finite leaves zeros."""
-        raise NotImplementedError
+        x -= self.decode(message, x.dtype)
+        if not x.is_cpu or not bool(torch.isfinite(x.sum())):  # on a GPU to look would be to wait for it
+            x.nan_to_num_(0.0, 0.0, 0.0)
 
     def reduction_class(self, payload: Tensor, residual: Tensor) -> "type[TwoPhaseReduction]":
         """What computes the reduction of a payload: torch, by the methods above, or kernels."""
@@ -111,27 +114,38 @@ class TwoPhase(ErrorFeedback):
         return total
 
 
-class BlockScaled(WireFormat):
-    """Codes of a few bits, and an fp32 scale for each block of values: its largest magnitude / `largest`.
-
-    Block-wise quantisation as in Dettmers et al. 2022 (arXiv:2110.02861). A message is the codes, then the
-    scales, as bytes. A block with a value that is not finite comes out not finite as a whole.
+class BlockCode(WireFormat):
+    """Codes of a few bits, and fp32 scales for each block of values. A message is the codes, then the scales,
+    as bytes. A block with a value that is not finite comes out not finite as a whole.
     """
 
-    largest: float  # the largest code
     bits: int  # bits of a code
-    name: str  # name of the format in the kernels: `int8`, `int4` or `fp8`
+    scales = 1  # of a block
 
     def __init__(self, block: int) -> None:
-        codes = 4 * 8 // self.bits  # in 4 bytes: scales lie behind the codes, aligned
-        if block % codes:
-            raise ValueError(f"block: {block} is not a multiple of {codes}")
-        self.block = block  # values per scale
+        self.block = block
 
     @classmethod
     def hook(cls, block: int) -> TwoPhase:
-        """The hook that sends these codes, with a scale for `block` values."""
+        """The hook that sends these codes, with scales for each `block` values."""
         return TwoPhase(cls(block))
+
+    def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, uint8, and scales, shape (..., blocks * scales), of a message."""
+        blocks = 8 * message.shape[-1] // (self.bits * self.block + 32 * self.scales)
+        codes_end = -(-blocks * self.block * self.bits // 8)
+        scales = message[..., codes_end:].clone(memory_format=torch.contiguous_format)  # aligned
+        return message[..., :codes_end], scales.view(torch.float32)
+
+
+class BlockScaled(BlockCode):
+    """A scale for each block of values: its largest magnitude / `largest`.
+
+    Block-wise quantisation as in Dettmers et al. 2022 (arXiv:2110.02861).
+    """
+
+    largest: float  # the largest code
+    name: str  # name of the format in the kernels: `int8`, `int4` or `fp8`
 
     def to_codes(self, scaled: Tensor) -> Tensor:
         """Codes, uint8, of values in [-largest, largest], which may be overwritten. NaN may become any."""
@@ -169,13 +183,6 @@ class BlockScaled(WireFormat):
         if not x.is_cpu or bool(lost.any()):  # on a GPU to look would be to wait for it
             x.view(*scales.shape, self.block).masked_fill_(lost.unsqueeze(-1), 0.0)
 
-    def _split_message(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, uint8, and scales, shape (..., k), of a message."""
-        code_bytes = self.block * self.bits // 8
-        count = message.shape[-1] // (code_bytes + 4)
-        codes, scales = torch.split(message, [count * code_bytes, count * 4], -1)
-        return codes, scales.view(torch.float32)
-
 
 class Int8(BlockScaled):
     """The nearest multiples of a 127th of the block's largest."""
@@ -204,6 +211,38 @@ class Int4(BlockScaled):
         both = codes.to(torch.int16)
         pairs = (both << 8 | both << 4).view(torch.int8)  # each in the high bits of a byte
         return (pairs >> 4).to(dtype)  # a shift that keeps the sign
+
+
+class Int2(BlockCode):
+    """A sign and one of two magnitudes: the means of the block's magnitudes below and above their mean.
+
+    This is one step of Lloyd's algorithm for two values (Lloyd 1982, "Least squares quantization in PCM").
+    Four codes that follow each other share a byte: the first one has the lowest bits.
+    """
+
+    bits, scales = 2, 2
+
+    def encode(self, x: Tensor) -> Tensor:
+        blocks = x.view(*x.shape[:-1], -1, self.block)
+        sizes = blocks.abs()
+        above = sizes > sizes.mean(-1, keepdim=True)
+        counts = above.sum(-1)
+        high = torch.where(above, sizes, 0.0).sum(-1) / counts.clamp(min=1)
+        low = torch.where(above, 0.0, sizes).sum(-1) / (self.block - counts).clamp(min=1)
+        codes = (above.to(torch.uint8) | blocks.signbit().to(torch.uint8) << 1).flatten(-2)
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).view(*x.shape[:-1], -1, 4)
+        packed = codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
+        scales = torch.stack([low, high], -1).float().flatten(-2)
+        return torch.cat([packed, scales.view(torch.uint8)], -1)
+
+    def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        packed, scales = self._split_message(message)
+        scales = scales.to(dtype).view(*scales.shape[:-1], -1, 2)
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=message.device)
+        codes = (packed.unsqueeze(-1) >> shifts).flatten(-2)[..., : scales.shape[-2] * self.block]
+        blocks = codes.reshape(*scales.shape[:-1], self.block)
+        sizes = torch.where((blocks & 1) > 0, scales[..., 1:], scales[..., :1])
+        return torch.where((blocks & 2) > 0, -sizes, sizes).flatten(-2)
 
 
 class Fp8(BlockScaled):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ddprun_hooks.config.options import BUILT_IN, Role, parse_spec
 
 CASTS = frozenset({"fp16", "bf16"})
-CODE_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+CODE_BITS = {"int8": "8", "int4": "4", "int2": "2", "fp8": "8", "auto_bits": "2- to 16"}
 ALLOWED_WITHIN = CASTS | {"shared_memory"}  # hooks that "within" takes
 LEVELS = ("within", "across")  # of `hierarchical`: inside a host, and between hosts
 

@@ -177,6 +177,13 @@ class Int4Options(HookOptions, name="int4", role="reducer", implementation="two_
     """Values that share one fp32 scale."""
 
 
+class Int2Options(HookOptions, name="int2", role="reducer", implementation="two_phase:Int2.hook"):
+    """Send a sign and one of two magnitudes for each value, in two phases, with error feedback."""
+
+    block: Annotated[int, Field(ge=32, multiple_of=16)] = 128
+    """Values that share two fp32 magnitudes."""
+
+
 class Fp8Options(HookOptions, name="fp8", role="reducer", implementation="two_phase:Fp8.hook"):
     """Send 8-bit floats (e4m3) with a scale for each block of values, in two phases, with error feedback."""
 
@@ -184,11 +191,30 @@ class Fp8Options(HookOptions, name="fp8", role="reducer", implementation="two_ph
     """Values that share one fp32 scale."""
 
 
+class AutoBitsOptions(HookOptions, name="auto_bits", role="reducer", implementation="auto_bits:AutoBits"):
+    """Choose int2, int4, int8 or bf16 for each bucket: the smallest whose mean is near the exact one."""
+
+    floor: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """The least cosine similarity of a bucket's mean and the exact mean."""
+
+    every: Annotated[int, Field(ge=2)] = 50
+    """Exchanges of a bucket from one measurement to the next."""
+
+
 class TopKOptions(HookOptions, name="topk", role="reducer", implementation="topk:TopK"):
     """Send only the values of largest magnitude, with indices; keep the rest for later (error feedback)."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Share of a bucket's values that each rank sends."""
+    """Share of the values that each rank sends, of each chunk."""
+
+    chunk: Annotated[int, Field(ge=64)] = 4096
+    """The most values of a chunk, into which a bucket is cut."""
+
+    values: Literal["fp32", "bf16", "int8", "int2"] | None = None
+    """How values are sent; null: in the payload's own type. Codes have their scales for each chunk."""
+
+    decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Part of what was not sent that a step keeps."""
 
 
 class HierarchicalOptions(

@@ -547,6 +547,7 @@ def act_on_messages(
     elif session.memory_checkpoint_is_due:
         take_checkpoint(session, in_memory=True)
     report_checkpoints(session)
+    session.reporter.report_choices(step, run.choosing_hooks)
     if runtime.compiler is not None:
         session.reporter.report_recompiles(runtime.compiler, step)
     if any(one.compare_clocks for one in agreed_steps):

@@ -30,11 +30,12 @@ from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import SharesSet, Started, StepRecord, Straggler, Summary
+from ddprun.telemetry.records import HooksChose, SharesSet, Started, StepRecord, Straggler, Summary
 from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
 from ddprun.units import abbreviated_list, format_count
+from ddprun_hooks import Hook
 from ddprun_hooks.buckets import BucketLayout
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import format_ranks
@@ -60,6 +61,7 @@ class Reporter:
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
         self._shares: Sequence[int] = ()
+        self._choices: dict[tuple[str, int], str] = {}  # of hooks, by kind of payload and bucket
         self._recompile_limit_reported = self._drift_reported = False
 
     def note(self, text: str) -> None:
@@ -146,6 +148,16 @@ class Reporter:
         done = self._shown = max(done, self._shown)
         rate = (step - self._resumed_at) / (time.monotonic() - self._started)
         self.screen.step(done, self._newest, self._recorder.own_loss, rate)
+
+    def report_choices(self, step: int, hooks: Sequence[Hook]) -> None:
+        """Report what hooks have chosen for buckets up to a step, where it has changed."""
+        changed: dict[str, dict[str, str]] = {}
+        for (kind, bucket), choice in (item for hook in hooks for item in hook.choices().items()):
+            if self._choices.get((kind, bucket)) != choice:
+                self._choices[kind, bucket] = choice
+                changed.setdefault(kind, {})[str(bucket)] = choice
+        if changed:
+            log_event(self.events, HooksChose(step=step, choices=changed))
 
     def report_shares(self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
         """Report the samples of each rank in a micro-batch from `step` on, if they are other ones in the

@@ -30,6 +30,7 @@ from ddprun.sync.plan import DueTransfers
 from ddprun.sync.synchronizer import Synchronizer
 from ddprun.telemetry.records import StageStarted
 from ddprun.telemetry.writer import log_event
+from ddprun_hooks import Hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class StageRun:
     mutate: Callable[[nn.Module], Any] | None
     steps: int | None  # None where nobody can know
     balance: Balance  # of the ranks' shares
+    choosing_hooks: list[Hook]  # those whose choices are reported
     takes_closure: bool  # the optimizer may call for the loss and its gradients again, within a step
 
     @property
@@ -199,7 +201,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     log_event(session.reporter.events, event)
     closure = takes_closure(loaded, runtime.optimizer)
     runtime.recorder.on_messages = balance.add if balance.by_speed else None
-    run = StageRun(session, stage, settings, sequence, synchronizer, mutate, steps, balance, closure)
+    actors = mutate, steps, balance, stack.choosing_hooks(), closure
+    run = StageRun(session, stage, settings, sequence, synchronizer, *actors)
     run.share_samples()
     synchronizer.set_delta_bases()
     if saved is not None:

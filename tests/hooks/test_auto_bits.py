@@ -1,0 +1,127 @@
+"""Codes that are chosen for each bucket."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddprun_hooks import ParamSlice
+from ddprun_hooks.builtin.auto_bits import FORMATS, _Choice
+from ddprun_hooks.comm.trace import compute_fidelity
+from ddprun_hooks.config.options import HookSpec
+from ddprun_hooks.testing import Rank, run_hooks
+
+NUMEL = 30_000
+PARAM = (ParamSlice("w", (NUMEL,), 0, NUMEL),)
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    """What all ranks see alike, and noise of each one's own."""
+    signal = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
+    return signal + 0.5 * torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def codes(floor: float, steps: int = 40) -> list[tuple[str, float, float]]:
+    """With which code each step was sent, its cosine, and bits of a value; the same on all of three ranks."""
+
+    def body(c: Rank) -> list[tuple[str, float, float]]:
+        hook, found = c.stack.hooks[0], list[tuple[str, float, float]]()
+        for step in range(steps):
+            code = hook.choices().get(("gradient", 0), "int8")
+            mean = c.send(gradient(c.rank, step) / 3, PARAM)
+            exact = sum((gradient(rank, step) / 3 for rank in range(3)), torch.zeros(NUMEL))
+            cosine = compute_fidelity(mean, exact, 0, 0.0).cosine
+            found.append((code, cosine, 8 * c.traces[-1].wire_bytes / NUMEL))
+        return found
+
+    spec: HookSpec = {"auto_bits": {"floor": floor, "every": 2}}
+    first: list[tuple[str, float, float]]
+    first, *others = run_hooks([spec], 3, body)
+    assert others == [first, first]
+    return first
+
+
+@pytest.mark.parametrize(
+    ("floor", "most_often"), [(0.5, "int2"), (0.9, "int4"), (0.999, "int8"), (0.9999999, "bf16")]
+)
+def test_the_smallest_code_above_the_floor_is_used_most(floor: float, most_often: str) -> None:
+    """A smaller one is tried, once in a while, for one measurement; a larger one only on the way down."""
+    found = codes(floor)
+    used = [code for code, _, _ in found[10:]]
+    assert max(set(used), key=used.count) == most_often
+    assert used.count(most_often) >= 0.6 * len(used)
+    for code, cosine, _ in found[11::2]:  # those that were measured
+        if code == most_often != "bf16":
+            assert cosine >= floor
+        elif list(FORMATS).index(code) < list(FORMATS).index(most_often):
+            assert cosine < floor
+
+
+def test_a_measurement_costs_one_value_of_61() -> None:
+    """Beside three products for each rank."""
+    bits = {code: sorted({sent for used, _, sent in codes(0.9) if used == code}) for code in ("int4", "int8")}
+    for plain, measured in bits.values():
+        more = 2 / 3 * (3 * 32 * math.ceil(NUMEL / 3 / 61) + 3 * 3 * 64) / NUMEL
+        assert measured - plain == pytest.approx(more, rel=0.05)
+
+
+def judged(cosines: list[float | None], floor: float = 0.9) -> str:
+    """The codes after each measurement."""
+    choice, found = _Choice(), []
+    for cosine in cosines:
+        choice.judge(cosine, floor)
+        found.append(choice.code)
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("cosines", "wanted"),
+    [
+        ([0.99] * 6, "int8 int4 int4 int2 int2 int2"),
+        ([0.5] * 3, "bf16 bf16 bf16"),
+        ([None] * 3, "int8 int8 int8"),
+        ([0.99, 0.9, 0.8, 0.99], "int8 int4 int8 int8"),
+        # Tried in vain, a smaller code is tried again after 4 measurements, and then after 8.
+        (
+            [0.99] * 2 + [0.8] + [0.99] * 4 + [0.8] + [0.99] * 8,
+            "int8 int4" + " int8" * 4 + " int4" + " int8" * 8 + " int4",
+        ),
+        # A code that was good enough at first has not been tried in vain.
+        ([0.99] * 3 + [0.8] + [0.99] * 2, "int8 int4 int4 int8 int8 int4"),
+    ],
+)  # fmt: skip
+def test_choices(cosines: list[float | None], wanted: str) -> None:
+    assert judged(cosines) == wanted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_what_cannot_be_measured_changes_nothing(value: float) -> None:
+    """A mean that is not finite, or zero."""
+
+    def body(c: Rank) -> tuple[Any, bool]:
+        for _ in range(6):
+            mean = c.send(torch.full((NUMEL,), value), PARAM)
+        return c.stack.hooks[0].choices(), bool(torch.isfinite(mean).all())
+
+    spec: HookSpec = {"auto_bits": {"every": 2}}
+    for choices, finite in run_hooks([spec], 2, body):
+        assert choices == {("gradient", 0): "int8"}
+        assert finite == (value == 0)
+
+
+def test_each_bucket_has_its_own() -> None:
+    """One of two magnitudes, and one in which every block of 64 has a single large value."""
+    large = torch.arange(NUMEL) % 64 == 5
+
+    def body(c: Rank) -> Any:
+        for step in range(40):
+            c.send(gradient(0, step).sign() / 2, PARAM, bucket=0)
+            spiky = gradient(0, step).clamp(-1, 1) * torch.where(large, 60.0, 1.0)
+            c.send(spiky / 2, (ParamSlice("v", (NUMEL,), 0, NUMEL),), bucket=1)
+        return c.stack.hooks[0].choices()
+
+    spec: HookSpec = {"auto_bits": {"floor": 0.999, "every": 2}}
+    first, second = run_hooks([spec], 2, body)
+    assert first == second == {("gradient", 0): "int2", ("gradient", 1): "int8"}
