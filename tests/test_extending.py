@@ -34,7 +34,7 @@ hooks: [{{clamp: {{limit: 0.01}}}}, fp16]
 track: [{{csv: {{every: 2}}}}]
 stages:
   - train: {{steps: 6}}
-  - train: {{steps: 5, sync: {{gossip: {{every: 2}}}}}}
+  - train: {{steps: 5, sync: {{neighbours: {{every: 2}}}}}}
   - evaluate: {{metrics: [accuracy]}}
 launch: {{nproc_per_node: 4}}
 {KEYS}"""
@@ -242,7 +242,7 @@ def test_what_is_not_trusted_is_not_imported(
     told = done.stdout + done.stderr
     for kind, name, target, place in (
         ("tracker", "csv", "mylab.trackers.Csv", "8:10"),
-        ("sync policy", "gossip", "mylab.sync.Gossip", "11:30"),
+        ("sync policy", "neighbours", "mylab.sync.Neighbours", "11:30"),
         ("cluster", "background", "mylab.clusters.Background", "14:1"),
     ):
         refused = f'the installed {kind} "{name}" ({target}) may not be imported: '

@@ -39,6 +39,7 @@ SYNCS = [
     "{diloco: {every: 4, fragments: 2, overlap_steps: 3}}",
     "{average: {every: 4}}",
     "{broadcast: {every: 4}}",
+    "{gossip: {every: 2}}",
     "independent",
 ]
 HOOKS = [
@@ -51,6 +52,7 @@ HOOKS = [
     "[{topk: {density: 0.1, chunk: 128, values: int2, decay: 0.9}}]",
     "[{auto_bits: {floor: 0.9, every: 2}}]",
 ]
+MIXED = "{diloco: {every: 4, fragments: 2, overlap_steps: 3, alpha: 0.5, outer: adam, outer_lr: 0.01}}"
 HIERARCHICAL = "[{hierarchical: {hosts: 2, across: [int8]}}]"
 
 
@@ -60,7 +62,8 @@ HIERARCHICAL = "[{hierarchical: {hosts: 2, across: [int8]}}]"
         ("every_step", "[{powersgd: {rank: 2}}, int8]", 3, MLP, "fp16"),
         ("{local_sgd: {every: 4, optimizer_state: average}}", "[{topk: {density: 0.1}}]", 2, CNN, "fp32"),
         ("{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}", HIERARCHICAL, 4, MLP, "fp32"),
-        ("{diloco: {every: 4, fragments: 2, overlap_steps: 3}}", "[int8]", 3, MLP, "bf16"),
+        (MIXED, "[int8]", 3, MLP, "bf16"),
+        ("{gossip: {every: 2}}", "[]", 4, MLP, "fp32"),
         ("{diloco: {every: 3}}", HOOKS[-2], 2, MLP, "fp32"),
         ("every_step", HOOKS[-1], 2, MLP, "fp16"),
         ("{broadcast: {every: 4}}", "[]", 2, CNN, "fp32"),

@@ -84,7 +84,7 @@ def test_every_stage_is_on_the_page_with_its_keys() -> None:
 def test_the_examples_are_good(tmp_path: Path) -> None:
     """The page's pipelines have neither faults nor warnings; a part of one goes with what is required."""
     examples = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-    assert len(examples) == 9
+    assert len(examples) == 10
     for example in examples:
         needed = {"model": "mylab.nets.Net", "data": "digits", "optimizer": "sgd"}
         given = re.findall(r"^(\w+):", example, re.MULTILINE)

@@ -27,6 +27,7 @@ SAMPLES: dict[str, Any] = {
     "tmp": "1",
     "schedule": "cosineannealinglr",
     "optimizer": "sgd",
+    "alpha": 0.5,
     "turns": [{"name": "one", "match": "a.*"}, {"name": "other", "match": ["b.*"], "every": 2}],
     "mutate": {"noise": {"std": 0.1}},
     "update": "evolution_strategies",

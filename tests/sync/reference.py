@@ -142,11 +142,22 @@ def diloco(
     momentum: float,
     parts: Sequence[tuple[int, int]],
     overlap: int,
+    *,
+    outer: str = "nesterov",
+    alpha: float | None = None,
 ) -> Weights:
-    """DiLoCo with torch's own SGD as the outer optimizer, one for each part (from, to) of the flat vector."""
+    """DiLoCo with torch's own SGD as the outer optimizer, or `FedAdam`, one for each part (from, to) of the
+    flat vector.
+    """
     world = World(ranks)
     common = [nn.Parameter(world.flat(0)[low:high].clone()) for low, high in parts]
-    outer = [torch.optim.SGD([c], lr=lr, momentum=momentum, nesterov=momentum > 0) for c in common]
+    nesterov = outer == "nesterov" and momentum > 0
+    optimizers: list[Any] = [
+        FedAdam(c, lr, momentum)
+        if outer == "adam"
+        else torch.optim.SGD([c], lr=lr, momentum=momentum, nesterov=nesterov)
+        for c in common
+    ]
     phases = [index * every // len(parts) for index in range(len(parts))]
     under_way: dict[int, tuple[int, Tensor, list[Tensor]]] = {}
     since = [0] * len(parts)
@@ -156,13 +167,16 @@ def diloco(
         own = [world.flat(rank)[low:high] for rank in range(ranks)]
         return torch.stack([common[index].detach() - mine for mine in own]).mean(0), own
 
-    def apply(index: int, gradient: Tensor, left: list[Tensor]) -> None:
+    def apply(index: int, gradient: Tensor, left: list[Tensor], own_part: float | None = alpha) -> None:
         low, high = parts[index]
         common[index].grad = gradient
-        outer[index].step()
+        optimizers[index].step()
         for rank in range(ranks):
             flat = world.flat(rank)
-            flat[low:high] += common[index].detach() - left[rank]
+            if own_part is None:
+                flat[low:high] += common[index].detach() - left[rank]
+            else:
+                flat[low:high] = own_part * flat[low:high] + (1 - own_part) * common[index].detach()
             world.set(rank, flat)
 
     for step in range(1, steps + 1):
@@ -180,6 +194,23 @@ def diloco(
     for index in list(under_way):
         apply(index, *under_way.pop(index)[1:])
     for index in range(len(parts)):
-        if since[index]:
-            apply(index, *begin(index))
+        if since[index] or alpha:
+            apply(index, *begin(index), own_part=0.0)
     return world.weights()
+
+
+class FedAdam:
+    """Algorithm 2 of Reddi et al. 2021, with moments that begin at 0."""
+
+    def __init__(self, param: Tensor, lr: float, beta: float) -> None:
+        self.param, self.lr, self.beta = param, lr, beta
+        self.m, self.v = torch.zeros_like(param), torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """x += lr * m / (sqrt(v) + tau), with the change as the negated gradient."""
+        assert self.param.grad is not None
+        change = -self.param.grad
+        self.m = self.beta * self.m + (1 - self.beta) * change
+        self.v = 0.99 * self.v + (1 - 0.99) * change * change
+        self.param += self.lr * self.m / (self.v.sqrt() + 1e-3)

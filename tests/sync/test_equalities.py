@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddprun.sync import StageFacts
+from ddprun.sync.policies.gossip import Gossip
 from tests.engine.running import run_pipeline, weights
 from tests.sync.reference import Weights, World, diloco, pipeline
 
@@ -120,6 +122,47 @@ def test_diloco_is_what_it_says(tmp_path: Path, count: int, overlap: int) -> Non
     wanted = diloco(3, STEPS, 6, 0.7, 0.9, fragments(count), overlap)
     sync = f"sync: {{diloco: {{every: 6, fragments: {count}, overlap_steps: {overlap}}}}}"
     assert_close(run(tmp_path, sync), wanted)
+
+
+@pytest.mark.parametrize(
+    ("outer", "momentum", "overlap", "alpha"),
+    [
+        ("sgd", 0.6, 0, None),
+        ("adam", 0.8, 2, None),
+        ("nesterov", 0.9, 3, 0.5),
+        ("nesterov", 0.9, 0, 0.25),
+        ("sgd", 0.0, 3, 0.0),
+    ],
+)
+def test_an_outer_optimizer_and_mixing_are_what_they_say(
+    tmp_path: Path, outer: str, momentum: float, overlap: int, alpha: float | None
+) -> None:
+    """Torch's own SGD and FedAdam, and Streaming DiLoCo's mixing, of which nothing is left at the end."""
+    lr = 0.05 if outer == "adam" else 0.7
+    wanted = diloco(3, STEPS, 6, lr, momentum, fragments(2), overlap, outer=outer, alpha=alpha)
+    sync = f"every: 6, fragments: 2, overlap_steps: {overlap}, outer: {outer}, outer_lr: {lr}"
+    sync += f", outer_momentum: {momentum}, alpha: {'null' if alpha is None else alpha}"
+    assert_close(run(tmp_path, f"sync: {{diloco: {{{sync}}}}}"), wanted)
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_gossip_averages_pairs_and_in_the_end_all(tmp_path: Path, ranks: int) -> None:
+    """Pairs are other ones in each round, each rank is in one, and of an odd number one stays alone."""
+    policy = Gossip(every=3)
+    *rounds, _ = policy.plan(StageFacts(backward=True, changes_weights=True)).transfers
+    parts = [one.partition.parts(ranks) for one in rounds if one.partition is not None]
+    assert len({*parts}) > 2
+    for pairs in parts:
+        assert sorted(rank for pair in pairs for rank in pair) == list(range(ranks))
+        assert sorted(map(len, pairs)) == [1] * (ranks % 2) + [2] * (ranks // 2)
+    world = World(ranks)
+    for step in range(1, STEPS + 1):
+        world.local_step(step - 1)
+        if step % 3 == 0:
+            for pair in parts[(step // 3 - 1) % len(parts)]:
+                world.average(pair)
+    world.average(range(ranks))
+    assert_close(run(tmp_path, "sync: {gossip: {every: 3}}", ranks), world.weights())
 
 
 def test_broadcast_takes_one_ranks_parameters(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ POLICIES = [
     "{hierarchical_sgd: {within: 2, across: 4, hosts: 2}}",
     "{diloco: {every: 4}}",
     "{diloco: {every: 4, fragments: 2, overlap_steps: 2}}",
+    "{diloco: {every: 4, alpha: 0.5, outer: sgd}}",
+    "{gossip: {every: 2}}",
     "{broadcast: {every: 3, source: 1}}",
     "{average: {every: 3}}",
     "independent",

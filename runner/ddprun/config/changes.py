@@ -87,8 +87,8 @@ def _fixed_optimizer_parts(pipeline: Pipeline) -> dict[str, Any]:
     freezes = sorted(map(list, set(pipeline.frozen_patterns().values())))
     turns = {(turn.name, turn.match) for stage in pipeline.train_stages() for turn in stage.turns or ()}
     return {
-        "optimizer": pipeline.optimizer.name,
-        "groups": [list(group.match) for group in pipeline.groups],
+        "optimizer": ", others: ".join(pipeline.optimizer.optimizers()),
+        "groups": [[*group.match, *["others"] * group.others] for group in pipeline.groups],
         "freeze": freezes if len(freezes) > 1 else freezes[0],
         "stages": [{"name": name, "match": list(match)} for name, match in sorted(turns)],
     }

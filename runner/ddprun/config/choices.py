@@ -43,10 +43,19 @@ class Choice:
     settings: BaseModel | None = field(default=None, compare=False, repr=False)
     beside: Mapping[str, Any] = field(default_factory=dict)  # of `KEYS_BESIDE`, what the file has
 
+    def optimizers(self) -> list[str]:
+        """Of an optimizer: its name, and that of the optimizer of others."""
+        others = self.beside.get("others")
+        return [self.name] if others is None else [self.name, others.name]
+
     def to_plain_data(self) -> Any:
         """The choice as a file would hold it: `name`, or `{name: options}` and what is beside it."""
         if self.beside:
-            return {self.name: dict(self.options), **self.beside}
+            plain = {
+                key: value.to_plain_data() if isinstance(value, Choice) else value
+                for key, value in self.beside.items()
+            }
+            return {self.name: dict(self.options), **plain}
         return {self.name: dict(self.options)} if self.options else self.name
 
 
@@ -209,11 +218,19 @@ def parse_schedule(value: Any) -> Choice:
 
 
 def parse_optimizer(value: Any) -> Choice:
-    """Read an optimizer, with `closure: true` beside its name, or without."""
+    """Read an optimizer, with `closure: true` or the optimizer of `others` beside its name, or without."""
     choice = _parse_with_keys_beside("optimizer", value)
     if choice.beside.get("closure", True) is not True:
         raise expected("true", "or leave it out", at="closure", got=choice.beside["closure"])
-    return choice
+    if "others" not in choice.beside:
+        return choice
+    if "closure" in choice.beside:
+        raise problem("two optimizers take no closure", "remove it, or others", at="closure", on_key=True)
+    try:
+        others = parse_choice("optimizer", choice.beside["others"])
+    except ValidationError as error:
+        raise combine([error], at=("others",)) from None
+    return replace(choice, beside={"others": others})
 
 
 def parse_metric(value: Any) -> Choice:

@@ -101,9 +101,11 @@ class ParameterGroup:
 
     match: tuple[str, ...]  # patterns of their names
     options: dict[str, Any]  # the optimizer's, as far as they are other ones than those of all parameters
+    others: bool = False  # the optimizer of others updates them
 
     def to_plain_data(self) -> dict[str, Any]:
-        return {"match": list(self.match), **self.options}
+        optimizer = {"optimizer": "others"} if self.others else {}
+        return {"match": list(self.match), **optimizer, **self.options}
 
 
 class _ParameterPatterns(Options):
@@ -117,7 +119,11 @@ def _parse_parameter_group(value: Any) -> ParameterGroup:
     if not options:
         hint = "write {match: pattern, weight_decay: 0}"
         raise problem("a group needs options of its own", hint, at="match")
-    return ParameterGroup(validate(_ParameterPatterns, {"match": value["match"]}).match, options)
+    optimizer = options.pop("optimizer", None)
+    if optimizer not in (None, "others"):
+        raise expected("others", "or leave it out", at="optimizer", got=optimizer)
+    match = validate(_ParameterPatterns, {"match": value["match"]}).match
+    return ParameterGroup(match, options, optimizer is not None)
 
 
 _Group = Annotated[ParameterGroup, CustomValidator(_parse_parameter_group, "group")]

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ddprun.config import sections
-from ddprun.config.choices import RESERVED_METRIC_NAMES, Choice, choice_validator, parse_schedule
+from ddprun.config.choices import (
+    RESERVED_METRIC_NAMES,
+    Choice,
+    choice_validator,
+    parse_optimizer,
+    parse_schedule,
+)
 from ddprun.config.errors import validate
 from ddprun.config.faults import allowed_values
 from ddprun.options import (
@@ -200,6 +206,13 @@ def _parse_schedule(value: Any) -> Choice:
     return parse_schedule(value)
 
 
+def _parse_optimizer(value: Any) -> Choice:
+    if isinstance(value, dict) and "closure" in value:
+        text = "whether steps get a closure is said once, for all stages"
+        raise problem(text, "write closure: true beside the optimizer at the top", at="closure", on_key=True)
+    return parse_optimizer(value)
+
+
 class StepStage(Stage):
     """Base of the stages that take steps. Their keys apply to this stage only."""
 
@@ -219,7 +232,9 @@ class StepStage(Stage):
     sync: sections.SyncChoice = Field("every_step", validate_default=True)
     hooks: sections.HookStack = ()
     buffers: sections.BuffersField = Field("auto", validate_default=True)
-    optimizer: Annotated[Choice | None, choice_validator("optimizer")] = None
+    optimizer: Annotated[
+        Choice | None, choice_validator("optimizer", _parse_optimizer, "stage_optimizer")
+    ] = None
     """Other settings for the same optimizer, which keeps its state."""
 
     schedule: Annotated[Choice, choice_validator("schedule", _parse_schedule, "stage_schedule")] | None = None

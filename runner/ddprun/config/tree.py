@@ -136,12 +136,13 @@ def normalize_name(name: str) -> str:
 
 
 KEYS_BESIDE = {
-    "optimizer": ("closure",),
+    "optimizer": ("closure", "others"),
     "schedule": ("over", "metric"),
     "metric": ("name", "output", "target"),
 }
-"""What a choice may have beside its name: whether an optimizer's steps get a closure; what a schedule spans,
-or the metric by which it steps; what a metric is called, and the keys of what it gets."""
+"""What a choice may have beside its name: whether an optimizer's steps get a closure, and the optimizer of
+what it leaves; what a schedule spans, or the metric by which it steps; what a metric is called, and the keys
+of what it gets."""
 
 _CHOICE_KEYS = frozenset({"model", "data", "loss", "optimizer", "schedule", "sync", "weight_by"})
 _STAGE_CHOICE_KEYS = frozenset({"optimizer", "schedule", "sync", "mutate", "update", "data"})
@@ -156,6 +157,8 @@ def is_choice_path(path: Sequence[str | int]) -> bool:
         case ("stages", int(), "train" | "forward", str(key)):
             return key in _STAGE_CHOICE_KEYS
         case ("data", "train" | "evaluate") | ("stages", int(), "evaluate", "data"):
+            return True
+        case ("optimizer", "others") | ("stages", int(), "train" | "forward", "optimizer", "others"):
             return True
         case ("loader", "collate" | "evaluate_collate" | "sampler") | ("batch", "transform"):
             return True

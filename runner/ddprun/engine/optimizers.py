@@ -1,12 +1,13 @@
 """The run's optimizer, over what some stage trains, and schedules; what they cannot do is refused here."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from pydantic import ValidationError
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,17 +35,18 @@ def build_optimizer(
     training mode.
     """
     choice = choice or loaded.pipeline.optimizer
-    options = []
-    for index, group in enumerate(loaded.pipeline.groups):
-        own = loaded.expand_env_and_folder(f"groups[{index}]", dict(group.options))
-        if choice.source == "torch":  # lists become what torch takes
-            model_of = torch_options_model("optimizer", choice.name)
-            read = model_of.model_validate({**choice.options, **own})
-            own = {key: getattr(read, key) for key in own}
-        options.append(own)
-    chosen = ChoiceBuilder.from_path(loaded, path, choice)
-    params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options, turns.apart))
-    optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
+    chosen, others = ChoiceBuilder.from_path(loaded, path, choice), None
+    if (other := choice.beside.get("others")) is None:
+        options = [_group_options(loaded, index, chosen) for index in range(len(loaded.pipeline.groups))]
+        vectors = [name for name, one in trainable_parameters(model).items() if one.dim() != 2]
+        if chosen.source == "torch" and chosen.name == "Muon" and vectors:
+            text = f"it takes matrices only, and not {abbreviated_list(vectors)}"
+            raise chosen.error(text, "write others: {adamw: {…}} beside it, or freeze them")
+        params = _optimizer_argument(chosen, model, parameter_groups(loaded, model, options, turns.apart))
+        optimizer: Any = chosen.construct(torch.optim, params, Optimizer)
+    else:
+        others = ChoiceBuilder.from_path(loaded, f"{path}.others", other)
+        optimizer = _build_two_optimizers(loaded, model, turns, chosen, others)
     # Of timm's layer decay, which only its own schedules apply; groups of other packages are scaled already.
     scaled = [group for group in optimizer.param_groups if "lr_scale" in group and "lr" in group]
     if len({group["lr"] for group in scaled}) == 1:
@@ -55,7 +57,7 @@ def build_optimizer(
     if missing := [name for name, param in trainable_parameters(model).items() if id(param) not in held]:
         text = f"it leaves out parameters that are trained: {abbreviated_list(missing)}"
         raise chosen.error(text, "freeze them, or have it take all that require a gradient")
-    _check_sparse(loaded, model, chosen, optimizer)
+    _check_sparse(loaded, model, [chosen, others or chosen], optimizer)
     check_groups_of_turns(loaded, turns, optimizer, chosen.error)
     if has_train_eval_modes(optimizer):
         if loaded.pipeline.ema is not None:
@@ -63,6 +65,76 @@ def build_optimizer(
             raise loaded.error("ema", text, "remove one of the two")
         optimizer.train()
     return cast("Optimizer", optimizer)
+
+
+def _group_options(loaded: LoadedPipeline, index: int, chosen: ChoiceBuilder) -> dict[str, Any]:
+    """The options of a group of the file, for the optimizer that has it; lists become what torch takes."""
+    own = dict(loaded.expand_env_and_folder(f"groups[{index}]", dict(loaded.pipeline.groups[index].options)))
+    if chosen.source != "torch":
+        return own
+    try:
+        read = torch_options_model("optimizer", chosen.name).model_validate({**chosen.options, **own})
+    except ValidationError as error:  # of the optimizer of others: `check` knows of no shapes
+        text = f'it has parameters for "{chosen.name}", too, which does not take these options: '
+        text += ", ".join(str(item["loc"][0]) for item in error.errors())
+        hint = "write optimizer: others in a group of their own"
+        raise loaded.error(f"groups[{index}]", text, hint) from None
+    return {key: getattr(read, key) for key in own}
+
+
+def _build_two_optimizers(
+    loaded: LoadedPipeline, model: nn.Module, turns: Turns, chosen: ChoiceBuilder, others: ChoiceBuilder
+) -> "TwoOptimizers":
+    """The first takes the matrices, but for those of groups with `optimizer: others`."""
+    groups, builders = loaded.pipeline.groups, [chosen, others]
+    numbers = [{"group": index} for index in range(len(groups))]
+    divided = parameter_groups(loaded, model, numbers, turns.apart)
+    found: list[list[dict[str, Any]]] = [[], []]
+    for group in divided if groups or turns.apart else [{"params": divided}]:
+        index: Any = group.pop("group", None)
+        parts: list[list[Tensor]] = [[], []]
+        for param in group["params"]:
+            parts[param.dim() != 2 or (index is not None and groups[index].others)].append(param)
+        for into, params, builder in zip(found, parts, builders, strict=True):
+            if params:
+                options = {} if index is None else _group_options(loaded, index, builder)
+                into.append({"params": params, **options})
+    made: list[Optimizer] = []
+    for builder, own, lacks in zip(builders, found, ("is a matrix", "is no matrix"), strict=True):
+        if not own:
+            text = f'no parameter is left for "{builder.name}": none that is trained {lacks}'
+            raise builder.error(text, "a group can have optimizer: others")
+        optimizer: Any = builder.construct(torch.optim, _optimizer_argument(builder, model, own), Optimizer)
+        if requires_closure(optimizer) or has_train_eval_modes(optimizer):
+            why = (
+                "takes a closure"
+                if requires_closure(optimizer)
+                else "trains other weights than it is read by"
+            )
+            raise builder.error(f"an optimizer that {why} must be the only one", "choose another")
+        made.append(optimizer)
+    return TwoOptimizers(*made)
+
+
+class TwoOptimizers(Optimizer):
+    """Two optimizers with one state and one list of parameter groups, where `others` marks the second's."""
+
+    def __init__(self, first: Optimizer, second: Optimizer) -> None:
+        self.both = first, second
+        for others, optimizer in enumerate(self.both):
+            for group in optimizer.param_groups:
+                group["others"] = bool(others)
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        for optimizer in self.both:
+            self.state.update(optimizer.state)
+
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step with each that has parameter groups: a turn has those of one, maybe."""
+        for others, optimizer in enumerate(self.both):
+            optimizer.state = self.state  # loading has made new ones
+            optimizer.param_groups = [group for group in self.param_groups if group["others"] == bool(others)]
+            if optimizer.param_groups:
+                optimizer.step()
 
 
 def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
@@ -77,9 +149,15 @@ def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[An
         return params
     if first not in ("model", "model_or_params", "named_parameters"):
         return params
-    if chosen.loaded.pipeline.groups:
-        text = f'"{chosen.name}" takes {first}, and makes groups of its own'
-        raise chosen.loaded.error("groups", text, "remove groups, or name an optimizer that takes parameters")
+    pipeline = chosen.loaded.pipeline
+    for key, given in (
+        ("groups", pipeline.groups),
+        ("optimizer.others", pipeline.optimizer.beside.get("others")),
+    ):
+        if given:
+            text = f'"{chosen.name}" takes {first}, and makes groups of its own'
+            hint = f"remove {key}, or name an optimizer that takes parameters"
+            raise chosen.loaded.error(key, text, hint)
     return list(trainable_parameters(model).items()) if first == "named_parameters" else model_alone(model)
 
 
@@ -145,16 +223,18 @@ def check_closure(loaded: LoadedPipeline, optimizer: Optimizer) -> None:
 
 
 def _check_sparse(
-    loaded: LoadedPipeline, model: nn.Module, chosen: ChoiceBuilder, optimizer: Optimizer
+    loaded: LoadedPipeline, model: nn.Module, both: Sequence[ChoiceBuilder], optimizer: Optimizer
 ) -> None:
     """Raise a PipelineError for what torch cannot do with the sparse gradients of some embeddings."""
     sparse = {id(param) for param in sparse_parameters(model).values() if param.requires_grad}
     if sparse and takes_closure(loaded, optimizer):
         text = "it takes a closure, and an embedding of the model has sparse=True"
-        raise chosen.error(text, "remove one of the two")
-    for group in optimizer.param_groups if chosen.source == "torch" else ():
-        kinds = {id(param) in sparse for param in group["params"]}
-        if True in kinds:  # a step of a group like it, whose parameters are one number each
+        raise both[0].error(text, "remove one of the two")
+    for group in optimizer.param_groups:
+        kinds, chosen = {id(param) in sparse for param in group["params"]}, both[group.get("others", False)]
+        if (
+            True in kinds and chosen.source == "torch"
+        ):  # a step of a group like it, whose parameters are one number each
             params = [nn.Parameter(torch.zeros(1, 1)) for _ in kinds]
             for param, kind in zip(params, kinds, strict=True):
                 param.grad = torch.ones(1, 1).to_sparse(1) if kind else torch.ones(1, 1)
@@ -189,7 +269,8 @@ def settings_of_stages(
             text = f'"{type(made).__name__}" has no learning rate that could rise: "lr" is null or not there'
             raise loaded.error(stage.key_path("warmup_steps"), text, "remove it, or give the optimizer an lr")
     kept = {"lr", "betas", "momentum"}  # which schedules change
-    makers = (vars(one).get("__init__") for one in type(optimizer).__mro__)
+    both = optimizer.both if isinstance(optimizer, TwoOptimizers) else (optimizer,)
+    makers = (vars(base).get("__init__") for one in both for base in type(one).__mro__)
     kept.update(*(inspect.signature(make).parameters for make in makers if make is not None))
     for of_stages in zip(*found.values(), strict=True):  # a group's
         for key in of_stages[0]:

@@ -83,12 +83,19 @@ class Partition:
         return tuple(tuple(sorted(group)) for group in self.groups(ranks))
 
 
+OuterKind = Literal["nesterov", "sgd", "adam"]
+"""SGD with Nesterov momentum or with plain momentum, as torch has them, or FedAdam (Reddi et al. 2021,
+arXiv:2003.00295)."""
+
+
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """SGD with Nesterov momentum on what ranks last had in common; its gradient is their mean change."""
+    """An optimizer of what ranks last had in common; its gradient is their mean change, negated."""
 
     lr: float
-    momentum: float
+    momentum: float  # of SGD; of Adam its first beta
+    kind: OuterKind = "nesterov"
+    eps: float = 0.0  # of Adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,9 @@ class Transfer:
     source: int | None = None  # the rank whose `parameters` all take; None: their mean
     fragment: tuple[int, int] = (0, 1)  # which of how many parts of the parameters, about equally large
     outer: OuterOptimizer | None = None  # what becomes of the mean change; None: it is added
+    own_part: float | None = None
+    """The part of its own weights that a rank keeps when a `change` is applied, until the stage's end; None:
+    what it has learned since the exchange began."""
 
     def __post_init__(self) -> None:
         if self.what == "change" and self.partition is not None:
@@ -127,6 +137,11 @@ class Transfer:
     def is_applied_after(self, step: int) -> bool:
         """Whether its result is applied after this step."""
         return self.starts_after(step - self.delay)
+
+    @property
+    def leaves_apart(self) -> bool:
+        """Ranks differ when its result is applied, until the stage's end."""
+        return self.delay > 0 or bool(self.own_part)
 
     @property
     def partition(self) -> Partition | None:
@@ -293,7 +308,7 @@ class PlanProgress:
             return "nothing"
         equalizing = [index for index, one in enumerate(plan.transfers) if one.equalizes]
         since = self.steps_since_start
-        if equalizing and not any(since[index] or plan.transfers[index].delay for index in equalizing):
+        if equalizing and not any(since[index] or plan.transfers[index].leaves_apart for index in equalizing):
             return "common"
         sent = [plan.transfers[index] for index in starting]
         if any(one.what != "optimizer" and one.among == "host" for one in sent):
@@ -306,9 +321,10 @@ class PlanProgress:
         unchanged = {index for index, steps in enumerate(since) if not steps}
         finishing = sorted(self.in_flight)
         self.in_flight.clear()
+        left = [index for index, one in enumerate(transfers) if since[index] or one.own_part]
         starting = []
-        if reconcile and any(since[index] for index, one in enumerate(transfers) if one.equalizes):
-            starting = [index for index, one in enumerate(transfers) if one.among == "all" and since[index]]
+        if reconcile and any(transfers[index].equalizes for index in left):
+            starting = [index for index in left if transfers[index].among == "all"]
         for index in starting:
             since[index] = 0
         effect: Effect = "common" if reconcile and (finishing or starting) else "nothing"

@@ -26,6 +26,7 @@ from ddprun_hooks.comm.groups import (
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.stack import Stack
 
+_SECOND_BETA = 0.99  # of FedAdam
 _PLAIN_AVERAGING = OuterOptimizer(lr=1.0, momentum=0.0)  # SGD that adds the mean change
 
 
@@ -105,13 +106,14 @@ class Synchronizer:
         """Apply the transfers that are in flight, and start others."""
         transfers, at_end = self.plan.transfers, chosen.at_end
         for index in chosen.applied:
-            self._deltas[index].wait_and_apply(weights_changed=index not in chosen.unchanged)
+            own_part, changed = transfers[index].own_part, index not in chosen.unchanged
+            self._deltas[index].wait_and_apply(own_part, weights_changed=changed)
         changes = [index for index in chosen.started if index in self._deltas]
         for index in changes:
             overlap = transfers[index].delay > 0 and not at_end
             self._deltas[index].send(self.weight, overlap=overlap)
             if not overlap and not at_end:
-                self._deltas[index].wait_and_apply()
+                self._deltas[index].wait_and_apply(transfers[index].own_part)
         if at_end:
             for index in changes:
                 self._deltas[index].wait_and_apply()
@@ -167,7 +169,8 @@ class DeltaExchange:
     _weights_at_send: list[Tensor] = field(default_factory=list)  # this rank's, when what is in flight began
     _pending: list[PendingExchange] = field(default_factory=list)
     _means: list[Tensor] = field(default_factory=list)  # of an exchange that is complete, not yet applied
-    _momentum: dict[int, Tensor] = field(default_factory=dict)  # of each bucket, (numel,), at least fp32
+    # Of each bucket, at least fp32: the momentum of SGD, (numel,), or both moments of Adam, (2, numel).
+    _momentum: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> bool:
@@ -191,19 +194,22 @@ class DeltaExchange:
             queue = self.exchanger.exchange.delta_queue
             self._pending.append(self.exchanger.send(queue, payload, self.stack, self.group))
 
-    def wait_and_apply(self, *, weights_changed: bool = True) -> None:
+    def wait_and_apply(self, own_part: float | None = None, *, weights_changed: bool = True) -> None:
         """Wait for the exchange and apply it; `weights_changed`: this rank's weights have changed since it
         began.
 
         Weights become the new common ones. If training went on meanwhile, they move by what the exchange has
         changed, and what this rank has learned since stays, as a change to be sent in the next round (delayed
-        averaging: Zhou et al. 2020, arXiv:2006.00441).
+        averaging: Zhou et al. 2020, arXiv:2006.00441). With `own_part`, the weights become so much of this
+        rank's own and the rest of the common ones.
         """
         means: list[Tensor | None] = [*self._means] or [None] * len(self._pending)
         for index, mean in enumerate(means):
             mean = self.exchanger.wait(self._pending[index]) if mean is None else mean
             common = self._outer_step(index, mean)
-            if self._weights_at_send and weights_changed:
+            if own_part is not None:
+                self.buckets.copy_to_tensors(index, torch.lerp(common, self.buckets.flatten(index), own_part))
+            elif self._weights_at_send and weights_changed:
                 self.buckets.add_to_tensors(index, common - self._weights_at_send[index])
             else:
                 self.buckets.copy_to_tensors(index, common)
@@ -231,30 +237,39 @@ class DeltaExchange:
             self._pending = []
 
     def _outer_step(self, index: int, mean: Tensor) -> Tensor:
-        """New common weights of a bucket: a step of torch's Nesterov SGD on the negated mean change."""
-        step, momentum = mean, self.outer.momentum
-        if momentum:
-            wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
-            known = self._momentum.get(index)
-            buffer = wide.clone() if known is None else known.mul_(momentum).add_(wide)
+        """New common weights of a bucket: a step of the outer optimizer on the negated mean change."""
+        outer, known = self.outer, self._momentum.get(index)
+        wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
+        if outer.kind == "adam":
+            first, second = moments = wide.new_zeros(2, wide.numel()) if known is None else known
+            first.lerp_(wide, 1 - outer.momentum)
+            second.lerp_(wide.square(), 1 - _SECOND_BETA)
+            self._momentum[index], step = moments, first / second.sqrt().add_(outer.eps)
+        elif outer.momentum:
+            buffer = wide.clone() if known is None else known.mul_(outer.momentum).add_(wide)
             self._momentum[index] = buffer
-            step = torch.add(wide, buffer, alpha=momentum).to(mean.dtype)
-        return torch.add(self._base[index], step, alpha=self.outer.lr)
+            step = torch.add(wide, buffer, alpha=outer.momentum) if outer.kind == "nesterov" else buffer
+        else:
+            step = mean
+        return torch.add(self._base[index], step.to(mean.dtype), alpha=outer.lr)
 
     def load_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        """Start with the momentum that an earlier stage left, by parameter name: 0 for one that it froze."""
+        """Start with the momentum that an earlier stage left, by parameter name: 0 for one that it froze.
+        Nothing is taken from another kind of optimizer.
+        """
+        dimensions = 2 if self.outer.kind == "adam" else 1 if self.outer.momentum else 0
         for index, layout in enumerate(self.buckets.layouts):
             known = [momentum[param.name] for param in layout.params if param.name in momentum]
-            if self.outer.momentum and known:
-                zeros = known[0].new_zeros
-                joined = torch.cat([momentum.get(one.name, zeros(one.numel)) for one in layout.params])
-                self._momentum[index] = joined.to(self.buckets.device)  # a checkpoint's is in host memory
+            if known and known[0].dim() == dimensions:
+                shape, zeros = known[0].shape[:-1], known[0].new_zeros
+                joined = [momentum.get(one.name, zeros(*shape, one.numel)) for one in layout.params]
+                self._momentum[index] = torch.cat(joined, -1).to(self.buckets.device)  # it is in host memory
 
     def store_momentum(self, momentum: dict[str, Tensor]) -> None:
         """Hand the momentum to a later stage, by parameter name."""
         for index, buffer in self._momentum.items():
             for param in self.buckets.layouts[index].params:
-                momentum[param.name] = buffer[param.offset : param.offset + param.numel].clone()
+                momentum[param.name] = buffer[..., param.offset : param.offset + param.numel].clone()
 
 
 def buckets_by_fragment(

@@ -19,7 +19,10 @@ CandidateKind = Literal["exact", "lossy hooks", "rare exchange"]
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
 _CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
-_CODECS: tuple[list[str], ...] = ([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"], ["topk"], ["powersgd"])
+_SPARSE = {"topk": {"density": 0.015625, "values": "int2", "decay": 0.95}}  # SparseLoCo's
+_CODECS: tuple[list[Any], ...] = (
+    *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"], ["int2"], ["topk"], [_SPARSE], ["powersgd"]),
+)
 _PERIODS = (2, 4, 8, 16, 32)
 _LONG_PERIODS = (8, 16, 32)
 _PERIODS_PER_OVERLAP = 4  # a period is so many times as long as an exchange that overlaps with training

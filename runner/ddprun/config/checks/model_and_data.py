@@ -107,11 +107,15 @@ def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("optimizer", "groups")
 def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
-    optimizer = pipeline.optimizer
-    if optimizer.source != "torch":
-        return
-    model = signatures.torch_options_model("optimizer", optimizer.name)
     for index, group in enumerate(pipeline.groups):
+        optimizer = pipeline.optimizer.beside.get("others") if group.others else pipeline.optimizer
+        if optimizer is None:
+            text = '"optimizer: others" needs a second optimizer'
+            hint = f"write optimizer: {{{pipeline.optimizer.name}: {{…}}, others: {{adamw: {{…}}}}}}"
+            yield KeyConflict(f"groups[{index}].optimizer", text, hint)
+        if optimizer is None or optimizer.source != "torch":
+            continue
+        model = signatures.torch_options_model("optimizer", optimizer.name)
         try:
             model.model_validate({**optimizer.options, **group.options})
         except ValidationError as error:
@@ -150,9 +154,9 @@ def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.optimizer.name == "Muon" and pipeline.model.settings:
+    if pipeline.optimizer.optimizers() == ["Muon"] and pipeline.model.settings:
         text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
-        yield KeyConflict("optimizer", text, "use another optimizer, such as adamw")
+        yield KeyConflict("optimizer", text, "write others: {adamw: {…}} beside it")
 
 
 @register_check("batch", "loss")

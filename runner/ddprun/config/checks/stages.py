@@ -47,10 +47,12 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
     above = pipeline.optimizer
     for stage in pipeline.stages_with_steps():
         own = stage.optimizer
-        if own is not None and (own.name, own.source) != (above.name, above.source):
-            text = f'"optimizer: {own.name}" of {stage.path} clashes with "optimizer: {above.name}": a stage '
+        if own is not None and own.optimizers() != above.optimizers():
+            shown, wanted = (" and others: ".join(one.optimizers()) for one in (own, above))
+            text = f'"optimizer: {shown}" of {stage.path} clashes with "optimizer: {wanted}": a stage '
             text += "changes the optimizer's settings, not the optimizer, whose state would be lost"
-            yield KeyConflict(stage.key_path("optimizer"), text, f"write {above.name}: {{…}}")
+            hint = ", others: ".join(f"{name}: {{…}}" for name in above.optimizers())
+            yield KeyConflict(stage.key_path("optimizer"), text, f"write {hint}")
 
 
 @register_check("stages")

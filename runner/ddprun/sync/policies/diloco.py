@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from ddprun.options import NonNegativeInt, PositiveFloat, combine, problem
 from ddprun.sync.plan import (
+    OuterKind,
     OuterOptimizer,
     Period,
     StageFacts,
@@ -18,8 +19,8 @@ from ddprun.sync.plan import (
 
 
 class Diloco(SyncPolicy):
-    """Every n steps an outer SGD with Nesterov momentum takes the ranks' mean change as its gradient
-    (Douillard et al. 2023, arXiv:2311.08105).
+    """Every n steps an outer optimizer takes the ranks' mean change as its gradient (Douillard et al. 2023,
+    arXiv:2311.08105).
     """
 
     every: Period
@@ -27,11 +28,18 @@ class Diloco(SyncPolicy):
     `{seconds: S}`, in which each rank takes as many local updates as its speed allows. A round is one
     step."""
 
+    outer: OuterKind = "nesterov"
+    """The outer optimizer: SGD with Nesterov momentum, SGD with plain momentum, or FedAdam
+    (arXiv:2003.00295) with a second beta of 0.99."""
+
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of the outer SGD."""
+    """Learning rate of the outer optimizer."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer SGD; with 0 and `outer_lr: 1` it is `local_sgd`."""
+    """Momentum of the outer SGD, or the first beta of Adam; with 0 and `outer_lr: 1`, SGD is `local_sgd`."""
+
+    outer_eps: PositiveFloat = 1e-3
+    """Added to the denominator of Adam: weights whose changes are smaller move less than `outer_lr`."""
 
     fragments: Annotated[int, Field(gt=0, le=10_000)] = 1
     """Number of parts that the parameters are split into, exchanged at evenly spaced steps (Streaming DiLoCo,
@@ -39,6 +47,10 @@ class Diloco(SyncPolicy):
 
     overlap_steps: NonNegativeInt = 0
     """The exchange runs while training goes on, and is applied exactly this many steps later."""
+
+    alpha: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part of its own weights that a rank mixes into the new common ones (Streaming DiLoCo); null: it keeps
+    what it has learned while the exchange ran."""
 
     @model_validator(mode="after")
     def _fits_the_period(self) -> Self:
@@ -57,9 +69,10 @@ class Diloco(SyncPolicy):
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
-        outer, parts = OuterOptimizer(self.outer_lr, self.outer_momentum), self.fragments
+        outer = OuterOptimizer(self.outer_lr, self.outer_momentum, self.outer, self.outer_eps)
         every, one_round = split_period(self.every)
-        one = Transfer("change", every, delay=self.overlap_steps, outer=outer)
+        one = Transfer("change", every, delay=self.overlap_steps, outer=outer, own_part=self.alpha)
+        parts = self.fragments
         phases = enumerate(index * every // parts for index in range(parts))
         transfers = [replace(one, phase=phase, fragment=(index, parts)) for index, phase in phases]
         return SyncPlan(transfers=tuple(transfers), round=one_round)

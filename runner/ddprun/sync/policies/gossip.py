@@ -1,0 +1,40 @@
+"""Gossip: pairs of ranks average their parameters."""
+
+import random
+
+from ddprun.options import NonNegativeInt, PositiveInt
+from ddprun.sync.plan import Partition, StageFacts, SyncPlan, SyncPolicy, Transfer
+
+_ROUNDS = 8  # drawn pairings, one after the other; then they begin again
+
+
+class Gossip(SyncPolicy):
+    """Every n-th step each rank averages its parameters with one other rank, drawn at random (the pairs of
+    NoLoCo, arXiv:2506.10911); ranks become equal at the stage's end.
+    """
+
+    every: PositiveInt
+    """Steps from one average to the next."""
+
+    seed: NonNegativeInt = 0
+    """Draws the pairs."""
+
+    def plan(self, stage: StageFacts) -> SyncPlan:
+        """The parameters among the pairs of each round, and among all ranks at the end."""
+        cycle = _ROUNDS * self.every
+        rounds = [
+            Transfer(
+                "parameters", cycle, phase=number * self.every % cycle, among=_pairing(number, self.seed)
+            )
+            for number in range(1, _ROUNDS + 1)
+        ]
+        return SyncPlan(transfers=(*rounds, Transfer("parameters", every=0)))
+
+
+def _pairing(number: int, seed: int) -> Partition:
+    def groups(ranks: int) -> list[list[int]]:
+        drawn = list(range(ranks))
+        random.Random(f"{seed} {number}").shuffle(drawn)
+        return [drawn[start : start + 2] for start in range(0, ranks, 2)]  # of an odd number, one stays alone
+
+    return Partition(f"pairing {number} of seed {seed}", groups)
