@@ -327,6 +327,15 @@ def test_stages_beside_rounds_keep_their_lengths_and_schedules(tmp_path: Path) -
     assert final(replayed) == final(done)
 
 
+def test_averages_of_mixed_weights_are_made_equal(tmp_path: Path) -> None:
+    """With `alpha` ranks differ after a round, and so do averages of their weights."""
+    text = MIXED.replace("BALANCE", "null").replace("  - train: {epochs: 2, sync: every_step}\n", "")
+    text = text.replace("{local_sgd: {every: {samples: 44}}}", "{diloco: {every: {samples: 44}, alpha: 0.5}}")
+    (tmp_path / "mine.py").write_text(NET)
+    done = run_pipeline(tmp_path, text, 3)
+    assert any(one["kind"] == "parameters" for one in lines(done, "buckets")), "averages were sent"
+
+
 SMALL = """
 model: mine.Net
 data: {train: mine.Samples}

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from ddprun.config import PipelineError, load
 from ddprun.engine import build
 from ddprun.engine.optimizers import TwoOptimizers, build_optimizer
-from ddprun.engine.turns import build_turns
+from ddprun.engine.turns import build_turns, group_names
+from ddprun.predict.forecast import optimizer_bytes
 from tests.checkpoint.runs import assert_killed_run_ends_alike
 from tests.engine.running import run_pipeline, weights
 
@@ -33,6 +34,28 @@ class Net(nn.Module):
     def forward(self, x):
         hidden = self.conv(self.embedding(x.flatten(1)).unsqueeze(1)).flatten(1).tanh()
         return self.head(self.norm(self.body(hidden)))
+
+
+class Own(torch.optim.AdamW):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+
+class Inside(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.inner = torch.optim.AdamW(self.param_groups[0]["params"])
+
+    def step(self):
+        self.inner.step()
+
+
+class Modes(torch.optim.SGD):
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
 
 
 def samples():
@@ -113,6 +136,45 @@ def test_a_group_may_give_matrices_to_the_other_one(tmp_path: Path) -> None:
     }
 
 
+def test_its_state_has_a_size_and_its_groups_have_names(tmp_path: Path) -> None:
+    """For predictions and reports."""
+    path = prepared(tmp_path, more=GROUPS)
+    model, optimizer = built(path)
+    loaded = load(path)
+    found = dict(
+        zip(
+            group_names(loaded, build_turns(loaded, model), optimizer),
+            [sorted(of_group) for of_group in names(model, optimizer)],
+            strict=True,
+        )
+    )
+    assert found.pop("the rest, others") == sorted(VECTORS - {"embedding.bias", "body.bias"})
+    assert found == {
+        "body.*, first optimizer": ["body.weight"],
+        "body.*, others": ["body.bias"],
+        "embedding.*, head.weight, others": ["embedding.bias", "embedding.weight", "head.weight"],
+    }
+    numbers = {id(param): param.numel() for param in model.parameters()}
+    first, second = (
+        sum(numbers[id(p)] for g in one.param_groups for p in g["params"]) for one in optimizer.both
+    )
+    vectors = sum(len(group["params"]) for group in optimizer.both[1].param_groups)
+    assert optimizer_bytes(optimizer) == 4 * first + 8 * second + 4 * vectors
+
+
+def test_a_state_of_an_older_torch_is_completed_by_each(tmp_path: Path) -> None:
+    """As each optimizer does it alone."""
+    model, optimizer = built(prepared(tmp_path))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.pop("decoupled_weight_decay", None)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+
+
 def test_a_run_has_the_bits_of_a_loop_with_both(tmp_path: Path) -> None:
     """With a schedule and clipping, over all parameters; and the average of the weights."""
     folder = run_pipeline(tmp_path, prepared(tmp_path).read_text(), 1)
@@ -138,7 +200,7 @@ def test_a_run_has_the_bits_of_a_loop_with_both(tmp_path: Path) -> None:
             schedule.step()
         average.update_parameters(model)
     for name, value in weights(folder).items():
-        assert torch.allclose(value, dict(average.module.named_parameters())[name], rtol=0, atol=1e-7), name
+        assert torch.equal(value, dict(average.module.named_parameters())[name]), name
 
 
 RESUMED = """
@@ -186,7 +248,12 @@ def test_a_loaded_state_is_used_by_both(tmp_path: Path) -> None:
 
 FAULTS = [
     ("muon", "", "optimizer.Muon: it takes matrices only, and not embedding.bias"),
-    ("{muon: {}, others: lbfgs}", "", "optimizer.others.LBFGS: an optimizer that takes a closure"),
+    ("{muon: {}, others: lbfgs}", "", 'optimizer.others: "LBFGS", which takes a closure'),
+    ("{muon: {}, others: {sgd: {nesterov: true}}}", "", 'others.SGD.nesterov: "nesterov: true" needs'),
+    ("{muon: {}, others: {two_nets.Own: {}}}", "", "an optimizer that has a state_dict or load_state_dict"),
+    ("{muon: {}, others: {two_nets.Inside: {}}}", "", 'would leave out the state of "inner"'),
+    ("{muon: {}, others: {two_nets.Modes: {}}}", "", "an optimizer that has the modes train() and eval()"),
+    (BOTH, "groups: [{match: '*.bias', betas: [0.8, 0.9]}]", "a group with optimizer: others takes those of"),
     ("{muon: {}, others: {adamv: {}}}", "", 'optimizer.others.adamv: unknown optimizer "adamv"'),
     ("{muon: {}, others: {adamw: {lrr: 1}}}", "", 'optimizer.others.adamw.lrr: adamw has no option "lrr"'),
     ("{muon: {}, others: adamw, closure: true}", "", "optimizer.closure: two optimizers take no closure"),
@@ -194,7 +261,7 @@ FAULTS = [
     ("adamw", "groups: [{match: '*.bias', optimizer: adam}]", "groups[0].optimizer: expected others"),
     (BOTH, "groups: [{match: '*', optimizer: others}]", 'no parameter is left for "Muon"'),
     (BOTH, "freeze: ['*bias', 'conv*', 'norm*']", 'no parameter is left for "AdamW"'),
-    (BOTH, "groups: [{match: 'body.*', ns_steps: 3}]", 'groups[0]: it has parameters for "AdamW", too'),
+    (BOTH, "groups: [{match: 'body.*', ns_steps: 3}]", 'groups[0]: it has parameters for "AdamW", which'),
 ]  # fmt: skip
 
 

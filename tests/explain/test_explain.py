@@ -46,7 +46,7 @@ STAGES = {
     "optimizer_state: average}}}",
     "diloco": "{steps: 9, sync: {diloco: {every: 4, fragments: 3}}, hooks: [int8]}",
     "diloco-overlapped": "{steps: 10, sync: {diloco: {every: 4, fragments: 2, overlap_steps: 2}}}",
-    "diloco-mixed": "{steps: 8, sync: {diloco: {every: 4, alpha: 0.5, outer: adam}}, hooks: [topk]}",
+    "diloco-mixed": "{steps: 8, sync: {diloco: {every: 4, alpha: 0.5, outer: sgd}}, hooks: [topk]}",
     "gossip": "{steps: 9, sync: {gossip: {every: 1}}}",
     "gossip-unfinished": "{steps: 5, sync: {gossip: {every: 2}}}",
     "average": "{steps: 5, sync: {average: {every: 2}}, hooks: [powersgd]}",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.builtin.auto_bits import FORMATS, _Choice
+from ddprun_hooks.builtin.auto_bits import FORMATS, AutoBits, _Choice
 from ddprun_hooks.comm.trace import compute_fidelity
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.testing import Rank, run_hooks
@@ -29,8 +29,8 @@ def codes(floor: float, steps: int = 40) -> list[tuple[str, float, float]]:
     def body(c: Rank) -> list[tuple[str, float, float]]:
         hook, found = c.stack.hooks[0], list[tuple[str, float, float]]()
         for step in range(steps):
-            code = hook.choices().get(("gradient", 0), "int8")
             mean = c.send(gradient(c.rank, step) / 3, PARAM)
+            code = hook.choices()["gradient", 0]
             exact = sum((gradient(rank, step) / 3 for rank in range(3)), torch.zeros(NUMEL))
             cosine = compute_fidelity(mean, exact, 0, 0.0).cosine
             found.append((code, cosine, 8 * c.traces[-1].wire_bytes / NUMEL))
@@ -109,6 +109,76 @@ def test_what_cannot_be_measured_changes_nothing(value: float) -> None:
     for choices, finite in run_hooks([spec], 2, body):
         assert choices == {("gradient", 0): "int8"}
         assert finite == (value == 0)
+
+
+@pytest.mark.parametrize("value", [math.inf, 3e38])
+def test_infinities_of_both_signs_end_no_run(value: float) -> None:
+    """In two shares, while int2 sends them with the signs of their blocks."""
+
+    def body(c: Rank) -> tuple[list[str], float]:
+        codes = []
+        for step in range(30):
+            sent = gradient(0, step) / 2
+            if step > 20:
+                sent[5] = sent[-5] = value * (1 - 2 * c.rank)
+            mean = c.send(sent, PARAM)
+            codes.append(c.stack.hooks[0].choices()["gradient", 0])
+        return codes, float(mean.abs().max())
+
+    spec: HookSpec = {"auto_bits": {"floor": 0.5, "every": 2}}
+    for codes, largest in run_hooks([spec], 2, body):
+        assert codes[20] == "int2"
+        assert math.isfinite(largest) == math.isfinite(value)
+
+
+@pytest.mark.parametrize("numel", [16, 61, 122, 400, 4000])
+def test_small_buckets_are_measured_whole(numel: int) -> None:
+    """A cosine of a few values would be far off."""
+    param = (ParamSlice("w", (numel,), 0, numel),)
+
+    def body(c: Rank) -> list[float]:
+        cosines = []
+        for step in range(80):
+            mean = c.send(gradient(c.rank, step)[:numel] / 2, param)
+            exact = (gradient(0, step)[:numel] + gradient(1, step)[:numel]) / 2
+            cosines.append(compute_fidelity(mean, exact, 0, 0.0).cosine)
+        return cosines
+
+    spec: HookSpec = {"auto_bits": {"floor": 0.999, "every": 2}}
+    cosines = run_hooks([spec], 2, body)[0]
+    assert sum(cosines[40:]) / 40 > 0.998
+
+
+def test_what_overflows_in_bf16_is_said() -> None:
+    """As by the cast itself."""
+
+    def body(c: Rank) -> list[list[Any]]:
+        for step in range(20):
+            c.send(gradient(c.rank, step) / 2, PARAM)
+        assert c.stack.hooks[0].choices()["gradient", 0] == "bf16"
+        c.send(torch.full((NUMEL,), 3.4e38), PARAM)
+        return [list(trace.findings) for trace in c.traces[-1:]]
+
+    spec: HookSpec = {"auto_bits": {"floor": 0.9999999, "every": 2}}
+    for findings in run_hooks([spec], 2, body):
+        assert [(found.hook, found.what) for found in findings[0]] == [("bf16", "overflow")]
+
+
+def test_both_factors_of_powersgd_are_measured() -> None:
+    """They are exchanged in turns, under one bucket."""
+
+    def body(c: Rank) -> dict[Any, Any]:
+        shape = (200, 150)
+        param = (ParamSlice("w", shape, 0, NUMEL),)
+        for step in range(30):
+            c.send(gradient(c.rank, step) / 2, param)
+        hook = c.stack.hooks[1]
+        assert isinstance(hook, AutoBits)
+        return {key[2]: choice.code for key, choice in hook._choices.items()}
+
+    spec: list[HookSpec] = [{"powersgd": {"rank": 4}}, {"auto_bits": {"floor": 0.3, "every": 4}}]
+    for codes in run_hooks(spec, 2, body):
+        assert codes == {200 * 4: "int2", 150 * 4: "int2"}
 
 
 def test_each_bucket_has_its_own() -> None:

@@ -74,8 +74,21 @@ def test_a_stack_that_makes_no_sense_is_refused_with_its_reason(
         make_stack(specs)
 
 
-@pytest.mark.parametrize(("codes", "bits"), [("int8", 8), ("int4", 4), ("fp8", 8)])
-def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: int) -> None:
+@pytest.mark.parametrize("across", [False, True])
+def test_a_decay_of_what_another_hook_keeps_is_a_warning(across: bool) -> None:
+    """PowerSGD keeps what `topk` does not send, and decays nothing of it."""
+    topk: HookSpec = {"topk": {"decay": 0.9}}
+    stack: list[HookSpec] = ["powersgd", {"hierarchical": {"across": [topk]}} if across else topk]
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    assert problem.severity == "warning"
+    assert '"decay" has no effect after "powersgd"' in problem.text
+    assert not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(topk))])
+
+
+@pytest.mark.parametrize(
+    ("codes", "bits"), [("int8", "8"), ("int4", "4"), ("int2", "2"), ("fp8", "8"), ("auto_bits", "2- to 16")]
+)
+def test_what_has_no_effect_but_does_no_harm_is_a_warning(codes: str, bits: str) -> None:
     """A cast before codes."""
     (problem,) = grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry(codes)])
     assert problem.severity == "warning"

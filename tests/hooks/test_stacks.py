@@ -63,6 +63,7 @@ LOSSY: list[Specs] = [
     [two_level(across=[COMPACT])],
     [AUTO_BITS],
     [two_level(across=[AUTO_BITS])],
+    [POWERSGD, {"auto_bits": {"floor": 0.999, "every": 2}}],
 ]
 CASTS: list[Specs] = [
     ["fp16"],

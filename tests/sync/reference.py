@@ -194,17 +194,22 @@ def diloco(
     for index in list(under_way):
         apply(index, *under_way.pop(index)[1:])
     for index in range(len(parts)):
-        if since[index] or alpha:
+        if since[index]:
             apply(index, *begin(index), own_part=0.0)
+        low, high = parts[index]
+        for rank in range(ranks):
+            flat = world.flat(rank)
+            flat[low:high] = common[index].detach()
+            world.set(rank, flat)
     return world.weights()
 
 
 class FedAdam:
-    """Algorithm 2 of Reddi et al. 2021, with moments that begin at 0."""
+    """Algorithm 2 of Reddi et al. 2021; second moments begin at the square of tau."""
 
     def __init__(self, param: Tensor, lr: float, beta: float) -> None:
         self.param, self.lr, self.beta = param, lr, beta
-        self.m, self.v = torch.zeros_like(param), torch.zeros_like(param)
+        self.m, self.v = torch.zeros_like(param), torch.full_like(param, 1e-3**2)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -125,24 +125,26 @@ def test_diloco_is_what_it_says(tmp_path: Path, count: int, overlap: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("outer", "momentum", "overlap", "alpha"),
+    ("outer", "momentum", "overlap", "alpha", "steps"),
     [
-        ("sgd", 0.6, 0, None),
-        ("adam", 0.8, 2, None),
-        ("nesterov", 0.9, 3, 0.5),
-        ("nesterov", 0.9, 0, 0.25),
-        ("sgd", 0.0, 3, 0.0),
+        ("sgd", 0.6, 0, None, 45),
+        ("adam", 0.8, 2, None, 45),
+        ("nesterov", 0.9, 3, 0.5, 45),
+        ("nesterov", 0.9, 0, 0.25, 45),
+        ("nesterov", 0.9, 0, 0.25, 42),  # the first part's last exchange is after the last step
+        ("adam", 0.8, 2, 0.5, 42),
+        ("sgd", 0.0, 3, 0.0, 45),
     ],
 )
 def test_an_outer_optimizer_and_mixing_are_what_they_say(
-    tmp_path: Path, outer: str, momentum: float, overlap: int, alpha: float | None
+    tmp_path: Path, outer: str, momentum: float, overlap: int, alpha: float | None, steps: int
 ) -> None:
     """Torch's own SGD and FedAdam, and Streaming DiLoCo's mixing, of which nothing is left at the end."""
     lr = 0.05 if outer == "adam" else 0.7
-    wanted = diloco(3, STEPS, 6, lr, momentum, fragments(2), overlap, outer=outer, alpha=alpha)
+    wanted = diloco(3, steps, 6, lr, momentum, fragments(2), overlap, outer=outer, alpha=alpha)
     sync = f"every: 6, fragments: 2, overlap_steps: {overlap}, outer: {outer}, outer_lr: {lr}"
     sync += f", outer_momentum: {momentum}, alpha: {'null' if alpha is None else alpha}"
-    assert_close(run(tmp_path, f"sync: {{diloco: {{{sync}}}}}"), wanted)
+    assert_close(run(tmp_path, f"sync: {{diloco: {{{sync}}}}}", steps=steps), wanted)
 
 
 @pytest.mark.parametrize("ranks", [4, 5])
@@ -151,7 +153,7 @@ def test_gossip_averages_pairs_and_in_the_end_all(tmp_path: Path, ranks: int) ->
     policy = Gossip(every=3)
     *rounds, _ = policy.plan(StageFacts(backward=True, changes_weights=True)).transfers
     parts = [one.partition.parts(ranks) for one in rounds if one.partition is not None]
-    assert len({*parts}) > 2
+    assert len({*parts}) > 1 + (ranks > 4)
     for pairs in parts:
         assert sorted(rank for pair in pairs for rank in pair) == list(range(ranks))
         assert sorted(map(len, pairs)) == [1] * (ranks % 2) + [2] * (ranks // 2)

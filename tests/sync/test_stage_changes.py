@@ -151,6 +151,18 @@ def test_outer_momentum_and_residuals_go_from_stage_to_stage(tmp_path: Path) -> 
         assert torch.equal(two[name], value), name
 
 
+@pytest.mark.parametrize("last", ["adam", "nesterov"])
+def test_momentum_of_another_outer_optimizer_is_left(tmp_path: Path, last: str) -> None:
+    """Also where a bucket has some of each kind: of a stage that froze a part, and of the one before."""
+    more, outer = "", "{diloco: {every: 2, outer: OUTER, outer_lr: 0.01}}"
+    text = pipeline(tmp_path, more).split("stages:")[0] + "stages:\n"
+    for kind, freeze in (("nesterov", "[]"), ("adam", "['1.*', '3.*']"), (last, "[]")):
+        text += f"  - train: {{steps: 4, sync: {outer.replace('OUTER', kind)}, freeze: {freeze}}}\n"
+    done = run_pipeline(tmp_path, text + "  - save\n", 2)
+    assert summary(done)["status"] == "done"
+    assert all(bool(value.isfinite().all()) for value in weights(done).values())
+
+
 def test_hooks_of_one_name_hand_over_what_they_kept(tmp_path: Path) -> None:
     """top-k of a tenth, no hooks, top-k of everything: the third stage sends what the first kept."""
     stages = (

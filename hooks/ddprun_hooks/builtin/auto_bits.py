@@ -23,6 +23,7 @@ FORMATS: dict[str, WireFormat] = {
 }
 _NAMES = list(FORMATS)
 _STRIDE = 61  # of so many values one is measured; in a matrix, rarely of one column alone
+_MIN_SAMPLE = 64  # values; of a bucket with fewer, all are measured
 _PATIENCE = 2  # measurements above the floor before a smaller code is tried
 
 
@@ -51,15 +52,17 @@ class _Choice:
             self.above, self.code = 0, _NAMES[place - 1]
 
 
-_Key = tuple[str, int, str]  # kind of payload, bucket, and the group of ranks: all of them choose alike
+_Key = tuple[str, int, int, str]
+"""Kind of payload, bucket, number of values (of a codec's parts of a bucket), and the group of ranks, all of
+which choose alike."""
 
 
 class AutoBits(ErrorFeedback):
     """Codes of 2, 4, 8 or 16 bits in two phases: for each bucket the smallest whose mean stays above a floor.
 
     Every so many exchanges, one of 61 values is sent exactly, too, to the rank that owns its share, and what
-    that rank finds travels with the codes of its sums. So all ranks know the same cosine, and decide alike.
-    Nothing depends on time: a run can be repeated.
+    that rank finds travels with the codes of its sums. So all ranks know the same cosine before the bucket's
+    next exchange, and decide alike. Nothing depends on time: a run can be repeated.
     """
 
     role = "reducer"
@@ -70,46 +73,64 @@ class AutoBits(ErrorFeedback):
         self.floor = floor  # of the cosine between the mean and the exact one, in (0, 1)
         self.every = every  # exchanges of a bucket, from one measurement to the next
         self._choices: dict[_Key, _Choice] = {}
-        self._choices_before_step: dict[_Key, _Choice] | None = None
+        self._measured: dict[_Key, Tensor] = {}  # products of the last exchange, shape (ranks, 3)
+        self._used: dict[_Key, str] = {}  # the code of the last exchange
+        self._before_step: tuple[dict[_Key, _Choice], dict[_Key, Tensor]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         if not payload.tensor.numel():
             return payload.tensor
         residual = self.residual(payload, comm.size)
-        choice = self._choices.setdefault((payload.kind, payload.bucket, comm.group.name), _Choice())
+        key = payload.kind, payload.bucket, payload.tensor.numel(), comm.group.name
+        choice = self._choices.setdefault(key, _Choice())
+        self._judge(key)
+        self._used[key] = choice.code
         wire_format = FORMATS[choice.code]
         make = wire_format.reduction_class(payload.tensor, residual)
         reduction = make(wire_format, payload.tensor, residual, comm.rank, comm.size)
         choice.exchanges = choice.exchanges % self.every + 1
-        measures = choice.exchanges == self.every and not payload.tensor.is_meta
-        if not measures:
+        if choice.exchanges < self.every or payload.tensor.is_meta:
             arrived = await comm.all_to_all(reduction.encode())
-            return reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
-        sample = _sample(payload.tensor, reduction)
-        both = await comm.all_to_all(_beside(reduction.encode(), sample))
-        arrived, samples = _split(both, sample, comm.size)
-        message = reduction.sum_and_encode(arrived.view(wire_format.dtype))
-        products = _products(wire_format, message, samples)
-        both = await comm.all_gather(_beside(message, products))
-        gathered, products = _split(both, products, comm.size)
-        choice.judge(_cosine(products), self.floor)
-        return reduction.decode(gathered.view(wire_format.dtype))
+            total = reduction.decode(await comm.all_gather(reduction.sum_and_encode(arrived)))
+        else:
+            stride = _stride(payload.tensor)
+            sample = _sample(payload.tensor, reduction, stride)
+            both = await comm.all_to_all(_beside(reduction.encode(), sample))
+            arrived, samples = _split(both, sample, comm.size)
+            message = reduction.sum_and_encode(arrived.view(wire_format.dtype))
+            products = _products(wire_format, message, samples, stride)
+            both = await comm.all_gather(_beside(message, products))
+            gathered, self._measured[key] = _split(both, products, comm.size)
+            total = reduction.decode(gathered.view(wire_format.dtype))
+        payload.findings.extend(reduction.findings)
+        return total
+
+    def _judge(self, key: _Key) -> None:
+        """Judge what was measured in the bucket's last exchange: now a GPU surely has it."""
+        if (products := self._measured.pop(key, None)) is not None:
+            self._choices[key].judge(_cosine(products), self.floor)
 
     def choices(self) -> dict[tuple[str, int], str]:
-        return {key[:2]: choice.code for key, choice in self._choices.items()}
+        """The codes of each bucket's last exchange."""
+        used: dict[tuple[str, int], str] = {}
+        for (kind, bucket, _, _), code in [*self._used.items()]:  # another thread may add one
+            used[kind, bucket] = f"{used[kind, bucket]}, {code}" if (kind, bucket) in used else code
+        return used
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals, and the choices."""
+        for key in [*self._measured]:
+            self._judge(key)
         choices = [{"key": list(key), **asdict(choice)} for key, choice in self._choices.items()]
         return {"residuals": super().state_dict(), "choices": choices} if choices else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state.get("residuals", {}))
-        self._choices = {}
+        self._choices, self._measured, self._used = {}, {}, {}
         for choice in state.get("choices", []):
-            kind, bucket, group = choice["key"]
+            kind, bucket, numel, group = choice["key"]
             settings = {name: value for name, value in choice.items() if name != "key"}
-            self._choices[kind, bucket, group] = _Choice(**settings)
+            self._choices[kind, bucket, numel, group] = _Choice(**settings)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Of choices, rank 0's: for other buckets and ranks a place to begin at, as good as any."""
@@ -119,36 +140,40 @@ class AutoBits(ErrorFeedback):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._choices_before_step = copy.deepcopy(self._choices)
+        self._before_step = copy.deepcopy(self._choices), dict(self._measured)
 
     def rollback(self) -> None:
-        if self._choices_before_step is not None:
-            self._choices = self._choices_before_step
+        if self._before_step is not None:
+            self._choices, self._measured = self._before_step
         super().rollback()
 
     def commit(self) -> None:
         super().commit()
-        self._choices_before_step = None
+        self._before_step = None
 
 
-def _sample(payload: Tensor, reduction: TwoPhaseReduction) -> Tensor:
-    """Every 61st value of each rank's share, fp32, shape (ranks, n); zeros beyond the payload's end."""
+def _stride(payload: Tensor) -> int:
+    return _STRIDE if len(payload) >= _STRIDE * _MIN_SAMPLE else 1
+
+
+def _sample(payload: Tensor, reduction: TwoPhaseReduction, stride: int) -> Tensor:
+    """Some values of each rank's share, fp32, shape (ranks, n); zeros beyond the payload's end."""
     length, device = reduction.blocks_per_share * reduction.wire_format.block, payload.device
     starts = torch.arange(reduction.group_size, device=device) * length
-    places = starts.unsqueeze(1) + torch.arange(0, length, _STRIDE, device=device)
+    places = starts.unsqueeze(1) + torch.arange(0, length, stride, device=device)
     return torch.where(places < len(payload), payload[places.clamp(max=len(payload) - 1)], 0).float()
 
 
-def _products(wire_format: WireFormat, message: Tensor, samples: Tensor) -> Tensor:
+def _products(wire_format: WireFormat, message: Tensor, samples: Tensor, stride: int) -> Tensor:
     """The products <h, e>, <h, h> and <e, e> of a share's mean and the exact one, fp64, shape (1, 3)."""
-    h = wire_format.decode(message.view(1, -1), torch.float32).view(-1)[::_STRIDE].double()
+    h = wire_format.decode(message.view(1, -1), torch.float32).view(-1)[::stride].double()
     e = samples.double().sum(0)
     return torch.stack([h @ e, h @ h, e @ e]).view(1, 3)
 
 
 def _cosine(products: Tensor) -> float | None:
     """Of all shares' products, shape (ranks, 3). None: the exact mean is 0, or one of both is not finite."""
-    both, of_mean, of_exact = (math.fsum(column) for column in products.T.tolist())
+    both, of_mean, of_exact = (sum(column) for column in products.T.tolist())
     if not math.isfinite(both + of_mean + of_exact) or of_exact == 0:
         return None
     return both / math.sqrt(of_mean * of_exact) if of_mean else 0.0

@@ -79,17 +79,17 @@ class Chunks:
         Gives the message: values, then indices, as bytes.
         """
         indices = self._add_and_find_largest(payload, residual)
-        rows = self._rows(residual)
-        values = rows.gather(1, indices).view(-1)
-        encoded, finite = self.format.encode(values), torch.isfinite(values).all()
-        message = torch.cat([encoded.view(torch.uint8), elias_fano.encode(indices, self.length)])
-        self.format.subtract(values, encoded)
-        rows.scatter_(1, indices, values.view(self.count, self.k))
-        if rows.data_ptr() != residual.data_ptr():
-            residual.copy_(rows.view(-1)[: len(residual)])
-        if not residual.is_cpu or not bool(finite):  # NaN and infinity count as the largest: one was sent
+        starts = torch.arange(self.count, device=indices.device).unsqueeze(1) * self.length
+        places = (starts + indices).view(-1)
+        inside, places = places < len(residual), places.clamp(max=len(residual) - 1)
+        values = torch.where(inside, residual[places], 0.0)
+        encoded = self.format.encode(values)
+        sent = torch.where(inside, self.format.decode(encoded, residual.dtype), 0.0)
+        residual.index_add_(0, places, sent, alpha=-1)  # beyond the end zeros go to the last value
+        # NaN and infinity count as the largest: one was sent. On a GPU to look would be to wait for it.
+        if not residual.is_cpu or not bool(torch.isfinite(values).all()):
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return message
+        return torch.cat([encoded.view(torch.uint8), elias_fano.encode(indices, self.length)])
 
     def _add_and_find_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
         """The indices, in rising order, shape (count, k)."""
@@ -99,12 +99,8 @@ class Chunks:
 
             return largest.add_and_find_largest(payload, residual, self.count, self.length, self.k).long()
         residual += payload
-        return self._rows(residual).abs().topk(self.k, sorted=False).indices.sort().values
-
-    def _rows(self, residual: Tensor) -> Tensor:
-        """Its chunks, shape (count, length): a view, or a copy if the last one is padded."""
-        padding = self.count * self.length - len(residual)
-        return (pad(residual, (0, padding)) if padding else residual).view(self.count, self.length)
+        sizes = pad(residual.abs(), (0, self.count * self.length - len(residual)))
+        return sizes.view(self.count, -1).topk(self.k, sorted=False).indices.sort().values
 
     def add(self, message: Tensor, total: Tensor) -> None:
         """Add the values of a message to `total`, shape (count, length)."""

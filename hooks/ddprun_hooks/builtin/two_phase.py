@@ -226,23 +226,23 @@ class Int2(BlockCode):
         blocks = x.view(*x.shape[:-1], -1, self.block)
         sizes = blocks.abs()
         above = sizes > sizes.mean(-1, keepdim=True)
-        counts = above.sum(-1)
-        high = torch.where(above, sizes, 0.0).sum(-1) / counts.clamp(min=1)
-        low = torch.where(above, 0.0, sizes).sum(-1) / (self.block - counts).clamp(min=1)
+        large, counts = sizes * above, above.sum(-1)
+        high = large.sum(-1) / counts.clamp(min=1)
+        low = (sizes - large).sum(-1) / (self.block - counts).clamp(min=1)
         codes = (above.to(torch.uint8) | blocks.signbit().to(torch.uint8) << 1).flatten(-2)
-        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).view(*x.shape[:-1], -1, 4)
-        packed = codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
+        fours = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).view(torch.int32)
+        packed = (fours | fours >> 6 | fours >> 12 | fours >> 18).to(torch.uint8)  # of each, its lowest byte
         scales = torch.stack([low, high], -1).float().flatten(-2)
         return torch.cat([packed, scales.view(torch.uint8)], -1)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         packed, scales = self._split_message(message)
-        scales = scales.to(dtype).view(*scales.shape[:-1], -1, 2)
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=message.device)
-        codes = (packed.unsqueeze(-1) >> shifts).flatten(-2)[..., : scales.shape[-2] * self.block]
-        blocks = codes.reshape(*scales.shape[:-1], self.block)
-        sizes = torch.where((blocks & 1) > 0, scales[..., 1:], scales[..., :1])
-        return torch.where((blocks & 2) > 0, -sizes, sizes).flatten(-2)
+        low, high = scales.to(dtype).view(-1, 2).T
+        values = torch.stack([low, high, -low, -high], -1)  # by code
+        codes = torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], -1).flatten(-2)
+        codes = codes[..., : scales.shape[-1] // 2 * self.block]
+        found = values.gather(-1, codes.reshape(-1, self.block).long())
+        return found.view(*message.shape[:-1], -1)
 
 
 class Fp8(BlockScaled):

@@ -20,6 +20,7 @@ class StackEntry:
     role: Role | None  # None for a dotted or installed hook, known once it is imported
     # The stacks of `hierarchical`, by level.
     inner_stacks: Mapping[str, "tuple[StackEntry, ...]"] = field(default_factory=dict)
+    decays: bool = False  # topk forgets a part of its residual
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> Sta
             level: tuple(make_stack_entry(*parse_spec(spec)) for spec in (options or {}).get(level, ()))
             for level in LEVELS
         }
-    return StackEntry(name, built_in.role_with(options or {}) if built_in else None, inner_stacks)
+    role = built_in.role_with(options or {}) if built_in else None
+    return StackEntry(name, role, inner_stacks, (options or {}).get("decay", 1.0) != 1.0)
 
 
 def stack_problems(stack: Sequence[StackEntry]) -> list[StackProblem]:
@@ -89,6 +91,9 @@ def _problems(
                 f'whatever it gets; remove "{casts[0]}"',
                 "warning",
             )
+        elif hook.decays and "powersgd" in previous_names:
+            text = '"decay" has no effect after "powersgd", which keeps what is not sent; remove it'
+            yield StackProblem((*here, name, "decay"), text, "warning")
         for inner_level, hooks in hook.inner_stacks.items():
             yield from _problems(hooks, (*here, name, inner_level), previous_names, inner_level)
         if hook.role == "reducer" and reducer is None:

@@ -205,16 +205,16 @@ class TopKOptions(HookOptions, name="topk", role="reducer", implementation="topk
     """Send only the values of largest magnitude, with indices; keep the rest for later (error feedback)."""
 
     density: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """Share of the values that each rank sends, of each chunk."""
+    """Share of each chunk's values that each rank sends."""
 
     chunk: Annotated[int, Field(ge=64)] = 4096
-    """The most values of a chunk, into which a bucket is cut."""
+    """Maximum number of values in a chunk."""
 
     values: Literal["fp32", "bf16", "int8", "int2"] | None = None
-    """How values are sent; null: in the payload's own type. Codes have their scales for each chunk."""
+    """How values are sent; null is the payload's type. int8 has one scale per chunk, int2 two magnitudes."""
 
     decay: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Part of what was not sent that a step keeps."""
+    """Fraction of the residual that is kept from one exchange to the next."""
 
 
 class HierarchicalOptions(

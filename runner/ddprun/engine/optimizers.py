@@ -74,8 +74,8 @@ def _group_options(loaded: LoadedPipeline, index: int, chosen: ChoiceBuilder) ->
         return own
     try:
         read = torch_options_model("optimizer", chosen.name).model_validate({**chosen.options, **own})
-    except ValidationError as error:  # of the optimizer of others: `check` knows of no shapes
-        text = f'it has parameters for "{chosen.name}", too, which does not take these options: '
+    except ValidationError as error:  # of a group for both optimizers: `check` knows of no shapes
+        text = f'it has parameters for "{chosen.name}", which does not take these options: '
         text += ", ".join(str(item["loc"][0]) for item in error.errors())
         hint = "write optimizer: others in a group of their own"
         raise loaded.error(f"groups[{index}]", text, hint) from None
@@ -105,15 +105,21 @@ def _build_two_optimizers(
             text = f'no parameter is left for "{builder.name}": none that is trained {lacks}'
             raise builder.error(text, "a group can have optimizer: others")
         optimizer: Any = builder.construct(torch.optim, _optimizer_argument(builder, model, own), Optimizer)
-        if requires_closure(optimizer) or has_train_eval_modes(optimizer):
-            why = (
-                "takes a closure"
-                if requires_closure(optimizer)
-                else "trains other weights than it is read by"
-            )
-            raise builder.error(f"an optimizer that {why} must be the only one", "choose another")
+        for refused, why in (
+            (requires_closure(optimizer), "takes a closure"),
+            (has_train_eval_modes(optimizer), "has the modes train() and eval()"),
+            (_saves_its_own_state(optimizer), "has a state_dict or load_state_dict of its own"),
+        ):
+            if refused:
+                raise builder.error(f"an optimizer that {why} must be the only one", "choose another")
+        _check_optimizer(builder, optimizer)
         made.append(optimizer)
     return TwoOptimizers(*made)
+
+
+def _saves_its_own_state(optimizer: Optimizer) -> bool:
+    own = (getattr(type(optimizer), name) for name in ("state_dict", "load_state_dict"))
+    return {*own} != {Optimizer.state_dict, Optimizer.load_state_dict}
 
 
 class TwoOptimizers(Optimizer):
@@ -128,13 +134,25 @@ class TwoOptimizers(Optimizer):
         for optimizer in self.both:
             self.state.update(optimizer.state)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give each what was loaded of its own: it may have to complete what an older torch has saved."""
+        super().__setstate__(state)
+        for optimizer, groups in zip(self.both, self._groups_of_both(), strict=True):
+            own = {id(param) for group in groups for param in group["params"]}
+            states = {param: of_param for param, of_param in self.state.items() if id(param) in own}
+            optimizer.__setstate__({"state": states, "param_groups": groups})
+
     def step(self) -> None:  # type: ignore[override]
         """Take a step with each that has parameter groups: a turn has those of one, maybe."""
-        for others, optimizer in enumerate(self.both):
-            optimizer.state = self.state  # loading has made new ones
-            optimizer.param_groups = [group for group in self.param_groups if group["others"] == bool(others)]
-            if optimizer.param_groups:
+        for optimizer, groups in zip(self.both, self._groups_of_both(), strict=True):
+            optimizer.state, optimizer.param_groups = self.state, groups
+            if groups:
                 optimizer.step()
+
+    def _groups_of_both(self) -> list[list[dict[str, Any]]]:
+        return [
+            [group for group in self.param_groups if group["others"] == others] for others in (False, True)
+        ]
 
 
 def _optimizer_argument(chosen: ChoiceBuilder, model: nn.Module, params: list[Any]) -> Any:
@@ -243,6 +261,8 @@ def _check_sparse(
                 trial.step()
             except RuntimeError as error:
                 text = "remove sparse=True from the embedding, or choose another optimizer, such as sgd"
+                if both[0] is not both[1]:
+                    text += "; a group with optimizer: others can have the embedding"
                 raise chosen.error(str(error), text) from None
     for stage in loaded.pipeline.stages_with_steps() if sparse else ():
         for key in ("clip_norm", "clip_value"):

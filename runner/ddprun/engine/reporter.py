@@ -61,7 +61,7 @@ class Reporter:
         self.difference_reported = False  # that ranks differ, and not yet that they are equal again
         self._straggler: Straggler | None = None
         self._shares: Sequence[int] = ()
-        self._choices: dict[tuple[str, int], str] = {}  # of hooks, by kind of payload and bucket
+        self._choices: dict[tuple[int, str, int], str] = {}  # by hook, kind of payload and bucket
         self._recompile_limit_reported = self._drift_reported = False
 
     def note(self, text: str) -> None:
@@ -151,13 +151,14 @@ class Reporter:
 
     def report_choices(self, step: int, hooks: Sequence[Hook]) -> None:
         """Report what hooks have chosen for buckets up to a step, where it has changed."""
-        changed: dict[str, dict[str, str]] = {}
-        for (kind, bucket), choice in (item for hook in hooks for item in hook.choices().items()):
-            if self._choices.get((kind, bucket)) != choice:
-                self._choices[kind, bucket] = choice
-                changed.setdefault(kind, {})[str(bucket)] = choice
-        if changed:
-            log_event(self.events, HooksChose(step=step, choices=changed))
+        for index, hook in enumerate(hooks):
+            changed: dict[str, dict[str, str]] = {}
+            for (kind, bucket), choice in hook.choices().items():
+                if self._choices.get((index, kind, bucket)) != choice:
+                    self._choices[index, kind, bucket] = choice
+                    changed.setdefault(kind, {})[str(bucket)] = choice
+            if changed:
+                log_event(self.events, HooksChose(step=step, choices=changed))
 
     def report_shares(self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
         """Report the samples of each rank in a micro-batch from `step` on, if they are other ones in the

@@ -123,6 +123,7 @@ class StageActions:
         plan = self.settings.plan
         equal = plan.gradients == "all" and self.replicas.parameters == "common"
         follows = self.settings.mutate is None and not self.settings.uses_noop  # the exchange in a round
+        follows = follows and not any(transfer.leaves_apart for transfer in plan.transfers)
         equal = equal or (plan.round is not None and follows)
         if self.pipeline.ema is not None and not equal:
             self.replicas.averages_differ = True

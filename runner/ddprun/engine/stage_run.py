@@ -201,7 +201,8 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     log_event(session.reporter.events, event)
     closure = takes_closure(loaded, runtime.optimizer)
     runtime.recorder.on_messages = balance.add if balance.by_speed else None
-    actors = mutate, steps, balance, stack.choosing_hooks(), closure
+    choosing = [*stack.choosing_hooks(), *host_stack.choosing_hooks()]
+    actors = mutate, steps, balance, choosing, closure
     run = StageRun(session, stage, settings, sequence, synchronizer, *actors)
     run.share_samples()
     synchronizer.set_delta_bases()

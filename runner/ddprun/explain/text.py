@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -243,7 +244,11 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     by_steps: dict[tuple[int, ...], list[PlannedExchange]] = {}
     for exchange in exchanges:
         by_steps.setdefault(_steps_with(exchange, stage), []).append(exchange)
-    lines = [f"{_steps_phrase(steps, stage)}: {_exchanges_phrase(some)}." for steps, some in by_steps.items()]
+    by_phrase: dict[str, tuple[int, ...]] = {}  # the pairs of gossip are others each time
+    for steps, some in by_steps.items():
+        phrase = _exchanges_phrase(some)
+        by_phrase[phrase] = tuple(sorted({*by_phrase.get(phrase, ()), *steps}))
+    lines = [f"{_steps_phrase(steps, stage)}: {phrase}." for phrase, steps in by_phrase.items()]
     idle = stage.cycle - len({step for steps in by_steps for step in steps})
     if not lines:
         lines.append("Nothing is sent.")
@@ -428,7 +433,9 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
 def _group_phrase(ranks: int, among: GroupScope) -> str:
     if among == "all":
         return {1: "the only rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
-    of = {"host": "each host", "across": "one local rank on every host", "part": "each group"}[among]
+    if among == "part":  # of one or of several sizes
+        return "the ranks of each group"
+    of = {"host": "each host", "across": "one local rank on every host"}[among]
     return f"the {format_count(ranks, 'rank')} of {of}"
 
 
@@ -439,7 +446,9 @@ def _bucket_tables(
     by_route: dict[Any, list[PlannedExchange]] = {}
     known_routes = {exchange.route for exchange in shown}
     for exchange in (one for one in exchanges if one.route not in known_routes):
-        kind = exchange.route.kind
+        kind, part = exchange.route.kind, exchange.route.part
+        if part is not None and any(replace(one, part=part) == exchange.route for one in by_route):
+            continue  # another partition, into groups of the same sizes
         if exchange.buckets is None and kind != "gradient":
             kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
             yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown_reason}.")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun.config import StepStage, load
 from ddprun.config.resolved import flow_yaml
+from ddprun.engine.optimizers import TwoOptimizers
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
@@ -226,6 +227,9 @@ def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
     """The size of an optimizer's state after a step, found out without values; None: not known."""
     if optimizer is None:
         return None
+    if isinstance(optimizer, TwoOptimizers):
+        both = [optimizer_bytes(one) for one in optimizer.both]
+        return None if None in both else sum(filter(None, both))
     groups = []
     for group in optimizer.param_groups:
         params = [torch.empty_like(param, device="meta") for param in group["params"] if param.requires_grad]

@@ -80,7 +80,7 @@ class Partition:
 
     def parts(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group, of so many ranks."""
-        return tuple(tuple(sorted(group)) for group in self.groups(ranks))
+        return tuple(sorted(tuple(sorted(group)) for group in self.groups(ranks)))
 
 
 OuterKind = Literal["nesterov", "sgd", "adam"]
@@ -185,7 +185,7 @@ class SyncPlan:
     @property
     def control_delay_steps(self) -> int:
         """Steps until control messages are read: more where transfers overlap, or ranks meet rarely."""
-        between_exchanges = min(self.period - 1, _MAX_CONTROL_DELAY_STEPS)
+        between_exchanges = min(self.exchange_period - 1, _MAX_CONTROL_DELAY_STEPS)
         return max(1, self.overlap_steps, between_exchanges)
 
     @property
@@ -197,6 +197,12 @@ class SyncPlan:
     def period(self) -> int:
         """Steps between two exchanges of the same parameters among all ranks; 0: there are none."""
         return 1 if self.gradients == "all" else max([0, *(t.every for t in self.transfers if t.equalizes)])
+
+    @property
+    def exchange_period(self) -> int:
+        """As `period`, or steps between two exchanges among the parts of a partition; 0: there are none."""
+        rates = [1 / one.every for one in self.transfers if one.partition is not None and one.every]
+        return self.period or (round(1 / sum(rates)) if rates else 0)
 
     def cycle(self, *more: int | None) -> int:
         """After how many steps everything begins again, `more` periods included."""
@@ -278,6 +284,7 @@ class DueTransfers:
     applied: Sequence[int]  # that were in flight
     started: Sequence[int]  # those without a delay are applied at once
     unchanged: Container[int] = ()  # since whose start no step was taken
+    unmixed: Sequence[int] = ()  # whose common weights are taken now, without this rank's own part
     at_end: bool = False  # training is over, so nothing overlaps with it, and all changes travel at once
 
 
@@ -321,14 +328,15 @@ class PlanProgress:
         unchanged = {index for index, steps in enumerate(since) if not steps}
         finishing = sorted(self.in_flight)
         self.in_flight.clear()
-        left = [index for index, one in enumerate(transfers) if since[index] or one.own_part]
         starting = []
-        if reconcile and any(transfers[index].equalizes for index in left):
-            starting = [index for index in left if transfers[index].among == "all"]
+        if reconcile and any(since[index] for index, one in enumerate(transfers) if one.equalizes):
+            starting = [index for index, one in enumerate(transfers) if one.among == "all" and since[index]]
+        mixed = [index for index, one in enumerate(transfers) if one.own_part and not since[index]]
         for index in starting:
             since[index] = 0
-        effect: Effect = "common" if reconcile and (finishing or starting) else "nothing"
-        return DueTransfers(finishing, starting, unchanged, at_end=True), effect
+        mixed = mixed if reconcile else []
+        effect: Effect = "common" if reconcile and (finishing or starting or mixed) else "nothing"
+        return DueTransfers(finishing, starting, unchanged, mixed, at_end=True), effect
 
 
 @dataclass(slots=True)

@@ -117,6 +117,8 @@ class Synchronizer:
         if at_end:
             for index in changes:
                 self._deltas[index].wait_and_apply()
+            for index in chosen.unmixed:
+                self._deltas[index].take_base()
         for index in chosen.started:
             if index not in self._deltas:
                 self._exchange_without_hooks(transfers[index])
@@ -181,6 +183,11 @@ class DeltaExchange:
         """The ranks have the same weights now."""
         self._base = [self.buckets.flatten(index) for index in range(len(self.buckets.layouts))]
 
+    def take_base(self) -> None:
+        """Take the weights that the ranks last had in common."""
+        for index, base in enumerate(self._base):
+            self.buckets.copy_to_tensors(index, base)
+
     def send(self, weight: float = 1.0, *, overlap: bool = False) -> None:
         """Start an exchange of what has changed, of this `weight` in the mean: 1 where all ranks count alike.
         `overlap`: training goes on meanwhile.
@@ -207,9 +214,9 @@ class DeltaExchange:
         for index, mean in enumerate(means):
             mean = self.exchanger.wait(self._pending[index]) if mean is None else mean
             common = self._outer_step(index, mean)
-            if own_part is not None:
+            if own_part:
                 self.buckets.copy_to_tensors(index, torch.lerp(common, self.buckets.flatten(index), own_part))
-            elif self._weights_at_send and weights_changed:
+            elif own_part is None and self._weights_at_send and weights_changed:
                 self.buckets.add_to_tensors(index, common - self._weights_at_send[index])
             else:
                 self.buckets.copy_to_tensors(index, common)
@@ -241,10 +248,12 @@ class DeltaExchange:
         outer, known = self.outer, self._momentum.get(index)
         wide = mean.to(torch.promote_types(mean.dtype, torch.float32))
         if outer.kind == "adam":
-            first, second = moments = wide.new_zeros(2, wide.numel()) if known is None else known
+            if known is None:
+                known = torch.stack([torch.zeros_like(wide), torch.full_like(wide, outer.eps**2)])
+            first, second = known
             first.lerp_(wide, 1 - outer.momentum)
             second.lerp_(wide.square(), 1 - _SECOND_BETA)
-            self._momentum[index], step = moments, first / second.sqrt().add_(outer.eps)
+            self._momentum[index], step = known, first / second.sqrt().add_(outer.eps)
         elif outer.momentum:
             buffer = wide.clone() if known is None else known.mul_(outer.momentum).add_(wide)
             self._momentum[index] = buffer
@@ -258,11 +267,12 @@ class DeltaExchange:
         Nothing is taken from another kind of optimizer.
         """
         dimensions = 2 if self.outer.kind == "adam" else 1 if self.outer.momentum else 0
+        fitting = {name: one for name, one in momentum.items() if one.dim() == dimensions}
         for index, layout in enumerate(self.buckets.layouts):
-            known = [momentum[param.name] for param in layout.params if param.name in momentum]
-            if known and known[0].dim() == dimensions:
+            known = [fitting[param.name] for param in layout.params if param.name in fitting]
+            if known:
                 shape, zeros = known[0].shape[:-1], known[0].new_zeros
-                joined = [momentum.get(one.name, zeros(*shape, one.numel)) for one in layout.params]
+                joined = [fitting.get(one.name, zeros(*shape, one.numel)) for one in layout.params]
                 self._momentum[index] = torch.cat(joined, -1).to(self.buckets.device)  # it is in host memory
 
     def store_momentum(self, momentum: dict[str, Tensor]) -> None:

@@ -233,7 +233,7 @@ class SharesSet(Event, tag="shares"):
 
 
 class HooksChose(Event, tag="choices"):
-    """What hooks of rank 0 have chosen for buckets, by kind of payload and number: what has changed."""
+    """What a hook of rank 0 has chosen for buckets, by kind of payload and number: what has changed."""
 
     step: StepNumber
     choices: dict[str, dict[str, str]]

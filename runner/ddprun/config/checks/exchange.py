@@ -176,7 +176,7 @@ def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
 @register_check("sync", "stages")
 def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
-        policy, period = settings.sync.settings, settings.plan.period
+        policy, period = settings.sync.settings, settings.plan.exchange_period
         assert isinstance(policy, SyncPolicy)
         if settings.steps is None or period <= settings.steps:
             continue

@@ -92,7 +92,9 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check()
 def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for path, optimizer in values_of_key(pipeline, "optimizer"):
+    optimizers = [*values_of_key(pipeline, "optimizer")]
+    both = [(f"{path}.others", one.beside["others"]) for path, one in optimizers if "others" in one.beside]
+    for path, optimizer in [*optimizers, *both]:
         options, at = optimizer.options, f"{path}.SGD"
         if optimizer.name != "SGD" or not options.get("nesterov"):
             continue
@@ -124,6 +126,8 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 text, allowed, near = error_message_parts(item, describe_value(group.options.get(key)))
                 if item["type"] == "extra_forbidden":
                     text, allowed, near = unknown_option(optimizer.name, key, list(model.model_fields))
+                    if "others" in optimizer.beside:
+                        allowed = f"{allowed}; a group with optimizer: others takes those of the other one"
                 path = format_path(("groups", index, *item["loc"]))
                 yield KeyConflict(path, text, allowed, suggestion=near)
 
@@ -154,9 +158,18 @@ def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check("model", "optimizer")
 def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.optimizer.optimizers() == ["Muon"] and pipeline.model.settings:
+    *first, last = pipeline.optimizer.optimizers()
+    if last == "Muon" and pipeline.model.settings:
         text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
-        yield KeyConflict("optimizer", text, "write others: {adamw: {…}} beside it")
+        hint = "name it first" if first else "write others: {adamw: {…}} beside it"
+        yield KeyConflict("optimizer.others" if first else "optimizer", text, hint)
+
+
+@register_check("optimizer")
+def _others_with_closure(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    if "LBFGS" in (names := pipeline.optimizer.optimizers()) and len(names) > 1:
+        text = '"LBFGS", which takes a closure, clashes with a second optimizer'
+        yield KeyConflict("optimizer.others", text, "choose another, or remove others")
 
 
 @register_check("batch", "loss")

@@ -135,6 +135,7 @@ def _overridden_everywhere(pipeline: Pipeline) -> Iterator[KeyConflict]:
 def _differs_from_default(pipeline: Pipeline, key: str) -> bool:
     """Whether the file gives a key another value than its default; for the optimizer, any option."""
     if key == "optimizer":
-        return bool(pipeline.optimizer.options)
+        others = pipeline.optimizer.beside.get("others")
+        return bool(pipeline.optimizer.options or (others and others.options))
     said, default = to_plain_data(getattr(pipeline, key)), to_plain_data(Pipeline.model_fields[key].default)
     return bool(said != default)

@@ -33,13 +33,14 @@ class Diloco(SyncPolicy):
     (arXiv:2003.00295) with a second beta of 0.99."""
 
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of the outer optimizer."""
+    """Learning rate of the outer optimizer. SGD multiplies the mean change by it. Adam moves each weight by
+    about as much, and has no default."""
 
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of the outer SGD, or the first beta of Adam; with 0 and `outer_lr: 1`, SGD is `local_sgd`."""
 
-    outer_eps: PositiveFloat = 1e-3
-    """Added to the denominator of Adam: weights whose changes are smaller move less than `outer_lr`."""
+    outer_eps: PositiveFloat | None = None
+    """Added to the root of the second moments of Adam; null is 0.001."""
 
     fragments: Annotated[int, Field(gt=0, le=10_000)] = 1
     """Number of parts that the parameters are split into, exchanged at evenly spaced steps (Streaming DiLoCo,
@@ -63,13 +64,20 @@ class Diloco(SyncPolicy):
             text = f"overlap_steps {self.overlap_steps} is not less than {every}: the next exchange would "
             text += "start before the last one is applied"
             faults.append(problem(text, f"at most {steps - 1}", at="overlap_steps"))
+        if self.outer == "adam" and "outer_lr" not in self.model_fields_set:
+            text = "adam moves each weight by about outer_lr in a step, so it has no default"
+            faults.append(problem(text, "write one, such as outer_lr: 0.001", at="outer"))
+        if self.outer != "adam" and self.outer_eps is not None:
+            faults.append(
+                problem(f"outer: {self.outer} takes none", "remove it", at="outer_eps", on_key=True)
+            )
         if faults:
             raise combine(faults)
         return self
 
     def plan(self, stage: StageFacts) -> SyncPlan:
         """Each fragment's change at a phase of its own; overlap applies it exactly so many steps later."""
-        outer = OuterOptimizer(self.outer_lr, self.outer_momentum, self.outer, self.outer_eps)
+        outer = OuterOptimizer(self.outer_lr, self.outer_momentum, self.outer, self.outer_eps or 1e-3)
         every, one_round = split_period(self.every)
         one = Transfer("change", every, delay=self.overlap_steps, outer=outer, own_part=self.alpha)
         parts = self.fragments
