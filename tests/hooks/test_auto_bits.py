@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import ParamSlice
-from ddprun_hooks.builtin.auto_bits import FORMATS, AutoBits, _Choice
+from ddprun_hooks.builtin.auto_bits import FORMATS, AutoBits, _Choice, _cosine
 from ddprun_hooks.comm.trace import compute_fidelity
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.testing import Rank, run_hooks
@@ -111,24 +111,11 @@ def test_what_cannot_be_measured_changes_nothing(value: float) -> None:
         assert finite == (value == 0)
 
 
-@pytest.mark.parametrize("value", [math.inf, 3e38])
-def test_infinities_of_both_signs_end_no_run(value: float) -> None:
-    """In two shares, while int2 sends them with the signs of their blocks."""
-
-    def body(c: Rank) -> tuple[list[str], float]:
-        codes = []
-        for step in range(30):
-            sent = gradient(0, step) / 2
-            if step > 20:
-                sent[5] = sent[-5] = value * (1 - 2 * c.rank)
-            mean = c.send(sent, PARAM)
-            codes.append(c.stack.hooks[0].choices()["gradient", 0])
-        return codes, float(mean.abs().max())
-
-    spec: HookSpec = {"auto_bits": {"floor": 0.5, "every": 2}}
-    for codes, largest in run_hooks([spec], 2, body):
-        assert codes[20] == "int2"
-        assert math.isfinite(largest) == math.isfinite(value)
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, 1e308])
+def test_products_that_are_not_finite_are_no_cosine(odd: float) -> None:
+    """Nor do infinities of both signs, in two shares, end a run."""
+    products = torch.tensor([[odd, 1.0, 1.0], [-odd, 1.0, 1.0], [odd, 1.0, 1.0]], dtype=torch.float64)
+    assert _cosine(products) == (pytest.approx(1e308 / 3) if odd == 1e308 else None)
 
 
 @pytest.mark.parametrize("numel", [16, 61, 122, 400, 4000])
