@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from benchmarks import __main__ as benchmarks
 from benchmarks.__main__ import PARTS, Part, measure, overhead_table
+from benchmarks.language import METHODS, steps_to
 from benchmarks.page import ROOT, Pieces, has_table, print_head, print_row, write_table
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
 
@@ -191,3 +193,23 @@ def test_hosts_with_their_own_cores_share_none(tmp_path: Path) -> None:
         assert all(used)
         assert not set.intersection(*used)
         assert [one.wait(TIMEOUT_S).code for one in running] == [0, 0]
+
+
+def test_the_files_of_the_language_benchmark_differ_in_their_methods_alone() -> None:
+    """So that the same model sees the same samples, at every step."""
+    of_methods = {"optimizer", "groups", "sync", "hooks"}
+    files = [yaml.safe_load((ROOT / "pipelines" / method.file).read_text()) for method in METHODS]
+    common = [{key: value for key, value in file.items() if key not in of_methods} for file in files]
+    assert all(one == common[0] for one in common)
+    own = [{key: value for key, value in file.items() if key in of_methods} for file in files]
+    assert all(one != other for number, one in enumerate(own) for other in own[:number])
+    for method, file in zip(METHODS, files, strict=True):
+        assert file.get("sync", {}).get("diloco", {"every": 1})["every"] == method.period
+
+
+@pytest.mark.parametrize(
+    ("wanted", "steps"), [(3.0, 100), (2.5, 150), (1.5, 275), (1.0, 300), (0.5, None), (4.0, 100)]
+)
+def test_steps_to_a_loss_lie_between_two_measurements(wanted: float, steps: float | None) -> None:
+    """As the line between them says."""
+    assert steps_to([[100, 3.0], [200, 2.0], [250, 2.0], [300, 1.0]], wanted) == steps
