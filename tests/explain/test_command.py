@@ -128,6 +128,27 @@ def test_hooks_in_several_rounds(file: Path, capsys: Out) -> None:
     assert "hooks: [{hierarchical: {across: [fp16], hosts: 2}}]" in out
 
 
+def test_codes_that_a_run_chooses(file: Path, capsys: Out) -> None:
+    """Are counted as they are at first, which is said."""
+    stages = ("--set", "stages=[{train: {steps: 5}}]")
+    chosen = folded(said(file, capsys, *stages, "--set", "hooks=[auto_bits]"))
+    plain = folded(said(file, capsys, *stages, "--set", "hooks=[int8]"))
+    told = "The bytes here are those of int8, with which it begins, without its measurements."
+    assert told in chosen
+    assert told not in plain
+    assert chosen.partition("Backward")[2] == plain.partition("Backward")[2]
+
+
+def test_pairs_of_ranks(file: Path, capsys: Out) -> None:
+    """Other ones in each exchange, in one line and one table; of an odd number, one rank stays alone."""
+    stages = ("--set", "stages=[{train: {steps: 50}}]", "--set", "sync={gossip: {every: 3}}")
+    for ranks in ("3", "4"):
+        out = folded(said(file, capsys, *stages, "--set", f"launch.nproc_per_node={ranks}"))
+        assert "Steps 3, 6, 9 …: the parameters as they are, averaged over the ranks of each group." in out
+        assert out.count("all_reduce of float32 among the ranks of each group") == 1
+        assert "averaged over all" in out.partition("End")[2]
+
+
 def test_noop(file: Path, capsys: Out) -> None:
     """Nothing is said to be averaged if nothing is sent."""
     stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"

@@ -141,6 +141,9 @@ def _stage_lines(
         shares = f"Each step is a round of {work}: each rank takes {many} and updates its weights once per "
         yield from paragraph("Round", f"{shares}batch. A rank's change is weighted by its samples.")
 
+    if "auto_bits" in str(settings.hook_specs):
+        text = "auto_bits chooses a code for each bucket during the run. The bytes here are those of int8, "
+        yield from paragraph("Hooks", f"{text}with which it begins, without its measurements.")
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
