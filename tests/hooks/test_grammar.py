@@ -85,6 +85,15 @@ def test_a_decay_of_what_another_hook_keeps_is_a_warning(across: bool) -> None:
     assert not grammar.stack_problems([grammar.make_stack_entry(*parse_spec(topk))])
 
 
+def test_a_cast_before_values_of_another_type_is_a_warning() -> None:
+    """As before codes; without `values` they are of the payload's type."""
+    stack: list[HookSpec] = ["fp16", {"topk": {"values": "int8"}}]
+    (problem,) = grammar.stack_problems([grammar.make_stack_entry(*parse_spec(spec)) for spec in stack])
+    assert problem.severity == "warning"
+    assert '"fp16" saves nothing before "topk", which sends values as int8' in problem.text
+    assert not grammar.stack_problems([grammar.make_stack_entry("fp16"), grammar.make_stack_entry("topk")])
+
+
 @pytest.mark.parametrize(
     ("codes", "bits"), [("int8", "8"), ("int4", "4"), ("int2", "2"), ("fp8", "8"), ("auto_bits", "2- to 16")]
 )

@@ -20,7 +20,15 @@ class StackEntry:
     role: Role | None  # None for a dotted or installed hook, known once it is imported
     # The stacks of `hierarchical`, by level.
     inner_stacks: Mapping[str, "tuple[StackEntry, ...]"] = field(default_factory=dict)
-    decays: bool = False  # topk forgets a part of its residual
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sends(self) -> str | None:
+        """What it sends, whatever it gets; None: that depends on what it gets."""
+        if self.name in CODE_BITS:
+            return f"{CODE_BITS[self.name]}-bit codes"
+        values = self.options.get("values") if self.name == "topk" else None
+        return values and f"values as {values}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ def make_stack_entry(name: str, options: Mapping[str, Any] | None = None) -> Sta
             for level in LEVELS
         }
     role = built_in.role_with(options or {}) if built_in else None
-    return StackEntry(name, role, inner_stacks, (options or {}).get("decay", 1.0) != 1.0)
+    return StackEntry(name, role, inner_stacks, options or {})
 
 
 def stack_problems(stack: Sequence[StackEntry]) -> list[StackProblem]:
@@ -84,14 +92,14 @@ def _problems(
                 f'"{name}" comes after "{reducer}", which ends the stack: '
                 f'a stack is codecs first, then at most one reducer; move "{name}" before it',
             )
-        elif name in CODE_BITS and casts:
+        elif hook.sends and casts:
             yield StackProblem(
                 here,
-                f'"{casts[0]}" saves nothing before "{name}", which sends {CODE_BITS[name]}-bit codes of '
-                f'whatever it gets; remove "{casts[0]}"',
+                f'"{casts[0]}" saves nothing before "{name}", which sends {hook.sends} of whatever it gets; '
+                f'remove "{casts[0]}"',
                 "warning",
             )
-        elif hook.decays and "powersgd" in previous_names:
+        elif name == "topk" and hook.options.get("decay", 1) != 1 and "powersgd" in previous_names:
             text = '"decay" has no effect after "powersgd", which keeps what is not sent; remove it'
             yield StackProblem((*here, name, "decay"), text, "warning")
         for inner_level, hooks in hook.inner_stacks.items():
