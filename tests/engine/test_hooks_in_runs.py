@@ -66,17 +66,18 @@ def test_one_run_goes_through_every_stack(tmp_path: Path) -> None:
         assert all(look["wire_bytes"] > 0 for look in looked)
         sent = sum(line["wire_bytes"] for line in mine)
         assert sent <= plain if lossless else sent < plain, stack
+
+
+def test_a_run_says_which_codes_it_chooses(tmp_path: Path) -> None:
+    """When it uses one first, and when it uses another: after two measurements, in every second step."""
+    text = f"{HEAD}hooks: [{{auto_bits: {{floor: 0.9, every: 2}}}}]\nstages: [{{train: {{steps: 8}}}}]\n"
+    folder = run_pipeline(tmp_path, text, 2)
+    buckets = {str(line["bucket"]) for line in lines(folder, "buckets") if line["kind"] == "gradient"}
     chosen = [event for event in events(folder) if event["event"] == "choices"]
-    stage = list(STACKS).index("[{auto_bits: {floor: 0.9, every: 2}}]")
-    first, last = [
-        {line["bucket"] for line in records if line["step"] == step} for step in (1, 4 * stage + 4)
+    assert [(event["step"], event["choices"]) for event in chosen] == [
+        (step, {"gradient": dict.fromkeys(sorted(buckets), code)})
+        for step, code in ((1, "int8"), (5, "int4"))
     ]
-    assert [event["step"] for event in chosen] == [4 * stage + 1, 4 * stage + 4]
-    assert chosen[0]["choices"] == {"gradient": {str(bucket): "int8" for bucket in sorted(first)}}
-    assert {*chosen[1]["choices"]["gradient"].values()} == {"int4"}, (
-        "after two measurements, in every second step"
-    )
-    assert chosen[1]["choices"]["gradient"].keys() == {str(bucket) for bucket in last}
 
 
 EXPERTS = """
