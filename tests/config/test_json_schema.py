@@ -123,6 +123,8 @@ def test_every_option_is_taken_by_both(kind: str, name: str, option: str) -> Non
     given = minimal(entry) | {option: sample(found)}
     if option == "epochs":
         given.pop("steps", None)
+    if option == "outer_eps":  # of Adam alone
+        given |= {"outer": "adam", "outer_lr": 0.01}
     if option == "ttl_s":  # of a Job alone
         given["kind"] = "job"
     assert check_accepts(kind, {name: given}), given
