@@ -85,7 +85,7 @@ def learn(method: Method, seed: int, steps: int) -> dict[str, Any]:
         run = Path(scratch, "run")
         events = [json.loads(line) for line in (run / "events.jsonl").open()]
         with (run / "buckets" / "rank-00000.jsonl").open() as file:
-            # In steps alone: not the mean weights that are measured, and not the last, shorter period.
+            # Of the method alone: without the mean weights that held-out losses are measured with.
             sent = sum(
                 one["wire_bytes"] for one in map(json.loads, file) if one["kind"] in ("gradient", "delta")
             )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from benchmarks.page import ROOT
 from benchmarks.shaper import QUEUE_LENGTH
 from tests.namespaces import REASON, Host, hosts
@@ -120,9 +121,23 @@ def started(
         ]
         usable = sorted(os.sched_getaffinity(0))
         if own_cores and len(usable) >= HOSTS:
-            for number, one in enumerate(running):  # before it starts its ranks, which inherit it
-                os.sched_setaffinity(one.process.pid, usable[number::HOSTS])
+            for number, one in enumerate(running):
+                _pin(one.process.pid, set(usable[number::HOSTS]))
         yield made, running
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    """Keep a process on some cores, with all threads and processes that it has started or will start."""
+    loose = True
+    while loose:  # what a thread started before it was pinned is found the next time
+        loose = False
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                for thread in Path(f"/proc/{process.pid}/task").iterdir():
+                    if os.sched_getaffinity(int(thread.name)) != cores:
+                        os.sched_setaffinity(int(thread.name), cores)
+                        loose = True
 
 
 def run(

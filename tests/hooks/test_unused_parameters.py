@@ -161,7 +161,7 @@ def test_nothing_is_lost_of_experts_that_no_rank_uses(ranks: int, stacks: list[l
     for stack, of_ways in zip(stacks, found, strict=True):
         for lost, lost_beside_kept in of_ways:
             assert lost_beside_kept < 1e-12, stack
-            assert lost < (1e-12 if stack in FLUSHED else 1.0), stack
+            assert lost < (1e-12 if stack in FLUSHED else 1.0 if "int2" in str(stack) else 0.1), stack
 
 
 def untouched(way: Way) -> list[tuple[list[list[bool]], list[bool]]]:

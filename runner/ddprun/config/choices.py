@@ -256,7 +256,7 @@ def _parse_with_keys_beside(kind: str, value: Any) -> Choice:
     beside = {key: item for key, item in value.items() if key in KEYS_BESIDE[kind]}
     named = {key: item for key, item in value.items() if key not in beside}
     if beside and not named:
-        raise expected(f"a {kind} beside {min(beside)}", "name one, too")
+        raise expected(f"one {kind} beside {min(beside)}", "name one, too")
     return replace(parse_choice(kind, named, KEYS_BESIDE[kind]), beside=beside)
 
 
