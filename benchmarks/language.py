@@ -1,12 +1,12 @@
 """How well does a language model learn with each method, and how fast over a slow link?
 
-    python -m benchmarks.language [--seeds 3] [--steps 2000] [--only sparseloco …] [--minutes 3]
+    python -m benchmarks.language [--seeds 3] [--steps 1000] [--only sparseloco …] [--minutes 3]
 
 A byte-level transformer of 4.9 million parameters learns Python's standard library on two ranks, as the files
 `pipelines/language*.yaml`, `sparseloco.yaml` and `muloco.yaml` say. All methods see the same samples.
 
 Training runs without a link, since a link changes no bit: once for each method and seed, with a held-out loss
-every hundred steps. Plain DDP trains for `--steps`, the other methods for half as many again. Over each link,
+every 200 steps. Plain DDP trains for `--steps`, the other methods for 1.4 times as many. Over each link,
 each method then trains a few periods on two hosts (network namespaces; Linux, root) with a core each. The
 seconds to plain DDP's loss are the steps until that loss, times the mean step over the link. Evaluations and
 the start do not count. Prints a Markdown table.
@@ -23,15 +23,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.page import ROOT, Pieces, print_head, print_row
-from benchmarks.two_hosts import Link, started
+from benchmarks.two_hosts import HOSTS, Link, run
 from tests.ranks import ddprun
 
-EVERY = 100  # steps from one held-out loss to the next
-LONGER = 1.5  # times `--steps`, for methods that have not reached plain DDP's loss
+from ddprun.config import load
+from ddprun.explain.explain import explain
+from ddprun.host.processes import cores
+from ddprun.predict.links import Links, parse_links
+from ddprun.predict.measure import cost_model_of_run
+
+EVERY = 200  # steps from one held-out loss to the next
+LONGER = 1.4  # times `--steps`, for methods that have not reached plain DDP's loss
 LINKS = (Link(100), Link(37, 8))
 _COMPUTED = ("data_us", "forward_us", "backward_us", "optimizer_us")
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95%, by the number of values
@@ -57,17 +63,17 @@ METHODS = (
     Method("plain DDP", "language.yaml"),
     Method("fp16", "language-fp16.yaml"),
     Method("PowerSGD", "language-powersgd.yaml"),
-    Method("DiLoCo", "language-diloco.yaml", 20, 3),
-    Method("DiLoCo, int4", "language-diloco-int4.yaml", 20, 3),
-    Method("SparseLoCo", "sparseloco.yaml", 20, 3),
+    Method("DiLoCo", "language-diloco.yaml", 10, 6),
+    Method("DiLoCo, int4", "language-diloco-int4.yaml", 10, 6),
+    Method("SparseLoCo", "sparseloco.yaml", 5, 12),
     Method("MuLoCo", "muloco.yaml", 20, 3),
 )
 PLAIN = METHODS[0]
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
+def _records(folder: Path) -> list[dict[str, Any]]:
     """Those of rank 0's steps."""
-    with (run / "steps" / "rank-00000.jsonl").open() as file:
+    with (folder / "steps" / "rank-00000.jsonl").open() as file:
         return [record for record in map(json.loads, file) if record["step"]]
 
 
@@ -82,9 +88,9 @@ def learn(method: Method, seed: int, steps: int) -> dict[str, Any]:
         done = ddprun(*command, cwd=Path(scratch), timeout_s=_LIMIT_S, fresh=True)
         if done.code:
             raise RuntimeError(done.stderr)
-        run = Path(scratch, "run")
-        events = [json.loads(line) for line in (run / "events.jsonl").open()]
-        with (run / "buckets" / "rank-00000.jsonl").open() as file:
+        folder = Path(scratch, "run")
+        events = [json.loads(line) for line in (folder / "events.jsonl").open()]
+        with (folder / "buckets" / "rank-00000.jsonl").open() as file:
             # Of the method alone: without the mean weights that held-out losses are measured with.
             sent = sum(
                 one["wire_bytes"] for one in map(json.loads, file) if one["kind"] in ("gradient", "delta")
@@ -93,24 +99,33 @@ def learn(method: Method, seed: int, steps: int) -> dict[str, Any]:
     return {"losses": losses, "bytes": sent / steps}
 
 
+def _timed_run(folder: Path, method: Method, link: Link | None) -> Path:
+    """Train a few periods on two hosts; gives the run's folder."""
+    file = str(ROOT / "pipelines" / method.file)
+    settings = [f"--set=stages=[train: {{steps: {method.timed_steps}}}]", "--set=checkpoint.keep=0"]
+    settings += ["--set=warmup_steps=0", "--set=timings.gradients=true"]
+    run(folder, file, settings, local=1, run_dir="run", link=link, warm=True, own_cores=True)
+    return folder / "run"
+
+
 def over_link(method: Method, link: Link) -> dict[str, float]:
     """A mean step over a link: its `seconds`, and the part in which rank 0 computes."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        file = str(ROOT / "pipelines" / method.file)
-        settings = [f"--set=stages=[train: {{steps: {method.timed_steps}}}]", "--set=checkpoint.keep=0"]
-        settings.append("--set=warmup_steps=0")
-        with started(
-            folder, file, settings, local=1, run_dir="run", link=link, warm=True, own_cores=True
-        ) as (_, running):
-            for one in running:
-                done = one.wait(_LIMIT_S)
-                if done.code:
-                    raise RuntimeError(done.stderr)
-        timed = [record for record in _records(folder / "run") if record["step"] > method.period]
+        folder = _timed_run(Path(scratch), method, link)
+        timed = [record for record in _records(folder) if record["step"] > method.period]
     seconds = sum(record["step_us"] for record in timed)
     computed = sum(record[part] for record in timed for part in _COMPUTED)
     return {"seconds": seconds / 1e6 / len(timed), "computing": computed / seconds}
+
+
+def predict(method: Method) -> list[float]:
+    """Seconds of a mean step over each link, as predicted from a run without a limit on the link."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = _timed_run(Path(scratch), method, None)
+        model = cost_model_of_run(folder, Links(), cores=cores() / HOSTS)
+        found = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
+    stage = found.stages[0]
+    return [model.predict(stage, found.world, parse_links(*link.words)).step_us / 1e6 for link in LINKS]
 
 
 def steps_to(losses: list[list[float]], wanted: float) -> float | None:
@@ -133,7 +148,10 @@ def interval(values: list[float]) -> str:
 
 
 def show(
-    found: dict[Method, list[dict[str, Any]]], times: dict[tuple[Method, Link], dict[str, float]], steps: int
+    found: dict[Method, list[dict[str, Any]]],
+    times: dict[tuple[Method, Link], dict[str, float]],
+    predicted: dict[Method, list[float]],
+    steps: int,
 ) -> None:
     """Print the table, and the fastest method over the slowest link."""
     links = [f"{link.mbit:g} Mbit/s" for link in LINKS]
@@ -144,12 +162,13 @@ def show(
         f"held-out loss after {steps} steps",
         "against plain",
     ]
-    heads += ["steps to plain DDP's loss", *(f"ms per step, {link}" for link in links)]
+    heads += ["steps to plain DDP's loss", *(f"ms per step, {link}: predicted / measured" for link in links)]
     print_head(
         [*heads, *(f"computing, {link}" for link in links), *(f"s to the loss, {link}" for link in links)]
     )
     plain_losses = [dict(map(tuple, run["losses"]))[steps] for run in found[PLAIN]]
     seconds: dict[tuple[Method, Link], float] = {}
+    errors: list[float] = []
     for method, runs in found.items():
         losses = [dict(map(tuple, run["losses"]))[steps] for run in runs]
         ratio = mean(one / other for one, other in zip(losses, plain_losses, strict=True))
@@ -165,7 +184,10 @@ def show(
             interval(losses),
         ]
         cells += [f"{ratio - 1:+.1%}", f"{mean(reached):.0f}" if all_reached else f"not in {len(runs)} runs"]
-        cells += [f"{1000 * times[method, link]['seconds']:.0f}" for link in LINKS]
+        for guess, link in zip(predicted[method], LINKS, strict=True):
+            fact = times[method, link]["seconds"]
+            errors.append(abs(guess / fact - 1))
+            cells.append(f"{1000 * guess:.0f} / {1000 * fact:.0f} ({guess / fact - 1:+.0%})")
         cells += [f"{times[method, link]['computing']:.0%}" for link in LINKS]
         print_row([*cells, *(f"{seconds[method, link]:.0f}" if all_reached else "" for link in LINKS)])
     slowest = LINKS[-1]
@@ -176,7 +198,8 @@ def show(
     fewer = mean(run["bytes"] for run in found[PLAIN]) / mean(run["bytes"] for run in found[fastest])
     print(
         f"\nOver {slowest.mbit:g} Mbit/s with {slowest.one_way_ms:g} ms each way, {fastest.name} reaches "
-        f"plain DDP's loss {speedup:.1f} times as fast. It sends {fewer:,.0f} times fewer bytes per step."
+        f"plain DDP's loss {speedup:.1f} times as fast. It sends {fewer:,.0f} times fewer bytes per step. "
+        f"The median error of a predicted step is {median(errors):.1%}, and the largest is {max(errors):.1%}."
     )
 
 
@@ -185,7 +208,7 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose name has one of these, beside plain"
     )
@@ -208,12 +231,13 @@ def main() -> None:
         for method in chosen
     }
     longer = EVERY * math.ceil(LONGER * asked.steps / EVERY)
+    predicted = {method: pieces.take(f"predicted {method}", partial(predict, method)) for method in chosen}
     found: dict[Method, list[dict[str, Any]]] = {method: [] for method in chosen}
     for seed in range(asked.seeds):
         for method in random.Random(seed).sample(chosen, len(chosen)):
             steps = asked.steps if method is PLAIN else longer
             found[method].append(pieces.take(f"{seed} {method}", partial(learn, method, seed, steps)))
-    show(found, times, asked.steps)
+    show(found, times, predicted, asked.steps)
     pieces.end()
 
 

@@ -33,8 +33,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import two_hosts
 from benchmarks.page import DOES_NOT_HOLD, Pieces, print_head, print_row
-from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
+from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link
 from tests.ranks import Running
 
 from ddprun.config import load
@@ -93,19 +94,23 @@ class Speed:
     """A link, and how many steps, and cycles of a policy, are run over it."""
 
     link: Link | None
-    links: Links
     steps: int
     cycles: int
     turns: int = 1  # of all cases, in each run
     runs: int = 2
 
+    @property
+    def links(self) -> Links:
+        """The link as a prediction takes it."""
+        return Links() if self.link is None else parse_links(*self.link.words)
+
 
 SPEEDS = {
-    "unlimited": Speed(None, Links(), 24, 3, turns=4),
-    "1000": Speed(Link(1000), parse_links("1000Mbit"), 24, 3, turns=4),
-    "100": Speed(Link(100), parse_links("100Mbit"), 16, 4, turns=2),
-    "37, 8 ms": Speed(Link(37, 8.0), parse_links("37Mbit", "8ms"), 16, 4, turns=2),
-    "10": Speed(Link(10), parse_links("10Mbit"), 8, 4),
+    "unlimited": Speed(None, 24, 3, turns=4),
+    "1000": Speed(Link(1000), 24, 3, turns=4),
+    "100": Speed(Link(100), 16, 4, turns=2),
+    "37, 8 ms": Speed(Link(37, 8.0), 16, 4, turns=2),
+    "10": Speed(Link(10), 8, 4),
 }
 
 
@@ -124,12 +129,7 @@ def stage(steps: int, hooks: str | None, sync: str) -> str:
 def run(folder: Path, text: str, link: Link | None) -> Path:
     """Run a pipeline on two hosts; gives the run's folder."""
     (folder / "p.yaml").write_text(text)
-    two = started(folder, "p.yaml", [], local=LOCAL, run_dir="run", link=link, warm=True, own_cores=True)
-    with two as (_, running):
-        for one in running:
-            finished = one.wait(TIMEOUT_S)
-            if finished.code:
-                raise RuntimeError(finished.stderr)
+    two_hosts.run(folder, "p.yaml", [], local=LOCAL, run_dir="run", link=link, warm=True, own_cores=True)
     return folder / "run"
 
 

@@ -29,6 +29,11 @@ class Link:
     one_way_ms: float = 0.0
     """With a latency, a process of this machine carries the packets: the kernel may have no netem."""
 
+    @property
+    def words(self) -> tuple[str, str | None]:
+        """Its rate and its latency, as `ddprun explain` takes them."""
+        return f"{self.mbit:g}Mbit", f"{self.one_way_ms:g}ms" if self.one_way_ms else None
+
     def refusal(self) -> str | None:
         """Why it cannot be had here."""
         if REASON is not None:
@@ -148,6 +153,8 @@ def run(
     local: int,
     run_dir: str,
     link: Link | None = None,
+    warm: bool = False,
+    own_cores: bool = False,
 ) -> dict[str, int]:
     """Run a pipeline of `folder` on two hosts as `started` does; gives what programs of each sent over the
     link in bytes, by the host's name.
@@ -156,7 +163,10 @@ def run(
         RuntimeError: a host's `ddprun` failed.
         subprocess.TimeoutExpired: it took longer than five minutes.
     """
-    with started(folder, file, settings, local=local, run_dir=run_dir, link=link) as (made, running):
+    two = started(
+        folder, file, settings, local=local, run_dir=run_dir, link=link, warm=warm, own_cores=own_cores
+    )
+    with two as (made, running):
         finished: list[Finished] = [one.wait(TIMEOUT_S) for one in running]
         for one in finished:
             if one.code:

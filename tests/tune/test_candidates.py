@@ -98,6 +98,16 @@ def test_two_levels_are_tried_where_there_are_two(tmp_path: Path) -> None:
     assert hosts == {2, None}
 
 
+def test_a_policy_that_ignores_hooks_is_tried_once(tmp_path: Path) -> None:
+    """With each period; two ranks have one pair only, which is all of them."""
+    text = "hooks: [int8]\nstages: [train: {steps: 200}]\n"
+    _, found = searched(tmp_path, text, TWO_HOSTS)
+    names = [one.name for one in found if one.settings.sync.name == "gossip"]
+    assert names == [f"sync={{gossip: {{every: {every}}}}}" for every in (2, 4, 8, 16, 32)]
+    _, found = searched(tmp_path, text)
+    assert "gossip" not in {one.settings.sync.name for one in found}
+
+
 def test_periods_fit_the_stage(tmp_path: Path) -> None:
     """Ranks are to meet four times, or nobody sees what rare meetings do."""
     _, found = searched(tmp_path, "stages: [train: {steps: 40}]\n")
@@ -150,3 +160,6 @@ def test_what_loses_more_is_known(tmp_path: Path) -> None:
     assert not half_rare.at_least_as_lossy_as(half)  # another policy: nobody knows
     assert one({"local_sgd": {"every": 16}}, ["int8"]).at_least_as_lossy_as(half_rare)
     assert not one({"local_sgd": {"every": 4}}, ["int8"]).at_least_as_lossy_as(half_rare)
+    momentum, plain = (one({"diloco": {"every": 8, **outer}}, []) for outer in ({}, {"outer_momentum": 0}))
+    assert not plain.at_least_as_lossy_as(momentum)  # other updates of the weights
+    assert one({"diloco": {"every": 16, "overlap_steps": 4}}, ["int4"]).at_least_as_lossy_as(momentum)

@@ -19,12 +19,16 @@ CandidateKind = Literal["exact", "lossy hooks", "rare exchange"]
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
 _CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
-_SPARSE = {"topk": {"density": 0.015625, "values": "int2", "decay": 0.95}}  # SparseLoCo's
+# SparseLoCo's
+_SPARSE = {"topk": {"density": 0.015625, "values": "int2", "decay": 0.95}}
+_PLAIN_OUTER = {"outer_lr": 1.0, "outer_momentum": 0}
+
 _CODECS: tuple[list[Any], ...] = (
     *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"], ["int2"], ["topk"], [_SPARSE], ["powersgd"]),
 )
 _PERIODS = (2, 4, 8, 16, 32)
 _LONG_PERIODS = (8, 16, 32)
+_PERIOD_OPTIONS = {"every", "within", "across", "overlap_steps"}
 _PERIODS_PER_OVERLAP = 4  # a period is so many times as long as an exchange that overlaps with training
 _LOSSINESS_BY_HOOK = {"fp16": 1, "bf16": 1, "int8": 2, "fp8": 2, "int4": 3}
 _MAX_LOSSINESS = 4
@@ -132,8 +136,13 @@ class Candidate:
 
     def at_least_as_lossy_as(self, other: "Candidate") -> bool:
         """Whether it surely loses no less: the same policy, as rare or rarer, and hooks as lossy or more."""
-        same = self.settings.sync.name == other.settings.sync.name
+        same = self._policy_without_period == other._policy_without_period
         return same and self.period >= other.period and self.lossiness >= other.lossiness
+
+    @property
+    def _policy_without_period(self) -> tuple[str, dict[str, Any]]:
+        sync = self.settings.sync
+        return sync.name, {key: value for key, value in sync.options.items() if key not in _PERIOD_OPTIONS}
 
 
 def _hook_lossiness(name: str, options: Mapping[str, Any]) -> int:
@@ -173,6 +182,9 @@ def values_to_try(tuned: TunedStage, world: WorldShape, *, on_cpu: bool) -> dict
         {"diloco": {"every": every, "overlap_steps": every // _PERIODS_PER_OVERLAP}}
         for every in _LONG_PERIODS
     ]
+    sync += [{"diloco": {"every": every, **_PLAIN_OUTER}} for every in _LONG_PERIODS]
+    if world.ranks > 2:  # a pair of two ranks is all of them, as in local_sgd
+        sync += [{"gossip": {"every": every}} for every in _PERIODS]
     if world.hosts > 1 and world.ranks_per_host > 1:
         sync += [{"hierarchical_sgd": {"across": every}} for every in _PERIODS]
     return {
@@ -192,6 +204,9 @@ def all_combinations(
         values = zip(keys, chosen, strict=True)
         changes = {tuned.paths_by_key[key]: value for key, value in values if value is not None}
         candidate = tuned.with_changes(changes)
-        if candidate is not None and (settings := repr(candidate.values)) not in known:
+        if candidate is None:
+            continue
+        ignored = {} if candidate.settings.plan.uses_hooks else {"hooks": None}
+        if (settings := repr({**candidate.values, **ignored})) not in known:
             known.add(settings)
             yield candidate
