@@ -2,7 +2,7 @@
 
     python -m benchmarks [PART …] [--quick] [--list] [--minutes 3]
 
-Without a name, all parts of docs/performance.md, one after the other (some two hours on two cores); `--list`
+Without a name, all parts of docs/performance.md, one after the other (four hours on two cores); `--list`
 names the tables of other pages, too. Each part is a process of its own, which is ended if it takes too long.
 What it prints replaces its old table, with the machine beside it. A part that cannot run here, or fails,
 leaves its old table, and the reason is printed. `--quick` tries a part with the smallest settings, and prints
@@ -35,7 +35,7 @@ class Part:
     """Module of benchmarks/ and its arguments."""
 
     quick: str
-    """Arguments in place of these, or after them, for a trial in seconds."""
+    """Arguments in place of these, or after them, for a short trial."""
 
     limit_s: float
     page: str = PERFORMANCE
@@ -61,6 +61,14 @@ PARTS = [
         1800,
     ),
     Part("hooks", "ddprun's hooks and torch's hooks", "torch_hooks", "--rounds 3 --steps 2", 900),
+    Part(
+        "language",
+        "a language model over slow links",
+        "language",
+        "--seeds 1 --rounds 1 --steps 200 --only sparseloco",
+        9000,
+        pieces=True,
+    ),
     Part("link-100", "100 Mbit/s", f"{_WIDE} --mbit 100", _QUICK_LINK, 3600, pieces=True),
     Part(
         "link-37",

@@ -1,15 +1,18 @@
 """How well does a language model learn with each method, and how fast over a slow link?
 
-    python -m benchmarks.language [--seeds 3] [--steps 1000] [--only sparseloco …] [--minutes 3]
+    python -m benchmarks.language [--seeds 3] [--steps 1000] [--rounds 3] [--only sparseloco …] [--minutes 3]
 
 A byte-level transformer of 4.9 million parameters learns Python's standard library on two ranks, as the files
 `pipelines/language*.yaml`, `sparseloco.yaml` and `muloco.yaml` say. All methods see the same samples.
 
+In each of `--rounds` rounds, each method trains a few periods on two hosts (network namespaces; Linux, root)
+with a core each: without a limit on the link, from which steps over the links are predicted, and over each
+link. Medians over rounds count.
+
 Training runs without a link, since a link changes no bit: once for each method and seed, with a held-out loss
-every 200 steps. Plain DDP trains for `--steps`, the other methods for 1.4 times as many. Over each link,
-each method then trains a few periods on two hosts (network namespaces; Linux, root) with a core each. The
-seconds to plain DDP's loss are the steps until that loss, times the mean step over the link. Evaluations and
-the start do not count. Prints a Markdown table.
+every 200 steps. Plain DDP trains for `--steps`, the other methods for 1.4 times as many. The seconds to plain
+DDP's loss are the steps until that loss, times the mean step over the link. Evaluations and the start do not
+count. Prints a Markdown table.
 """
 
 import argparse
@@ -19,9 +22,9 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -35,9 +38,10 @@ from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
 from ddprun.predict.links import Links, parse_links
 from ddprun.predict.measure import cost_model_of_run
+from ddprun.units import format_count
 
 EVERY = 200  # steps from one held-out loss to the next
-LONGER = 1.4  # times `--steps`, for methods that have not reached plain DDP's loss
+LONGER = 1.4  # times `--steps`: how long all methods but plain DDP train
 LINKS = (Link(100), Link(37, 8))
 _COMPUTED = ("data_us", "forward_us", "backward_us", "optimizer_us")
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95%, by the number of values
@@ -108,112 +112,128 @@ def _timed_run(folder: Path, method: Method, link: Link | None) -> Path:
     return folder / "run"
 
 
-def over_link(method: Method, link: Link) -> dict[str, float]:
-    """A mean step over a link: its `seconds`, and the part in which rank 0 computes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = _timed_run(Path(scratch), method, link)
-        timed = [record for record in _records(folder) if record["step"] > method.period]
-    seconds = sum(record["step_us"] for record in timed)
-    computed = sum(record[part] for record in timed for part in _COMPUTED)
-    return {"seconds": seconds / 1e6 / len(timed), "computing": computed / seconds}
-
-
-def predict(method: Method) -> list[float]:
-    """Seconds of a mean step over each link, as predicted from a run without a limit on the link."""
+def time_steps(method: Method) -> dict[str, list[float]]:
+    """A mean step over each link: its `seconds`, what is `predicted` from a run without a limit on the link,
+    and the part in which rank 0 is `computing`.
+    """
+    found: dict[str, list[float]] = {"seconds": [], "computing": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = _timed_run(Path(scratch), method, None)
         model = cost_model_of_run(folder, Links(), cores=cores() / HOSTS)
-        found = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
-    stage = found.stages[0]
-    return [model.predict(stage, found.world, parse_links(*link.words)).step_us / 1e6 for link in LINKS]
+        explained = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
+    links = [parse_links(*link.words) for link in LINKS]
+    steps = [model.predict(explained.stages[0], explained.world, link) for link in links]
+    found["predicted"] = [step.step_us / 1e6 for step in steps]
+    for link in LINKS:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = _timed_run(Path(scratch), method, link)
+            timed = [record for record in _records(folder) if record["step"] > method.period]
+        seconds = sum(record["step_us"] for record in timed) / 1e6
+        computed = sum(record[part] for record in timed for part in _COMPUTED) / 1e6
+        found["seconds"].append(seconds / len(timed))
+        found["computing"].append(computed / seconds)
+    return found
+
+
+def medians(rounds: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Over rounds, of what `time_steps` gives."""
+    return {
+        name: [median(values) for values in zip(*(one[name] for one in rounds), strict=True)]
+        for name in rounds[0]
+    }
 
 
 def steps_to(losses: list[list[float]], wanted: float) -> float | None:
-    """After how many steps a loss is reached, between two measurements as the line between them says."""
-    for (before, high), (step, low) in pairwise(losses):
+    """After how many steps a loss is reached, between two measurements as the line between them says; never
+    before the first measurement.
+    """
+    (before, high), *rest = losses
+    if high <= wanted:
+        return before
+    for step, low in rest:
         if low <= wanted:
-            return (
-                float(step - (step - before) * (wanted - low) / (high - low))
-                if high > wanted
-                else float(before)
-            )
+            return step - (step - before) * (wanted - low) / (high - low)
+        before, high = step, low
     return None
 
 
 def interval(values: list[float]) -> str:
     """The mean and its 95% interval (Student's t)."""
-    if len(values) not in _STUDENT:
-        return f"{mean(values):.4f}"
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
     return f"{mean(values):.4f} ± {_STUDENT[len(values)] * stdev(values) / math.sqrt(len(values)):.4f}"
 
 
 def show(
-    found: dict[Method, list[dict[str, Any]]],
-    times: dict[tuple[Method, Link], dict[str, float]],
-    predicted: dict[Method, list[float]],
-    steps: int,
+    found: Mapping[Method, list[dict[str, Any]]], times: Mapping[Method, dict[str, list[float]]], steps: int
 ) -> None:
-    """Print the table, and the fastest method over the slowest link."""
-    links = [f"{link.mbit:g} Mbit/s" for link in LINKS]
-    heads = [
-        "method",
-        "file",
-        "bytes per step and rank",
-        f"held-out loss after {steps} steps",
-        "against plain",
-    ]
-    heads += ["steps to plain DDP's loss", *(f"ms per step, {link}: predicted / measured" for link in links)]
-    print_head(
-        [*heads, *(f"computing, {link}" for link in links), *(f"s to the loss, {link}" for link in links)]
-    )
-    plain_losses = [dict(map(tuple, run["losses"]))[steps] for run in found[PLAIN]]
-    seconds: dict[tuple[Method, Link], float] = {}
-    errors: list[float] = []
+    """Print three tables: what the methods send and learn, the losses on the way, and the time over links."""
+    curves = {method: [dict(run["losses"]) for run in runs] for method, runs in found.items()}
+    wanted = [curve[steps] for curve in curves[PLAIN]]
+    sent = {method: mean(run["bytes"] for run in runs) for method, runs in found.items()}
+    steps_needed: dict[Method, float] = {}
+    heads = ["bytes per step and rank", f"held-out loss after {steps} steps", "relative to plain DDP"]
+    print_head(["method", "file", *heads, "steps to plain DDP's loss"])
     for method, runs in found.items():
-        losses = [dict(map(tuple, run["losses"]))[steps] for run in runs]
-        ratio = mean(one / other for one, other in zip(losses, plain_losses, strict=True))
-        needed = [steps_to(run["losses"], wanted) for run, wanted in zip(runs, plain_losses, strict=True)]
+        losses = [curve[steps] for curve in curves[method]]
+        ratio = mean(one / plain for one, plain in zip(losses, wanted, strict=True))
+        needed = [steps_to(run["losses"], loss) for run, loss in zip(runs, wanted, strict=True)]
         reached = [one for one in needed if one is not None]
-        all_reached = len(reached) == len(needed)
-        for link in LINKS if all_reached else ():
-            seconds[method, link] = mean(reached) * times[method, link]["seconds"]
-        cells = [
-            method.name,
-            f"`{method.file}`",
-            f"{mean(run['bytes'] for run in runs):,.0f}",
-            interval(losses),
-        ]
-        cells += [f"{ratio - 1:+.1%}", f"{mean(reached):.0f}" if all_reached else f"not in {len(runs)} runs"]
-        for guess, link in zip(predicted[method], LINKS, strict=True):
-            fact = times[method, link]["seconds"]
-            errors.append(abs(guess / fact - 1))
-            cells.append(f"{1000 * guess:.0f} / {1000 * fact:.0f} ({guess / fact - 1:+.0%})")
-        cells += [f"{times[method, link]['computing']:.0%}" for link in LINKS]
-        print_row([*cells, *(f"{seconds[method, link]:.0f}" if all_reached else "" for link in LINKS)])
-    slowest = LINKS[-1]
-    fastest = min(
-        (method for method, link in seconds if link == slowest), key=lambda one: seconds[one, slowest]
-    )
-    speedup = seconds[PLAIN, slowest] / seconds[fastest, slowest]
-    fewer = mean(run["bytes"] for run in found[PLAIN]) / mean(run["bytes"] for run in found[fastest])
-    print(
-        f"\nOver {slowest.mbit:g} Mbit/s with {slowest.one_way_ms:g} ms each way, {fastest.name} reaches "
-        f"plain DDP's loss {speedup:.1f} times as fast. It sends {fewer:,.0f} times fewer bytes per step. "
-        f"The median error of a predicted step is {median(errors):.1%}, and the largest is {max(errors):.1%}."
-    )
+        if len(reached) == len(needed):
+            steps_needed[method] = mean(reached)
+        fewer = "" if method is PLAIN else f" (1/{sent[PLAIN] / sent[method]:,.0f})"
+        cells = [method.name, f"`{method.file}`", f"{sent[method]:,.0f}{fewer}", interval(losses)]
+        shown = (
+            f"{mean(reached):,.0f}" if method in steps_needed else f"{len(reached)} of {len(needed)} reach it"
+        )
+        print_row([*cells, f"{ratio - 1:+.1%}", shown])
+    print(f"\nThe held-out losses on the way, averaged over {format_count(len(wanted), 'seed')}:\n")
+    measured = sorted({step for (curve, *_) in curves.values() for step in curve})
+    print_head(["steps", *map(str, measured)])
+    for method, of_seeds in curves.items():
+        found_by = (
+            mean(curve[step] for curve in of_seeds) if step in of_seeds[0] else None for step in measured
+        )
+        print_row([method.name, *("" if loss is None else f"{loss:.3f}" for loss in found_by)])
+    errors: list[float] = []
+    for number, link in enumerate(LINKS):
+        latency = f" with {link.one_way_ms:g} ms each way" if link.one_way_ms else ""
+        print(f"\nOver {link.mbit:g} Mbit/s{latency}:\n")
+        heads = ["ms per step", "predicted", "computing", "seconds to plain DDP's loss", "times as fast"]
+        print_head(["method", *heads])
+        step_s = {method: of_method["seconds"][number] for method, of_method in times.items()}
+        for method, of_method in times.items():
+            errors.append(of_method["predicted"][number] / step_s[method] - 1)
+            guess = f"{1000 * of_method['predicted'][number]:,.0f} ({errors[-1]:+.0%})"
+            cells = [
+                method.name,
+                f"{1000 * step_s[method]:,.0f}",
+                guess,
+                f"{of_method['computing'][number]:.0%}",
+            ]
+            if method not in steps_needed:
+                print_row([*cells, "", ""])
+                continue
+            seconds = {one: steps_needed[one] * step_s[one] for one in (method, PLAIN)}
+            print_row([*cells, f"{seconds[method]:,.0f}", f"{seconds[PLAIN] / seconds[method]:.1f}"])
+    sizes = [*map(abs, errors)]
+    print(f"\nThe error of a prediction is {median(sizes):.1%} in the median, and at most {max(sizes):.1%}.")
 
 
 def main() -> None:
     """Measure and print."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 6))
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3, help="in which steps over the links are timed")
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose name has one of these, beside plain"
     )
     parser.add_argument("--minutes", type=float, help="a piece of it: then the same command continues")
     asked = parser.parse_args()
+    if asked.steps % EVERY:
+        parser.error(f"--steps must be a multiple of {EVERY}")
     for link in LINKS:
         if refused := link.refusal():
             sys.exit(refused)
@@ -223,21 +243,20 @@ def main() -> None:
         for one in METHODS
         if one is PLAIN or not asked.only or any(word in one.file for word in asked.only)
     ]
-    files = [(ROOT / "pipelines" / method.file).read_text() for method in METHODS]
-    pieces = Pieces("language", [asked.steps, files], asked.minutes)
-    times = {
-        (method, link): pieces.take(f"{link} {method}", partial(over_link, method, link))
-        for link in LINKS
-        for method in chosen
-    }
+    files = {method.name: (ROOT / "pipelines" / method.file).read_text() for method in chosen}
+    links = [link.words for link in LINKS]
+    pieces = Pieces("language", [asked.steps, asked.seeds, asked.rounds, links, files], asked.minutes)
+    rounds: dict[Method, list[dict[str, list[float]]]] = {method: [] for method in chosen}
+    for number in range(asked.rounds):
+        for method in random.Random(number).sample(chosen, len(chosen)):
+            rounds[method].append(pieces.take(f"times {number} {method}", partial(time_steps, method)))
     longer = EVERY * math.ceil(LONGER * asked.steps / EVERY)
-    predicted = {method: pieces.take(f"predicted {method}", partial(predict, method)) for method in chosen}
     found: dict[Method, list[dict[str, Any]]] = {method: [] for method in chosen}
     for seed in range(asked.seeds):
         for method in random.Random(seed).sample(chosen, len(chosen)):
             steps = asked.steps if method is PLAIN else longer
             found[method].append(pieces.take(f"{seed} {method}", partial(learn, method, seed, steps)))
-    show(found, times, predicted, asked.steps)
+    show(found, {method: medians(taken) for method, taken in rounds.items()}, asked.steps)
     pieces.end()
 
 

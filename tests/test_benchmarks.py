@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from benchmarks import __main__ as benchmarks
 from benchmarks.__main__ import PARTS, Part, measure, overhead_table
-from benchmarks.language import METHODS, steps_to
+from benchmarks.language import METHODS, show, steps_to
 from benchmarks.page import ROOT, Pieces, has_table, print_head, print_row, write_table
 from benchmarks.two_hosts import HOSTS, TIMEOUT_S, Link, started
 
@@ -213,3 +214,39 @@ def test_the_files_of_the_language_benchmark_differ_in_their_methods_alone() -> 
 def test_steps_to_a_loss_lie_between_two_measurements(wanted: float, steps: float | None) -> None:
     """As the line between them says."""
     assert steps_to([[100, 3.0], [200, 2.0], [250, 2.0], [300, 1.0]], wanted) == steps
+
+
+def test_the_tables_of_the_language_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that is equal to plain DDP, one that reaches its loss with one seed only, and a faster one."""
+
+    def runs(nbytes: int, *losses: list[float]) -> list[dict[str, Any]]:
+        return [
+            {"bytes": nbytes, "losses": [[200 * (number + 1), loss] for number, loss in enumerate(curve)]}
+            for curve in losses
+        ]
+
+    plain, equal, slow, fast = METHODS[0], METHODS[1], METHODS[3], METHODS[6]
+    found = {
+        plain: runs(1000, [3.0, 2.0], [3.0, 2.2]),
+        equal: runs(500, [3.0, 2.0, 1.9], [3.0, 2.2, 2.1]),
+        slow: runs(100, [3.0, 2.5, 2.0], [3.0, 2.5, 2.3]),
+        fast: runs(10, [2.0, 1.8, 1.7], [2.4, 2.0, 1.8]),
+    }
+    times = {
+        plain: {"seconds": [1.0, 4.0], "predicted": [1.0, 4.4], "computing": [0.5, 0.125]},
+        equal: {"seconds": [0.5, 2.0], "predicted": [0.5, 2.0], "computing": [0.5, 0.25]},
+        slow: {"seconds": [0.2, 0.4], "predicted": [0.2, 0.4], "computing": [0.5, 0.5]},
+        fast: {"seconds": [0.4, 0.5], "predicted": [0.3, 0.5], "computing": [0.75, 1.0]},
+    }
+    show(found, times, 400)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[1] == "| plain DDP | `language.yaml` | 1,000 | 2.1000 ± 1.2706 | +0.0% | 400 |"
+    assert rows[2] == "| fp16 | `language-fp16.yaml` | 500 (1/2) | 2.1000 ± 1.2706 | +0.0% | 400 |"
+    assert rows[3].endswith("| 100 (1/10) | 2.5000 ± 0.0000 | +19.3% | 1 of 2 reach it |")
+    assert rows[4].endswith("| 10 (1/100) | 1.9000 ± 1.2706 | -9.5% | 250 |")
+    assert rows[6] == "| plain DDP | 3.000 | 2.100 |  |"
+    assert [row for row in rows if row.startswith("| MuLoCo | 4")] == [
+        "| MuLoCo | 400 | 300 (-25%) | 75% | 100 | 4.0 |"
+    ]
+    assert "| MuLoCo | 500 | 500 (+0%) | 100% | 125 | 12.8 |" in rows
+    assert "| DiLoCo | 400 | 400 (+0%) | 50% |  |  |" in rows

@@ -184,7 +184,7 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     assert told[-1] == "Choose unclear: it is the fastest that does not learn worse."
     assert (
         learning.comparison_sentences(comparison_rows(sides[:2]))[-1]
-        == "Stay with first: what is faster learns worse, or sends nothing."
+        == "Stay with first: what is faster learns worse, or sends no gradients."
     )
 
 

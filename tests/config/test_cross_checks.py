@@ -108,6 +108,11 @@ def test_hooks_that_one_stage_uses(loaded: Load) -> None:
             "some fragments are exchanged only at its end",
         ),
         (
+            "stages: [{train: {steps: 4, sync: {gossip: {every: 5}}}}]\n",
+            "stages[0].train.sync.gossip.every",
+            '"every: 5" is longer than "steps: 4" of stages[0].train: ranks synchronise only at its end',
+        ),
+        (
             "sync: {hierarchical_sgd: {within: 4, across: 4}}\n",
             "sync.hierarchical_sgd.within",
             '"within: 4" has no effect with "across: 4": all average equally often',

@@ -111,6 +111,11 @@ def test_hooks_carry_it(tmp_path: Path, hooks: str) -> None:
         ("adagrad", "adamw", "optimizer.AdamW: Adam does not support sparse gradients, please consider "),
         ("adagrad", "sparse_adam", "SparseAdam does not support dense gradients, please consider Adam "),
         ("0.1}", "0.1, weight_decay: 0.1}", "weight_decay option is not compatible with sparse gradients"),
+        (
+            "{adagrad: {lr: 0.1}}",
+            "{muon: {lr: 0.02}, others: adagrad}",
+            "such as sgd; a group with optimizer: others can have the embedding",
+        ),
         ("seed: 5", "clip_norm: 1", "clip_norm: torch clips no sparse gradients, and an embedding of the "),
     ],
 )

@@ -154,7 +154,7 @@ def test_noop(file: Path, capsys: Out) -> None:
     stages = "stages=[{train: {steps: 4}}, {train: {steps: 4, sync: {local_sgd: {every: 2}}}}]"
     out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
     assert "Gradients go through the hooks, but to no other rank, in every step, in 2 buckets" in out
-    assert "noop sends nothing, so ranks diverge." in out
+    assert "noop sends no gradients, so ranks diverge." in out
     assert "Steps 2, 4: nothing, because the hook is noop." in out
     assert "Gradients are averaged" not in out
     assert "so once more: the parameters as they are, averaged over all 4 ranks." in out

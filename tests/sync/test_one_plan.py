@@ -10,6 +10,7 @@ from ddprun.config import load
 from ddprun.engine.worker import run_worker
 from ddprun.explain.explain import explain
 from ddprun.sync import Partition, StageFacts, SyncPlan, Transfer
+from ddprun.sync.policies.gossip import Gossip
 from ddprun.sync.policies.local_sgd import LocalSgd
 from tests.engine.running import lines
 from tests.ranks import as_processes
@@ -37,6 +38,14 @@ def _plan(policy: LocalSgd, stage: StageFacts) -> SyncPlan:
 def test_a_change_among_the_parts_of_a_partition_is_refused() -> None:
     with pytest.raises(ValueError, match='not among the parts of "halves": there, average the parameters'):
         Transfer("change", 3, among=Partition("halves", _halves))
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 1), (3, 2), (20, 8)])
+def test_control_messages_wait_as_long_for_pairs_as_for_all_ranks(every: int, delay: int) -> None:
+    """Until the next exchange, but no longer than eight steps."""
+    stage = StageFacts(backward=True, changes_weights=True)
+    for policy in (LocalSgd(every=every), Gossip(every=every)):
+        assert policy.plan(stage).control_delay_steps == delay
 
 
 def _work(file: Path, run_dir: Path, changed: bool) -> int:

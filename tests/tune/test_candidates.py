@@ -104,8 +104,21 @@ def test_a_policy_that_ignores_hooks_is_tried_once(tmp_path: Path) -> None:
     _, found = searched(tmp_path, text, TWO_HOSTS)
     names = [one.name for one in found if one.settings.sync.name == "gossip"]
     assert names == [f"sync={{gossip: {{every: {every}}}}}" for every in (2, 4, 8, 16, 32)]
+    assert {one.period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8, 16, 32}
+    assert {one.lossiness for one in found if one.settings.sync.name == "gossip"} == {0}
+    _, found = searched(tmp_path, text.replace("200", "40"), TWO_HOSTS)
+    assert {one.period for one in found if one.settings.sync.name == "gossip"} == {2, 4, 8}
     _, found = searched(tmp_path, text)
     assert "gossip" not in {one.settings.sync.name for one in found}
+
+
+def test_the_outer_optimizer_of_sparseloco_is_tried(tmp_path: Path) -> None:
+    """Beside the default one, which overlaps."""
+    _, found = searched(tmp_path, "stages: [train: {steps: 200}]\n", hooks=[])
+    outer = [(one.period, one.settings.sync.options) for one in found if one.settings.sync.name == "diloco"]
+    tried = [(every, options["outer_lr"], options["outer_momentum"]) for every, options in outer]
+    assert sorted(one for one in tried if one[2] == 0) == [(8, 1.0, 0), (16, 1.0, 0), (32, 1.0, 0)]
+    assert len(tried) == 6
 
 
 def test_periods_fit_the_stage(tmp_path: Path) -> None:
@@ -161,5 +174,8 @@ def test_what_loses_more_is_known(tmp_path: Path) -> None:
     assert one({"local_sgd": {"every": 16}}, ["int8"]).at_least_as_lossy_as(half_rare)
     assert not one({"local_sgd": {"every": 4}}, ["int8"]).at_least_as_lossy_as(half_rare)
     momentum, plain = (one({"diloco": {"every": 8, **outer}}, []) for outer in ({}, {"outer_momentum": 0}))
+    often, rarely = (one({"gossip": {"every": every}}, []) for every in (2, 32))
+    assert rarely.at_least_as_lossy_as(often)
+    assert not often.at_least_as_lossy_as(rarely)
     assert not plain.at_least_as_lossy_as(momentum)  # other updates of the weights
     assert one({"diloco": {"every": 16, "overlap_steps": 4}}, ["int4"]).at_least_as_lossy_as(momentum)

@@ -163,3 +163,20 @@ def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> 
     seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
     report = build_report(AROUND, 8.0, [word], seen, {1: PeerAddress("there", "/page", "")})
     assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message
+
+
+def test_a_collective_that_all_have_entered_names_a_next_step() -> None:
+    """No rank is at fault, so nothing else says what to do."""
+    watchdog = RankWatchdog(0, 8.0, None, lambda *_: None)
+    control = WatchedSequence(watchdog, 0, "control", (0, 1))
+    word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
+    seen = {0: page(0, (1,), word), 1: page(1, (1,), word)}
+    peers = {0: PeerAddress("here", "/page", ""), 1: PeerAddress("there", "/page", "")}
+    message = build_report(AROUND, 8.0, [word], seen, peers).message
+    assert message.splitlines()[0].endswith("have all entered a collective that has not completed for 8 s")
+    assert message.splitlines()[-1].split(maxsplit=2)[:2] == ["next", "step"]
+    assert "ddprun doctor" in message
+    on_one_host = {rank: PeerAddress("here", "/page", "") for rank in (0, 1)}
+    assert "ddprun doctor" not in build_report(AROUND, 8.0, [word], seen, on_one_host).message
+    seen[1] = page(1, (0,))
+    assert "ddprun doctor" not in build_report(AROUND, 8.0, [word], seen, peers).message

@@ -39,7 +39,9 @@ _SEEDS_NOTE = (
     help="Compare a key's values: --vary 'hooks=[[], [fp16]]'. Repeated: all combinations.",
 )
 @override_option("Override a value in all of them.")
-@click.option("--noop", is_flag=True, help="Also run the first setting with nothing sent: the upper bound.")
+@click.option(
+    "--noop", is_flag=True, help="Also run the first setting with no gradients sent: the upper bound."
+)
 @click.option("--fidelity", is_flag=True, help="Compare gradients with the exact mean once per turn.")
 @click.option("--steps", type=click.IntRange(min=1), help="Steps of each run; by default the file's.")
 @click.option(

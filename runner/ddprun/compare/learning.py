@@ -295,5 +295,5 @@ def _recommendation_sentence(first: Row, others: Sequence[Row]) -> str:
     if any(row["verdict"] == TOO_FEW_TURNS for row in others):
         return "There is nothing to choose yet: compare again with more `--steps`, or a smaller `--turn`."
     if any(row["verdict"] == "faster" for row in others):
-        return f"Stay with {first['variant']}: what is faster learns worse, or sends nothing."
+        return f"Stay with {first['variant']}: what is faster learns worse, or sends no gradients."
     return f"Stay with {first['variant']}: nothing else is faster beyond noise, or learns better."

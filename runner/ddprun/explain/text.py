@@ -169,7 +169,7 @@ def _parameter_drift_text(stage: StageExplanation, settings: StepStageSettings) 
             "last. DDP does not undo that: it sends gradients, not parameters."
         )
     elif settings.uses_noop:
-        why = "noop sends nothing, so ranks diverge."
+        why = "noop sends no gradients, so ranks diverge."
     elif settings.plan.gradients == "all":
         why = (
             "All ranks start with the same values, and take every step by the same mean gradient, so they "

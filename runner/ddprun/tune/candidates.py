@@ -114,12 +114,14 @@ class Candidate:
 
     @property
     def period(self) -> int:
-        """Steps from one synchronisation of all ranks to the next."""
-        return self.settings.plan.period
+        """Steps from one exchange to the next, among all ranks or, as in gossip, among parts of them."""
+        return self.settings.plan.exchange_period
 
     @property
     def lossiness(self) -> int:
         """How much is lost of what travels, in grades from 0 (nothing) to 4."""
+        if not self.settings.plan.uses_hooks:
+            return 0
         return max([_hook_lossiness(hook.name, hook.options) for hook in self.settings.hooks] or [0])
 
     @property
@@ -135,7 +137,9 @@ class Candidate:
         return self.settings.accumulate * self.loaded.pipeline.loader.batch_size
 
     def at_least_as_lossy_as(self, other: "Candidate") -> bool:
-        """Whether it surely loses no less: the same policy, as rare or rarer, and hooks as lossy or more."""
+        """Whether it surely loses no less: the same policy and options apart from period and overlap, as rare
+        or rarer, and hooks as lossy or more.
+        """
         same = self._policy_without_period == other._policy_without_period
         return same and self.period >= other.period and self.lossiness >= other.lossiness
 

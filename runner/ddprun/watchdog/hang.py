@@ -27,6 +27,7 @@ _WAIT_FOR_REPORTS_S = 2.0
 _STORE_LINGER_S = 1.0
 _PARAMS_SHOWN = 12
 _MAX_OTHER_WAITS_SHOWN = 3
+_DOCTOR = "run ddprun doctor on all hosts, with the flags of the run: it tests the links between them"
 _ACTIVITIES_KEPT = 8  # of the ranks at fault
 
 # `late`: they have not come to the collective. `silent`: nobody can see whether they have. `circle`: they
@@ -189,12 +190,14 @@ def build_report(
         f"{_describe_collective(one.pending)}, {' '.join(_contents_row(one.pending))}"
         for one in other_waits[:_MAX_OTHER_WAITS_SHOWN]
     ]
+    several_hosts = any(peer.host != context.host for peer in peers.values())
     rows = [
         ("collective", f"{_describe_collective(pending)}, among {format_ranks(pending.sequence.ranks)}"),
         _contents_row(pending),
         *((f"rank {rank}", _describe_rank(rank, context, statuses, peers)) for rank in diagnosis.ranks),
         ("waiting", format_ranks(waiting or [*statuses])),
         *(("also waits for", text) for text in also_waits),
+        *([("next step", _DOCTOR)] if diagnosis.cause == "network" and several_hosts else []),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
