@@ -256,8 +256,8 @@ def show_steps(steps: int) -> None:
     half = len(taken) // 2
     drift = float(np.median(step_ms[half:]) / np.median(step_ms[edges[1] : half]))
     print(
-        f"\nWithout the first tenth of the run, a rank's memory changes by {slope:+.2f} MB per 100,000 steps, "
-        f"and the median step takes {drift:.3f} times as long in the second half as in the first half."
+        f"\nWithout the first tenth of the run, a rank's memory changes by {slope:+.2f} MB per 100,000 "
+        f"steps, and the median step takes {drift:.3f} times as long in the second half as in the first half."
     )
 
 
