@@ -19,10 +19,8 @@ CandidateKind = Literal["exact", "lossy hooks", "rare exchange"]
 CANDIDATE_KINDS: tuple[CandidateKind, ...] = get_args(CandidateKind)
 
 _CAPS_MB = (1, 5, 25, 100, [1, 5, 25], [25, 5, 1])
-# SparseLoCo's
-_SPARSE = {"topk": {"density": 0.015625, "values": "int2", "decay": 0.95}}
-_PLAIN_OUTER = {"outer_lr": 1.0, "outer_momentum": 0}
-
+_SPARSE = {"topk": {"density": 0.015625, "values": "int2", "decay": 0.95}}  # SparseLoCo's
+_SPARSE_OUTER = {"outer_lr": 1.0, "outer_momentum": 0}  # and its outer optimizer
 _CODECS: tuple[list[Any], ...] = (
     *([], ["fp16"], ["bf16"], ["int8"], ["fp8"], ["int4"], ["int2"], ["topk"], [_SPARSE], ["powersgd"]),
 )
@@ -186,7 +184,7 @@ def values_to_try(tuned: TunedStage, world: WorldShape, *, on_cpu: bool) -> dict
         {"diloco": {"every": every, "overlap_steps": every // _PERIODS_PER_OVERLAP}}
         for every in _LONG_PERIODS
     ]
-    sync += [{"diloco": {"every": every, **_PLAIN_OUTER}} for every in _LONG_PERIODS]
+    sync += [{"diloco": {"every": every, **_SPARSE_OUTER}} for every in _LONG_PERIODS]
     if world.ranks > 2:  # a pair of two ranks is all of them, as in local_sgd
         sync += [{"gossip": {"every": every}} for every in _PERIODS]
     if world.hosts > 1 and world.ranks_per_host > 1:
