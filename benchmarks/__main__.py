@@ -2,7 +2,7 @@
 
     python -m benchmarks [PART …] [--quick] [--list] [--minutes 3]
 
-Without a name, all parts of docs/performance.md, one after the other (four hours on two cores); `--list`
+Without a name, all parts of docs/performance.md, one after the other (hours on two cores); `--list`
 names the tables of other pages, too. Each part is a process of its own, which is ended if it takes too long.
 What it prints replaces its old table, with the machine beside it. A part that cannot run here, or fails,
 leaves its old table, and the reason is printed. `--quick` tries a part with the smallest settings, and prints
