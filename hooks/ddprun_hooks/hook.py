@@ -54,17 +54,17 @@ class Hook:
         return {} if self.role == "codec" else {GroupRequirement("world"): self.rounds}
 
     def inner_stacks(self) -> Mapping[str, Stack]:
-        """The stacks inside this hook, by the level that each serves: steps begin and end for their hooks,
-        too.
-        """
+        """The stacks inside this hook, by the level that each serves. It keeps no state besides theirs."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides later steps, keyed by kind of payload and parameter name."""
+        """What decides later steps, keyed by kind of payload and parameter name: copies, which no later step
+        changes. Loading it undoes a step that GradScaler skips.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Bring back what `state_dict` gave on this rank, or `merge` of all ranks' states."""
+        """Bring back what `state_dict` gave on this rank, or `merge` of all of them; `{}`: start anew."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
@@ -74,15 +74,6 @@ class Hook:
         States come in rank order. A hook with state that does not override this keeps rank 0's state only.
         """
         return states[0] if states else {}
-
-    def begin_step(self) -> None:
-        """A step begins that `rollback` may undo. Without it, a step cannot be undone."""
-
-    def commit(self) -> None:
-        """The optimizer has taken the step."""
-
-    def rollback(self) -> None:
-        """The step was skipped (GradScaler): be as before it."""
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         """Parameters' means, as this hook gave them on all ranks, are used on none of them. A hook that keeps

@@ -71,6 +71,7 @@ class Stack:
             one: passes * rounds for one, rounds in reducer.requirements().items() if rounds
         }
         self.max_collectives = sum(self.requirements.values())  # of one payload, among any ranks
+        self._before_step: list[tuple[Hook, dict[str, Any]]] = []  # hooks' states, to undo a step
 
         # Names of the hooks that are not built in.
         self.custom_hooks = [
@@ -147,18 +148,18 @@ class Stack:
 
     def begin_step(self) -> None:
         """A step begins that `rollback` may undo."""
-        for _, hook in self.named_hooks():
-            hook.begin_step()
+        keeping = [hook for _, hook in self.named_hooks() if not hook.inner_stacks()]
+        self._before_step = [(hook, hook.state_dict()) for hook in keeping]
 
     def commit(self) -> None:
         """The optimizer has taken the step."""
-        for _, hook in self.named_hooks():
-            hook.commit()
+        self._before_step = []
 
     def rollback(self) -> None:
         """The step was skipped: the hooks' state is as before it."""
-        for _, hook in self.named_hooks():
-            hook.rollback()
+        # It stays referenced: on a GPU, a bucket's stream reads its tensors in the next step.
+        for hook, state in self._before_step:
+            hook.load_state_dict(state)
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         """Means that no rank uses: the first hook that keeps residuals of a parameter keeps its mean."""

@@ -226,7 +226,7 @@ def check_hooks(
 
     def rolled_back(rank: Rank) -> None:
         rank.step(0)
-        before = rank.stack.state_dict()
+        before = copy.deepcopy(rank.stack.state_dict())
         rank.stack.begin_step()
         rank.step(1)
         rank.stack.rollback()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddprun_hooks.stack import Stack
 from ddprun_hooks.testing import check_hooks
 from tests.engine.running import run_pipeline, summary
 from tests.ranks import free_port
@@ -52,16 +53,19 @@ def test_the_hook_with_state_holds_every_promise(scaled: Any, hooks: Any) -> Non
     check_hooks(hooks, ranks=4)
 
 
-def test_its_own_state_is_merged_and_rolled_back(scaled: Any) -> None:
-    """The largest values of all ranks; and after a rollback those from before the step."""
+def test_its_own_state_is_merged_rolled_back_and_taken_over(scaled: Any) -> None:
+    """The largest values of all ranks; after a rollback, those from before the step."""
     states = []
     for largest in (2.0, 5.0, 3.0):
         hook = scaled()
+        stack, later = Stack([("scaled", hook)]), Stack([("scaled", scaled())])
         hook.largest = {"gradient": {"weight": torch.tensor(largest)}}
-        hook.begin_step()
+        stack.begin_step()
         hook.largest["gradient"]["weight"] = torch.tensor(9.0)
-        hook.rollback()
-        states.append(hook.state_dict())
+        stack.rollback()
+        later.adopt_state([stack])
+        assert not hook.largest
+        states.append(later.state_dict()["scaled"])
     assert scaled().merge(states)["largest"] == {"gradient": {"weight": torch.tensor(5.0)}}
 
 

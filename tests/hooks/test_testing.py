@@ -52,7 +52,6 @@ class Flat(Hook):
     def __init__(self) -> None:
         self.own: dict[str, Tensor] = {}
         self.of_all: dict[str, Tensor] = {}  # of a merged state, each rank's part to be taken
-        self.before: dict[str, Tensor] = {}
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         for param in payload.params:
@@ -75,12 +74,6 @@ class Flat(Hook):
             "own": {},
             "of_all": {name: sum(one["own"][name] for one in states) for name in states[0]["own"]},
         }
-
-    def begin_step(self) -> None:
-        self.before = dict(self.own)
-
-    def rollback(self) -> None:
-        self.own = self.before
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         for name in self.own.keys() & means.keys():
@@ -119,10 +112,18 @@ class Newborn(Half):
 
 
 class Stubborn(Half):
-    """Does not roll back."""
+    """Brings its state back only before its first step."""
 
-    def rollback(self) -> None:
-        self.commit()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.state_dict():
+            super().load_state_dict(state)
+
+
+class Live(Flat):
+    """Gives the very dictionary that it goes on with, not a copy."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.own, "of_all": self.of_all}
 
 
 class Wasteful(Half):
@@ -226,6 +227,7 @@ def test_payloads_are_fp32() -> None:
         (Apart, "rank 1 and rank 0 got different bits"),
         (Newborn, "resumes from a loaded state with different bits"),
         (Stubborn, "rolled back has changed the state"),
+        (Live, "resumes from a loaded state with different bits"),
         (Off, "away from the mean"),
     ],
 )

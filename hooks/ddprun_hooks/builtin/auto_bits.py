@@ -1,6 +1,5 @@
 """The smallest code of each bucket whose mean is near enough to the exact one."""
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -75,7 +74,6 @@ class AutoBits(ErrorFeedback):
         self._choices: dict[_Key, _Choice] = {}
         self._measured: dict[_Key, Tensor] = {}  # products of the last exchange, shape (ranks, 3)
         self._used: dict[_Key, str] = {}  # the code of the last exchange
-        self._before_step: tuple[dict[_Key, _Choice], dict[_Key, Tensor]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         if not payload.tensor.numel():
@@ -137,19 +135,6 @@ class AutoBits(ErrorFeedback):
         if not states:
             return {}
         return {**states[0], "residuals": super().merge([state["residuals"] for state in states])}
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._before_step = copy.deepcopy(self._choices), dict(self._measured)
-
-    def rollback(self) -> None:
-        if self._before_step is not None:
-            self._choices, self._measured = self._before_step
-        super().rollback()
-
-    def commit(self) -> None:
-        super().commit()
-        self._before_step = None
 
 
 def _stride(payload: Tensor) -> int:

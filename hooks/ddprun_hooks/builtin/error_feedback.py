@@ -27,7 +27,6 @@ class _BucketResidual:
     params: tuple[ParamSlice, ...]
     values: Tensor  # shape (numel,)
     group_size: int = 1  # how many ranks hold the same elements
-    values_before_step: Tensor | None = None  # those before the current step, if that may be rolled back
 
     def pieces(self, kind: str) -> dict[_PieceKey, ResidualPiece]:
         return {
@@ -43,7 +42,6 @@ class ErrorFeedback(Hook):
         self._bucket_residuals: dict[tuple[PayloadKind, int], _BucketResidual] = {}
         # Of a loaded state or an older bucket layout.
         self._unclaimed_pieces: dict[_PieceKey, ResidualPiece] = {}
-        self._can_roll_back = False
 
     def residual(self, payload: Payload, group_size: int) -> Tensor:
         """The residual of `payload`, to be overwritten with the new one: shape (numel,), at least fp32.
@@ -65,8 +63,6 @@ class ErrorFeedback(Hook):
                 self._release(key)
             bucket = self._bucket_residuals[key] = self._carry_over_residual(payload, group_size)
         bucket.group_size = group_size
-        if self._can_roll_back and bucket.values_before_step is None:
-            bucket.values_before_step = bucket.values.clone()
         return bucket.values
 
     def _carry_over_residual(self, payload: Payload, group_size: int) -> _BucketResidual:
@@ -108,20 +104,6 @@ class ErrorFeedback(Hook):
             # A loaded total that nobody has claimed is the same on every rank: it counts once.
             merged[key] = {"start": 0, "total": _sum_pieces(own)} if own else of_ranks[0]
         return nested_by_kind(merged)
-
-    def begin_step(self) -> None:
-        self._can_roll_back = True
-
-    def commit(self) -> None:
-        for bucket in self._bucket_residuals.values():
-            bucket.values_before_step = None
-        self._can_roll_back = False
-
-    def rollback(self) -> None:
-        for bucket in self._bucket_residuals.values():
-            if bucket.values_before_step is not None:
-                bucket.values.copy_(bucket.values_before_step)
-        self.commit()
 
     def take_back(self, kind: str, means: dict[str, Tensor]) -> None:
         """Each rank that holds an element keeps an equal part of it, and nothing of what is not finite."""

@@ -36,7 +36,6 @@ class PowerSgd(ErrorFeedback):
         # By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of the
         # parameter, or -1 if it was merged from several.
         self._last_qs: dict[tuple[str, str], dict[str, Any]] = {}
-        self._last_qs_before_step: dict[tuple[str, str], dict[str, Any]] | None = None
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
@@ -136,19 +135,6 @@ class PowerSgd(ErrorFeedback):
         factors = nested_by_kind({key: {**piece, "start": -1} for key, piece in first.items()})
         residuals = super().merge([state["residuals"] for state in states if "residuals" in state])
         return {key: value for key, value in (("residuals", residuals), ("factors", factors)) if value}
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._last_qs_before_step = dict(self._last_qs)
-
-    def commit(self) -> None:
-        super().commit()
-        self._last_qs_before_step = None
-
-    def rollback(self) -> None:
-        if self._last_qs_before_step is not None:
-            self._last_qs = self._last_qs_before_step
-        super().rollback()
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
