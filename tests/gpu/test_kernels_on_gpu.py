@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import find_overflow
 from ddprun_hooks.builtin.two_phase import Fp8, Int4, Int8, TwoPhaseReduction
 from tests.gpu.conftest import Figure
@@ -42,30 +41,6 @@ def test_casts_have_the_bits_of_torch(name: str, kind: str) -> None:
         assert same_bits.of_sums_in_fp32(name, numel, ranks, torch.float32, kind, device=GPU) == []
     for large in (None, float("inf"), float("nan"), 60000.0):
         assert same_bits.of_cast(name, 123_457, torch.float32, kind, large, device=GPU) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("chunks", "length", "k", "numel"), [(1, 1, 1, 1), (3, 700, 699, 2100), (1221, 4096, 64, 5_000_001)]
-)
-def test_the_largest_values_are_those_of_a_stable_sort(
-    chunks: int, length: int, k: int, numel: int, kind: str
-) -> None:
-    assert same_bits.of_largest(chunks, length, k, numel, kind, GPU) == []
-
-
-@pytest.mark.parametrize("values", [None, "bf16", "int8", "int2"])
-def test_a_message_of_the_largest_is_that_of_torch(
-    values: topk.ValueFormat | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no magnitude is there twice; and what is left is."""
-    given = same_bits.values("normal", 5_000_001, 3).to(GPU)
-    chunks, outcomes = topk.Chunks.of(given, 4096, 1 / 64, values), []
-    for least in (0, len(given) + 1):
-        monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", least)
-        residual = torch.zeros_like(given)
-        outcomes.append((chunks.take_largest(given.clone(), residual), residual))
-    assert all(map(torch.equal, *outcomes))
 
 
 def ms(act: Callable[[], Any]) -> float:
@@ -110,20 +85,16 @@ def test_quantising_takes_little_longer_than_copying_as_much(figure: Figure, wir
     assert share > 0.75
 
 
-def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of two ranks, decoding, casts, the largest values, beside what torch takes."""
+def test_what_the_other_kernels_take(figure: Figure) -> None:
+    """Sums of two ranks, decoding and casts, beside what torch takes."""
     from ddprun_hooks.builtin.fused import FusedBlockReduction
     from ddprun_hooks.kernels import casts
 
     given, residual = torch.randn(LARGE, device=GPU), torch.zeros(LARGE, device=GPU)
-    wire, chunks = Int8(256), topk.Chunks.of(given, 4096, 0.01, None)
+    wire = Int8(256)
     ours = FusedBlockReduction(wire, given, residual, 0, 2)
     message = ours.encode()
     sums = ours.sum_and_encode(message).repeat(2)
-
-    def take_largest(least: int) -> None:
-        monkeypatch.setattr(topk, "_MIN_KERNEL_NUMEL", least)
-        chunks.take_largest(given, residual)
 
     def add_in_torch() -> None:
         first, second = message.view(2, -1)
@@ -143,10 +114,6 @@ def test_what_the_other_kernels_take(figure: Figure, monkeypatch: pytest.MonkeyP
         "sum of two shares": (lambda: ours.sum_and_encode(message), add_in_torch),
         "decoding": (lambda: ours.decode(sums), decode_in_torch),
         "cast with overflow check": (cast, cast_in_torch),
-        "largest 1%": (
-            lambda: take_largest(0),
-            lambda: take_largest(LARGE + 1),
-        ),
     }
     for what, (kernel, reference) in pairs.items():
         fast, slow = ms(kernel), ms(reference)

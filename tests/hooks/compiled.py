@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from ddprun_hooks.kernels import blocks, casts, largest
+from ddprun_hooks.kernels import blocks, casts
 
 _I32 = (
     "numel",
@@ -20,8 +20,6 @@ _I32 = (
     "ranks",
     "message_numel",
     "count",
-    "length",
-    "k",
 )  # arguments that are whole numbers
 
 
@@ -78,8 +76,6 @@ def _variants() -> Iterator[
         summed = {"arrived": dtype, "residual_share": "fp32", "message": dtype}
         yield "sum_and_downcast", casts.sum_and_downcast, dtype, summed, {}, options
         yield "upcast", casts.upcast, dtype, {"total": dtype, "values": "fp32", "flags": "i32"}, {}, options
-    selected = {"payload": "fp32", "residual": "fp32", "indices": "i32"}
-    yield "add_and_select", largest.add_and_select, "4096", selected, {}, largest.launch_options(4096)
 
 
 def _compiled(

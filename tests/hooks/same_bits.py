@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ddprun_hooks import kernels
-from ddprun_hooks.builtin import topk
 from ddprun_hooks.builtin.cast import (
     DTYPES,
     CastFormat,
@@ -180,30 +179,10 @@ def of_cast(
     return found
 
 
-def of_largest(chunks: int, length: int, k: int, numel: int, kind: str, device: str = "cpu") -> list[str]:
-    """Differences in what `topk` takes, in two steps, from a stable sort of each chunk by magnitude."""
-    from ddprun_hooks.kernels import largest
-
-    found: list[str] = []
-    expected, ours = torch.zeros(chunks * length), torch.zeros(numel, device=device)
-    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
-        given = values(kind, numel, step).to(dtype)
-        indices = largest.add_and_find_largest(given.to(device), ours, chunks, length, k).cpu()
-        expected[:numel] += given
-        order = torch.where(expected.isnan(), torch.finfo(torch.float64).max, expected.abs().double())
-        order[expected.isinf()] = 1e300
-        of_chunks = order.view(chunks, length).sort(descending=True, stable=True).indices[:, :k]
-        if not torch.equal(indices.long(), of_chunks.sort().values):
-            found.append(f"step {step}: indices")
-        if not torch.equal(bits(expected[:numel]), bits(ours.cpu())):
-            found.append(f"step {step}: sums")
-    return found
-
-
 def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
     """Differences of what a hook gives and keeps with kernels and without, and how often one was launched."""
     from ddprun_hooks.builtin.fused import FusedBlockReduction
-    from ddprun_hooks.kernels import casts, largest
+    from ddprun_hooks.kernels import casts
     from ddprun_hooks.payload import ParamSlice
     from ddprun_hooks.registry import make_stack
 
@@ -216,21 +195,15 @@ def through_a_stack(hook: Any, numel: int) -> tuple[list[str], int]:
             rank.stack = stack
             return [rank.send(values("normal", numel, step), params) for step in range(3)]
 
-        spies = [
-            mock.patch.object(module, name, wraps=getattr(module, name))
-            for module, name in (
-                (casts, "launch_downcast"),
-                (largest, "add_and_find_largest"),
-            )
-        ]
-        encode = FusedBlockReduction.encode
-        spies.append(mock.patch.object(FusedBlockReduction, "encode", autospec=True, side_effect=encode))
-        chosen = mock.patch.object(kernels, "can_handle_tensors", can_handle_tensors)
-        with chosen, mock.patch.object(topk, "_MIN_KERNEL_NUMEL", 0):
-            with spies[0] as first, spies[1] as second, spies[2] as third:
-                given = run_hooks([hook], 1, body)[0]
-            launched = first.call_count + second.call_count + third.call_count
-            assert not launched or can_handle_tensors is kernels.supports_dtypes
+        encode, launch = FusedBlockReduction.encode, casts.launch_downcast
+        with (
+            mock.patch.object(kernels, "can_handle_tensors", can_handle_tensors),
+            mock.patch.object(casts, "launch_downcast", wraps=launch) as casting,
+            mock.patch.object(FusedBlockReduction, "encode", autospec=True, side_effect=encode) as encoding,
+        ):
+            given = run_hooks([hook], 1, body)[0]
+        launched = casting.call_count + encoding.call_count
+        assert not launched or can_handle_tensors is kernels.supports_dtypes
         kept = stack.state_dict()
         outcomes.append(given + ([next(iter(kept.values()))["gradient"]["w"]["residual"]] if kept else []))
     return [

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddprun_hooks import kernels
 from ddprun_hooks.builtin import elias_fano
 from ddprun_hooks.builtin.cast import CastFormat
 from ddprun_hooks.builtin.error_feedback import ErrorFeedback
@@ -17,8 +16,6 @@ from ddprun_hooks.comm.communicator import Communicator, view_per_rank
 from ddprun_hooks.payload import Payload
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int2"]
-
-_MIN_KERNEL_NUMEL = 1 << 18  # values; of fewer, torch should take no longer than a kernel's start
 
 
 class TopK(ErrorFeedback):
@@ -78,7 +75,9 @@ class Chunks:
         """Add `payload` to `residual`, both (numel,), and take the largest values of each chunk out of it.
         Gives the message: values, then indices, as bytes.
         """
-        indices = self._add_and_find_largest(payload, residual)
+        residual += payload
+        sizes = pad(residual.abs(), (0, self.count * self.length - len(residual)))
+        indices = sizes.view(self.count, -1).topk(self.k, sorted=False).indices.sort().values
         starts = torch.arange(self.count, device=indices.device).unsqueeze(1) * self.length
         places = (starts + indices).view(-1)
         inside, places = places < len(residual), places.clamp(max=len(residual) - 1)
@@ -90,17 +89,6 @@ class Chunks:
         if not residual.is_cpu or not bool(torch.isfinite(values).all()):
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return torch.cat([encoded.view(torch.uint8), elias_fano.encode(indices, self.length)])
-
-    def _add_and_find_largest(self, payload: Tensor, residual: Tensor) -> Tensor:
-        """The indices, in rising order, shape (count, k)."""
-        fits = len(payload) >= _MIN_KERNEL_NUMEL and self.length <= kernels.MAX_BLOCK_SIZE
-        if fits and kernels.can_handle_tensors(payload, residual):
-            from ddprun_hooks.kernels import largest
-
-            return largest.add_and_find_largest(payload, residual, self.count, self.length, self.k).long()
-        residual += payload
-        sizes = pad(residual.abs(), (0, self.count * self.length - len(residual)))
-        return sizes.view(self.count, -1).topk(self.k, sorted=False).indices.sort().values
 
     def add(self, message: Tensor, total: Tensor) -> None:
         """Add the values of a message to `total`, shape (count, length)."""
