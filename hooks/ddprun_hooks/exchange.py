@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ddprun_hooks.buckets import TensorBuckets
 from ddprun_hooks.comm import groups
-from ddprun_hooks.comm.communicator import Communicator
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.gpu import Gpu
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observed_wait
+from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
 from ddprun_hooks.shm.progress import ProgressThread
-from ddprun_hooks.stack import broadcast_stack
+from ddprun_hooks.stack import Stack, broadcast_stack
 
 BROADCAST_BUCKET_BYTES = 25 << 20
 _LAUNCH_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -37,7 +37,6 @@ class Exchange:
     # For parameters, buffers and optimizer state as they are. A queue of its own, too: what is sent here
     # never waits for an exchange of deltas that is still under way.
     plain_queue: CommQueue
-    exact_group: groups.RankGroup  # for comparing ranks (fidelity, audit), past every stack
     control: ControlChannel
 
     @classmethod
@@ -68,8 +67,7 @@ class Exchange:
             groups.check_placement(placement, requirements)
         # Two groups may wait for each other on a GPU, unless NCCL starts all collectives in one order.
         shares_process_groups = backend == "nccl" and os.environ.get(_LAUNCH_ORDER_VARIABLE) != "1"
-        everybody = list(range(placement.size))
-        set_up = observer.new_sequence("set-up of groups", everybody)
+        set_up = observer.new_sequence("set-up of groups", range(placement.size))
 
         def make_process_group(name: str, ranks: list[int]) -> Any:
             options = None if backend != "nccl" else _high_priority_nccl_options(timeout)
@@ -94,20 +92,11 @@ class Exchange:
             world = factory.make_group(name, placement, requirements, existing)
             return HostCommQueue(world) if gpu is None else StreamQueue(world, gpu)
 
-        exact = groups.RankGroup(
-            "exact",
-            placement.rank,
-            placement.hosts,
-            # The training thread alone uses both, and waits here: on a CPU they can share a process group.
-            [control.group if gpu is None else make_process_group("exact", everybody)],
-            sequences={"network": [observer.new_sequence("exact", everybody)]},
-        )
         return cls(
             gradient_queue=queue("world", gradients),
             delta_queue=queue("deltas", deltas),
             # DDP alone uses the default group otherwise: a communicator less on the GPU.
             plain_queue=queue("plain", plain, [dist.group.WORLD] if backend == "nccl" else []),
-            exact_group=exact,
             control=control,
         )
 
@@ -127,24 +116,9 @@ class Exchange:
 
     def exact_sum(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Sum `tensor` over the ranks, in place, past every hook; gives it, and the bytes sent."""
-        return tensor, self._run_exact(Communicator(self.exact_group).all_reduce(tensor), "the exact mean")
-
-    def exact_max(self, tensor: Tensor) -> Tensor:
-        """The largest of the ranks' values at each place of `tensor`, in place, past every hook."""
-        self._run_exact(
-            Communicator(self.exact_group).all_reduce_max(tensor), "the largest value, for the audit"
-        )
-        return tensor
-
-    def _run_exact(self, collective: groups.CollectiveRequest, what: str) -> int:
-        """Wait for a collective past every queue; gives the bytes sent."""
-        pending = self.exact_group.sequence(collective, 0).record_issued(collective.op, what=what)
-        with pending:
-            work = self.exact_group.launch(collective, 0)
-            if isinstance(work, dist.Work):
-                pending.done_when(work.is_completed)  # with NCCL, `wait` waits on the stream alone
-            work.wait()
-        return self.exact_group.wire_bytes(collective)
+        traces: list[BucketTrace[Any]] = []
+        total = self.plain_queue.send(Payload(tensor, (), "gradient", 0), Stack([]), traces).wait()
+        return total, traces[0].wire_bytes
 
 
 def _high_priority_nccl_options(timeout: timedelta) -> Any:

@@ -89,7 +89,7 @@ def _simulated_result(collective: groups.CollectiveRequest) -> Tensor:
 
     match collective.op:
         case "all_reduce":
-            return output if collective.take_max else output.mul_(group.size)
+            return output.mul_(group.size)
         case "all_gather":
             for part in torch.split(output, list(collective.sizes or [flat.numel()] * group.size)):
                 # A rank whose part is longer sends more of the same.

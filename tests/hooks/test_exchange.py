@@ -204,7 +204,7 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
 
     def body(group: RankGroup) -> list[torch.Tensor]:
         queue = HostCommQueue(group)
-        exchange = Exchange(queue, queue, queue, group, control(group))
+        exchange = Exchange(queue, queue, queue, control(group))
         tensors = [
             torch.full((2, 3), float(group.rank)).t(),
             torch.tensor(group.rank),
@@ -217,6 +217,22 @@ def test_broadcast_overwrites_tensors_of_any_dtype_and_shape() -> None:
         assert torch.equal(tensors[0], torch.ones(3, 2))
         assert tensors[1].item() == 1
         assert torch.equal(tensors[2], torch.full((4,), 1.5))
+
+
+def test_an_exact_sum_and_the_largest_values() -> None:
+    """The sum comes with its bytes; what is compared stays as it is."""
+
+    def body(group: RankGroup) -> tuple[list[float], int, list[float], list[float]]:
+        queue = HostCommQueue(group)
+        exchange = Exchange(queue, queue, queue, control(group))
+        total, sent = exchange.exact_sum(torch.tensor([1.0, group.rank], dtype=torch.float64))
+        own = torch.tensor([group.rank, -group.rank, 0.5])
+        return total.tolist(), sent, exchange.control.largest(own, "values").tolist(), own.tolist()
+
+    for rank, (total, sent, largest, own) in enumerate(run_ranks(3, body)):
+        assert (total, sent) == ([3.0, 3.0], round(2 * 2 / 3 * 16))
+        assert largest == [2.0, 0.0, 0.5]
+        assert own == [rank, -rank, 0.5]
 
 
 def test_a_barrier_lets_nobody_through_before_the_last() -> None:

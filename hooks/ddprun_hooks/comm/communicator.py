@@ -66,10 +66,6 @@ class Communicator:
             self.group, "all_reduce", tensor, tensor, via_shared_memory=self.via_shared_memory
         )
 
-    def all_reduce_max(self, tensor: Tensor) -> CollectiveRequest:
-        """Elementwise maximum of `tensor` (any shape) over the ranks, in place; gives `tensor`."""
-        return CollectiveRequest(self.group, "all_reduce", tensor, tensor, take_max=True)
-
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> CollectiveRequest:
         """Gather `tensor` of every rank, in rank order.
 

@@ -68,6 +68,13 @@ class ControlChannel:
         of_ranks = self.all_gather_bytes(data, what)
         return [rank for rank, one in enumerate(of_ranks) if one != of_ranks[0]]
 
+    def largest(self, values: Tensor, what: str) -> Tensor:
+        """The largest of the ranks' values at each place, in host memory; `values` stay as they are."""
+        values = values.to("cpu", copy=True)
+        with observed_wait(self._gather_sequence, "all_reduce", what):
+            self.group.allreduce([values], dist.ReduceOp.MAX).wait()
+        return values
+
     def barrier(self, what: str = "a barrier") -> None:
         self.all_gather([0.0], what)
 

@@ -51,7 +51,6 @@ class CollectiveRequest:
     sizes: Sequence[int] | None = None  # elements of each rank's part of a tensor; None: equal parts
     source: int = 0
     via_shared_memory: bool = False
-    take_max: bool = False  # all-reduce to the largest value instead of the sum
 
     def __await__(self) -> Generator[CollectiveRequest, Tensor, Tensor]:
         return (yield self)
@@ -108,9 +107,7 @@ class RankGroup:
         group = self.process_groups[round_index]
         match collective.op:
             case "all_reduce":
-                return group.allreduce(
-                    [tensor], dist.ReduceOp.MAX if collective.take_max else dist.ReduceOp.SUM
-                )
+                return group.allreduce([tensor], dist.ReduceOp.SUM)
             case "all_gather" if sizes is None or len(set(sizes)) == 1:
                 return group._allgather_base(output, tensor)  # a list would cost NCCL a second copy
             case "all_gather":

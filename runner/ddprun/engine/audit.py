@@ -30,7 +30,7 @@ def audit_parameters(
     exempt = frozenset[str]()
     if groups is not None:  # frozen ones are made equal where all ranks synchronise
         exempt = frozenset(runtime.frozen.parameters)
-    result = audit(runtime.model, runtime.exchange, groups, exempt, measure_allowed=recorded)
+    result = audit(runtime.model, runtime.exchange.control, groups, exempt, measure_allowed=recorded)
     drifted = bool(result.differing) and state.replicas.parameters != "apart"
     if not (drifted or recorded):
         return

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ddprun_hooks.buckets import as_real
 from ddprun_hooks.comm.control import ControlChannel
-from ddprun_hooks.exchange import Exchange
 
 _WORDS_PER_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # 32-bit words that are hashed at once, by device
 _CHECKSUM_BITS = 48  # a whole number that float64, in which control messages travel, holds exactly
@@ -32,7 +31,7 @@ class AuditResult:
 
 def audit(
     model: nn.Module,
-    exchange: Exchange,
+    control: ControlChannel,
     groups: Sequence[Sequence[int]] | None = None,
     exempt: Container[str] = (),
     *,
@@ -45,14 +44,14 @@ def audit(
     `measure_allowed`: by value also where none differs that has to be equal. Distances are over all ranks.
     """
     parameters = dict(model.named_parameters())
-    found = gather_checksums(parameters, exchange.control, "checksums of the parameters")
+    found = gather_checksums(parameters, control, "checksums of the parameters")
     odd, unequal = odd_ranks(found, groups), (found != found[0]).any(0)  # (ranks, parameters), (parameters,)
     judged = zip(parameters, odd.any(0), strict=True)
     differing = [name for name, differs in judged if differs and name not in exempt]
     if not (differing or measure_allowed):
         unequal[:] = False
     distances = {
-        name: _largest_difference(param, exchange)
+        name: _largest_difference(param, control)
         for (name, param), differs in zip(parameters.items(), unequal, strict=True)
         if differs
     }
@@ -112,10 +111,10 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total ^ (total >> 32)  # its high bits depend on all others
 
 
-def _largest_difference(param: Tensor, exchange: Exchange) -> float:
+def _largest_difference(param: Tensor, control: ControlChannel) -> float:
     """The largest difference between two ranks in one value of a parameter; NaN if one holds a NaN."""
     real = as_real(param.detach())
     values = real.to(torch.promote_types(real.dtype, torch.float32)).reshape(-1)
-    highest = exchange.exact_max(values.clone())
-    lowest = exchange.exact_max(values.neg()).neg_()
+    highest = control.largest(values, "the largest value, for the audit")
+    lowest = control.largest(values.neg(), "the smallest value, for the audit").neg_()
     return float((highest - lowest).max()) if values.numel() else 0.0
