@@ -19,7 +19,6 @@ from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, observ
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Payload
 from ddprun_hooks.queue import CommQueue, HostCommQueue, StreamQueue
-from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack, broadcast_stack
 
 BROADCAST_BUCKET_BYTES = 25 << 20
@@ -80,7 +79,6 @@ class Exchange:
             make_process_group,
             control.all_gather_bytes,
             timeout.total_seconds(),
-            ProgressThread(),
             observer,
             # A stream keeps collectives in order: there, one process group can serve every round.
             shares_process_groups=shares_process_groups,

@@ -12,7 +12,6 @@ from ddprun_hooks.comm import groups
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.errors import ExchangeError, HooksError
 from ddprun_hooks.payload import Payload, PayloadKind
-from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
 
 
@@ -24,7 +23,7 @@ def simulated_group(
     unshared = groups.merge_requirements(
         {one._replace(shared=False): rounds} for one, rounds in requirements.items()
     )
-    factory = groups.GroupFactory(lambda name, ranks: None, lambda data: [], 0.0, ProgressThread())
+    factory = groups.GroupFactory(lambda name, ranks: None, lambda data: [], 0.0)
     return factory.make_group(name, placement, unshared)
 
 

@@ -37,7 +37,6 @@ from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 from ddprun_hooks.queue import HostCommQueue
 from ddprun_hooks.registry import AnyHook, make_stack
-from ddprun_hooks.shm.progress import ProgressThread
 from ddprun_hooks.stack import Stack
 
 TIMEOUT_S = 60
@@ -320,14 +319,11 @@ def run_ranks(
             store.set(f"gathered {call} {rank}", data.hex())
             return [bytes.fromhex(store.get(f"gathered {call} {peer}").decode()) for peer in range(size)]
 
-        progress_thread = ProgressThread()
-        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S, progress_thread)
+        factory = GroupFactory(make_process_group, all_gather_bytes, TIMEOUT_S)
         try:
             results[rank] = body(factory.make_group("world", placement, needed))
         except BaseException as error:  # raised again by the caller's thread
             errors.append(error)
-        else:
-            progress_thread.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from ddprun_hooks import ExchangeError
 from ddprun_hooks.shm.group import ShmGroup, ShmOperation
-from ddprun_hooks.shm.progress import ProgressThread
+from ddprun_hooks.shm.progress import ProgressThread, progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
 from tests.ranks import as_processes, is_running
 from tests.warm import fork_server
@@ -100,7 +100,6 @@ def test_all_reduce_gives_the_rank_order_sum_bit_for_bit_on_every_rank(size: int
         progress, results = ProgressThread(), [contribution(rank, numel, dtype) for dtype, numel in cases]
         for future in [progress.submit(groups[0], groups[0].all_reduce(tensor)) for tensor in results]:
             future.wait()
-        progress.close()
         return results
 
     wanted = [
@@ -144,7 +143,6 @@ def test_parts_of_unequal_sizes_are_scattered_and_gathered(size: int, dtype: tor
             part = kept.clone()
             progress.submit(group, group.all_gather(kept, sizes, whole)).wait()
             results.append((part, whole))
-        progress.close()
         return results
 
     for rank, results in enumerate(as_ranks(size, body)):
@@ -179,9 +177,8 @@ def test_groups_in_different_orders_on_different_ranks_neither_mix_nor_deadlock(
                 time.sleep(dice.random() * 2e-3)
         for _, _, future in sent:
             future.wait()
-        progress.close()
+        until(lambda: len(done[0]) == len(done[1]) == turns)  # a waiter may wake before callbacks are called
         assert done == [sorted(done[0]), sorted(done[1])]
-        assert len(done[0]) == len(done[1]) == turns
         return sum(
             not torch.equal(
                 tensor,
@@ -213,7 +210,6 @@ def test_a_callback_may_submit_the_next_operation() -> None:
         time.sleep(0.01 * rank)
         go_on()
         assert end.wait(30)
-        progress.close()
         return total
 
     wanted = 1
@@ -247,7 +243,6 @@ def test_a_peer_that_is_late_is_named_and_the_group_is_of_no_more_use() -> None:
             with pytest.raises(ExchangeError, match="rank 2"):
                 later.wait()
         finished.wait(60)
-        progress.close()
         return messages
 
     late = "rank 2 did not arrive within 0.3 s"
@@ -406,21 +401,25 @@ def mappings() -> set[str]:
 
 def test_a_group_leaves_no_descriptor_and_no_memory() -> None:
     """When it is dropped; and its memory has no name, in /dev/shm or elsewhere."""
-    gc.collect()
-    before = descriptors(), mappings()
 
     def body(rank: int, groups: list[ShmGroup]) -> set[str]:
-        progress = ProgressThread()
+        time.sleep(0.01 * rank)  # the others' operations are handed to the thread, which starts
         for group in groups:
-            progress.submit(group, group.all_reduce(torch.ones(5000))).wait()
-        progress.close()
+            progress_thread.submit(group, group.all_reduce(torch.ones(5000))).wait()
         return mappings()
 
+    def left() -> tuple[set[str], set[str]]:
+        gc.collect()
+        return descriptors(), mappings()
+
+    earlier = left()[1]
+    as_ranks(3, body)
+    until(lambda: left()[1] == earlier)
+    before = left()
     for mapped in as_ranks(3, body, count=2):
-        assert mapped - before[1]
+        assert mapped - earlier
         assert all("/memfd:ddprun (deleted)" in line for line in mapped)
-    gc.collect()
-    assert (descriptors(), mappings()) == before
+    until(lambda: left() == before)
 
 
 def open_by_file(rank: int, folder: Path) -> ShmGroup:

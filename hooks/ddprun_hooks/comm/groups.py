@@ -16,7 +16,7 @@ from torch.futures import Future
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, CollectiveSequence, observed_wait
 from ddprun_hooks.errors import HookSetupError, UnequalHostsError
 from ddprun_hooks.shm.group import ShmGroup
-from ddprun_hooks.shm.progress import ProgressThread
+from ddprun_hooks.shm.progress import progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
 
 
@@ -69,7 +69,6 @@ class RankGroup:
     hosts: tuple[str, ...]  # host of each rank, in group order
     process_groups: Sequence[dist.ProcessGroup] = ()
     shm_groups: Sequence[ShmGroup] = ()
-    progress_thread: ProgressThread | None = None  # runs what goes through shared memory
     # For each number of hosts that a hook splits this group into (None: as launched): the ranks of this
     # rank's host, and the ranks of the same index on every host.
     splits: Mapping[int | None, tuple[RankGroup, RankGroup]] = field(default_factory=dict)
@@ -91,7 +90,6 @@ class RankGroup:
         """Start a collective on the group of its round, which must exist."""
         tensor, output, sizes = collective.tensor, collective.output, collective.sizes
         if collective.via_shared_memory:
-            assert self.progress_thread is not None, "shared memory has a progress thread"
             shm = self.shm_groups[round_index]
             parts = sizes or [tensor.numel()] * self.size
             match collective.op:
@@ -103,7 +101,7 @@ class RankGroup:
                     operation = shm.all_gather(tensor, parts, output)
                 case _:
                     raise HookSetupError(f'"{collective.op}" does not go through shared memory')
-            return self.progress_thread.submit(shm, operation)
+            return progress_thread.submit(shm, operation)
         group = self.process_groups[round_index]
         match collective.op:
             case "all_reduce":
@@ -266,7 +264,6 @@ class GroupFactory:
     make_process_group: Callable[[str, list[int]], Any]
     all_gather_bytes: Callable[[bytes], Sequence[bytes]]  # gives every rank's bytes
     timeout_s: float
-    progress_thread: ProgressThread
     observer: CollectiveObserver = NULL_OBSERVER  # sees every collective
     shares_process_groups: bool = False  # all rounds of a group have one process group
 
@@ -348,7 +345,6 @@ class GroupFactory:
             tuple(placement.hosts[rank] for rank in mine),
             process_groups,
             shm_groups,
-            self.progress_thread if shm_groups else None,
             sequences=sequences,
         )
 

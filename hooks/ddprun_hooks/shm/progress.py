@@ -24,14 +24,13 @@ class ProgressThread:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the five below; never held while anything else is called
+        self._lock = threading.Lock()  # guards the four below; never held while anything else is called
         # Operations of each group that a thread is running: one thread at a time, which alone steps the first
         # and removes it, and which leaves when there is none.
         self._queues: dict[ShmGroup, deque[tuple[ShmOperation, Future[None]]]] = {}
         self._handed_over: list[ShmGroup] = []
         self._thread: threading.Thread | None = None
         self._wake = -1
-        self._closed = False
 
     def submit(self, group: ShmGroup, operation: ShmOperation) -> "Future[None]":
         """Run `operation`, a new one of `group`.
@@ -58,17 +57,6 @@ class ProgressThread:
             elif now > until:
                 self._hand_over(group)
                 return future
-
-    def close(self) -> None:
-        """End the thread. No operation may be under way."""
-        with self._lock:
-            self._closed = True
-            thread, self._thread = self._thread, None
-            if thread is None:
-                return
-            os.eventfd_write(self._wake, 1)
-        thread.join()
-        os.close(self._wake)
 
     def _advance(self, group: ShmGroup) -> Sequence[PeerSocket] | None:
         """Run a group's operations, on the one thread that does, until one has to wait. Gives the peers it
@@ -103,7 +91,7 @@ class ProgressThread:
     def _hand_over(self, group: ShmGroup) -> None:
         with self._lock:
             self._handed_over.append(group)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a forked child has none
                 self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._thread = threading.Thread(target=self._thread_main, name="ddprun-progress", daemon=True)
                 self._thread.start()
@@ -112,7 +100,7 @@ class ProgressThread:
     def _thread_main(self) -> None:
         waiting: dict[ShmGroup, Sequence[PeerSocket]] = {}
         since = time.perf_counter()
-        while not self._closed:
+        while True:
             now = time.perf_counter()
             if self._advance_all(waiting):
                 since = now
@@ -149,3 +137,7 @@ class ProgressThread:
         poll.poll(max(0.0, until - time.monotonic()) * 1e3 + 1)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+
+
+progress_thread = ProgressThread()
+"""The one of this process."""
