@@ -1,7 +1,6 @@
 """What a stack would send, without sending it: no process group is made and no other rank is needed."""
 
 from collections import Counter
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ def simulated_group(
 
 
 def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketTrace[int]:
-    """Carry one payload through a stack as if the other ranks of a group (`simulated_group`) had sent the
-    same; raises HookSetupError, or ExchangeError if a hook breaks what it has declared.
+    """Carry one payload through a stack as if the other ranks of a group (`simulated_group`) had sent about
+    the same; raises HookSetupError, or ExchangeError if a hook breaks what it has declared.
 
     Collectives are counted as a run counts them; times are 0. The payload's memory and the hooks' state are
     changed as in a run: take a stack that nothing else uses, and one for each rank.
@@ -66,40 +65,19 @@ def simulate(payload: Payload, stack: Stack, group: groups.RankGroup) -> BucketT
 
 def dummy_payload(layout: BucketLayout, kind: PayloadKind, device: torch.device | None = None) -> Payload:
     """A payload with the shape of a bucket and values that no run has."""
-    dtype = cast(torch.dtype, getattr(torch, layout.dtype))
-    if dtype.is_floating_point:
-        tensor = torch.linspace(-1.0, 1.0, layout.numel, device=device).to(dtype)
-    else:
-        tensor = torch.zeros(layout.numel, dtype=dtype, device=device)
-    return Payload(tensor, layout.params, kind, layout.index)
+    values = torch.linspace(-1.0, 1.0, layout.numel, device=device)
+    return Payload(values.to(getattr(torch, layout.dtype)), layout.params, kind, layout.index)
 
 
 def _simulated_result(collective: groups.CollectiveRequest) -> Tensor:
-    """What comes back if every rank has sent what this one sends."""
-    output, group = collective.output, collective.group
+    """What comes back, made of what this rank sends: of the right form where ranks send equal parts."""
+    output, own = collective.output, collective.tensor.reshape(-1)
     if output.is_meta:
         return output
-    flat = collective.tensor.reshape(-1)
-
-    def own_part() -> Tensor:
-        """The part of the tensor that goes to this rank itself."""
-        sizes = collective.sizes or [flat.numel() // group.size] * group.size
-        return torch.split(flat, list(sizes))[group.rank]
-
-    match collective.op:
-        case "all_reduce":
-            return output.mul_(group.size)
-        case "all_gather":
-            for part in torch.split(output, list(collective.sizes or [flat.numel()] * group.size)):
-                # A rank whose part is longer sends more of the same.
-                if flat.numel():
-                    part.copy_(flat.repeat(-(-part.numel() // flat.numel()))[: part.numel()])
-                else:
-                    part.zero_()
-            return output
-        case "all_to_all":
-            return output.copy_(own_part().repeat(group.size))
-        case "reduce_scatter":
-            return output.copy_(own_part()).mul_(group.size)
-        case "broadcast":
-            return output
+    if collective.op == "all_reduce":
+        return output.mul_(collective.group.size)
+    if output is collective.tensor:
+        return output
+    if not own.numel():
+        return output.zero_()
+    return output.copy_(own.repeat(-(-output.numel() // own.numel()))[: output.numel()])

@@ -130,22 +130,19 @@ def unequal(numel: int, parts: int) -> list[int]:
 
 
 def test_a_hook_of_ones_own() -> None:
-    """It gets what it would get if all ranks sent the same: here, its own part of the sum."""
+    """Its bytes are those of a run."""
     names = on_hosts(4, 2)
 
-    def body(group: RankGroup) -> tuple[Counted, Tensor]:
+    def body(group: RankGroup) -> Counted:
         traces: list[Any] = []
         payload = dummy_payload(BUCKET, "gradient")
         HostCommQueue(group).send(payload, Stack([("mine.Everything", Everything())]), traces).wait()
-        return counted(traces[0]), payload.tensor
+        return counted(traces[0])
 
-    sizes = unequal(NUMEL, 4)
-    for rank, (legs, mean) in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
+    for rank, legs in enumerate(run_ranks(4, body, requirements=4, hosts=names)):
         payload = dummy_payload(BUCKET, "gradient")
         group = simulated_group("world", RankPlacement(rank, names, (2,) * 4), Everything().requirements())
         assert counted(simulate(payload, Stack([("mine.Everything", Everything())]), group)) == legs
-        mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        assert torch.equal(payload.tensor[mine], mean[mine])
 
 
 class Wrong(Hook):
