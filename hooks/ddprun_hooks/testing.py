@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from ddprun_hooks.registry import AnyHook, make_stack
 from ddprun_hooks.stack import Stack
 
 TIMEOUT_S = 60
-_MAX_EMPTYING_STEPS = 64
+_EMPTYING_STEPS = 48
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first.weight": (40, 30),
@@ -246,25 +245,19 @@ def _drain_residuals(
     what came out, shape (NUMEL,), and the sum over ranks of the norms of what is left.
     """
 
-    def send_zeros(states: Sequence[dict[str, Any]], steps: int, rank: Rank) -> Any:
+    def send_zeros(rank: Rank) -> tuple[Tensor, float]:
         rank.stack.load_state_dict(states[rank.rank])
         came = torch.zeros(NUMEL, dtype=torch.float64)
-        for _ in range(steps):
+        for _ in range(_EMPTYING_STEPS):
             sent = list[Tensor]()
             for index, params in enumerate(buckets):
                 zeros = torch.zeros(sum(param.numel for param in params))
                 sent.append(rank.send(zeros, params, index))
             came += torch.cat(sent)
-        return came, rank.stack.state_dict(), rank.residual_norm
+        return came, rank.residual_norm
 
-    came, steps = torch.zeros(NUMEL, dtype=torch.float64), 16
-    while True:
-        results = run_hooks(hooks, len(states), partial(send_zeros, states, steps), hosts)
-        came += results[0][0]
-        states, left = [state for _, state, _ in results], sum(norm for _, _, norm in results)
-        steps *= 2
-        if left < 1e-9 or steps > _MAX_EMPTYING_STEPS:
-            return came, left
+    results: list[tuple[Tensor, float]] = run_hooks(hooks, len(states), send_zeros, hosts)
+    return results[0][0], sum(norm for _, norm in results)
 
 
 def _states_equal(one: Any, other: Any) -> bool:
