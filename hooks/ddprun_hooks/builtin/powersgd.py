@@ -33,9 +33,7 @@ class PowerSgd(ErrorFeedback):
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         self.rank = rank  # columns of each factor
-        # By kind of payload and parameter: the last step's `q`, and the `start` of this process's part of the
-        # parameter, or -1 if it was merged from several.
-        self._last_qs: dict[tuple[str, str], dict[str, Any]] = {}
+        self._last_qs: dict[tuple[str, str], Tensor] = {}  # by kind of payload and parameter
 
     async def __call__(self, payload: Payload, comm: Communicator) -> Tensor:
         numel = payload.tensor.numel()
@@ -98,10 +96,9 @@ class PowerSgd(ErrorFeedback):
         """The last step's Q of a matrix, (columns, rank); a random one, the same on all ranks, at first."""
         shape = (_rows_columns(param)[1], self.rank)
         known = self._last_qs.get((kind, param.name))
-        # State of another world (start: -1) has the factors of whole matrices; they serve parts of them, too.
-        if known and known["start"] in (param.start, -1) and tuple(known["q"].shape) == shape:
-            factor: Tensor = known["q"]
-            return factor.to(like)
+        # That of other rows will do, and another rank's: whatever Q each begins with, all use the same P.
+        if known is not None and known.shape == shape:
+            return known.to(like)
         seed = int.from_bytes(hashlib.sha256(f"{kind} {param.name}".encode()).digest()[:8], "big") >> 1
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
@@ -114,7 +111,7 @@ class PowerSgd(ErrorFeedback):
         if not q.is_cpu or bool(lost):
             param.of(residual).masked_fill_(lost, 0.0)
             q = torch.where(lost, self._last_q(kind, param, q), q)
-        self._last_qs[kind, param.name] = {"start": param.start, "q": q.clone()}
+        self._last_qs[kind, param.name] = q.clone()
 
     def state_dict(self) -> dict[str, Any]:
         """`residuals`, and as `factors` each matrix's last Q."""
@@ -126,15 +123,13 @@ class PowerSgd(ErrorFeedback):
         self._last_qs = flat_by_kind(state.get("factors", {}))
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The sum over ranks of their residuals; of each matrix the Q of the part that starts first."""
-        first: dict[tuple[str, str], dict[str, Any]] = {}
-        for state in states:
-            for key, piece in flat_by_kind(state.get("factors", {})).items():
-                if key not in first or piece["start"] < first[key]["start"]:
-                    first[key] = piece
-        factors = nested_by_kind({key: {**piece, "start": -1} for key, piece in first.items()})
+        """The sum over ranks of their residuals; of each matrix the Q of the first rank that has one."""
+        factors = dict[tuple[str, str], Tensor]()
+        for state in reversed(states):
+            factors |= flat_by_kind(state.get("factors", {}))
         residuals = super().merge([state["residuals"] for state in states if "residuals" in state])
-        return {key: value for key, value in (("residuals", residuals), ("factors", factors)) if value}
+        merged = {"residuals": residuals, "factors": nested_by_kind(factors)}
+        return {key: value for key, value in merged.items() if value}
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
