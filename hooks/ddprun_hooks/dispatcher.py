@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddprun_hooks.buckets import BucketLayout, as_real
 from ddprun_hooks.comm.groups import RankGroup
 from ddprun_hooks.comm.trace import BucketTrace, compute_fidelity
-from ddprun_hooks.errors import ExchangeError, fail_future
+from ddprun_hooks.errors import ExchangeError
 from ddprun_hooks.payload import Payload, dtype_name
 from ddprun_hooks.queue import CommQueue, await_callback_at_exit
 from ddprun_hooks.stack import Stack
@@ -120,16 +120,10 @@ class BucketDispatcher:
             return self._on_bucket_before_layout_frozen(bucket)
         layout = self._layout.get(index)
         if layout is None or (buffer.numel(), dtype_name(buffer.dtype)) != (layout.numel, layout.dtype):
-            actual = f"{buffer.numel()} elements of {dtype_name(buffer.dtype)}"
-            expected = f"{layout.numel} elements of {layout.dtype}" if layout else "that there is none"
-            error = ExchangeError(
-                f"bucket {self._first_index + index} has {actual}, but the frozen layout says {expected}: "
-                "DDP has rebuilt its buckets in mid-run"
+            raise ExchangeError(
+                f"bucket {self._first_index + index} is not as in the frozen layout: DDP has rebuilt its "
+                "buckets in mid-run"
             )
-            self._queue.error = self._queue.error or error
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            fail_future(future, error)
-            return future
         self._sent_buckets.add(index)
         future = self._send_bucket(buffer, layout, self.stack)
         if self.on_last_bucket_sent is not None and bucket.is_last():

@@ -1,6 +1,7 @@
 """`register`: the hooks in anyone's own DDP script."""
 
 import asyncio
+import dataclasses
 import functools
 import math
 import os
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddprun_hooks
+from ddprun_hooks import ExchangeError
 from ddprun_hooks.builtin.cast import Cast
 from ddprun_hooks.config.options import HookSpec
 from ddprun_hooks.payload import Finding
@@ -79,6 +81,7 @@ def two_ranks() -> Results:
         with_scaler,
         with_disabled_scaler,
         scale_reads,
+        rebuilt,
     )
     return lambda body: [results[body.__name__] for results in ranks]
 
@@ -359,6 +362,23 @@ def test_a_disabled_scaler_is_none(two_ranks: Results) -> None:
     """As `GradScaler()` is on a machine without a GPU: it has no scale that could be noted."""
     for without, disabled in two_ranks(with_disabled_scaler):
         assert all(torch.equal(a, b) for a, b in zip(without, disabled, strict=True))
+
+
+def rebuilt() -> str:
+    model, _ = start()
+    handle = ddprun_hooks.register(model, ["int8"])
+    for step in range(3):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+    handle._layout[0] = dataclasses.replace(handle._layout[0], numel=1)
+    with pytest.raises(ExchangeError) as caught:
+        loss_of(model, 3).backward()  # type: ignore[no-untyped-call]
+    return str(caught.value)
+
+
+def test_buckets_that_ddp_rebuilds_in_mid_run_are_an_error(two_ranks: Results) -> None:
+    """With its own type, out of `backward`; no version of torch does it so far."""
+    for message in two_ranks(rebuilt):
+        assert message.startswith("bucket 0 is not as in the frozen layout: DDP has rebuilt its buckets")
 
 
 @pytest.mark.parametrize(
