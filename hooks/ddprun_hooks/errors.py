@@ -21,10 +21,6 @@ class HookSetupError(HooksError, ValueError):
     """A hook's name, options or place in the stack cannot work."""
 
 
-class UnequalHostsError(HookSetupError):
-    """Two levels, inside hosts and between, need equally many ranks on each host."""
-
-
 class ExchangeError(HooksError, RuntimeError):
     """An exchange between ranks failed."""
 

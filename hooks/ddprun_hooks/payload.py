@@ -28,10 +28,9 @@ class ParamSlice:
 
 @dataclass(slots=True)
 class Finding:
-    """Something that a hook reports about a payload, such as an overflow."""
+    """What a hook reports of a payload: whether its values have overflowed."""
 
     hook: str
-    what: Literal["overflow"]
     code: Tensor | int
     """0: all is finite. 1: the result is not, though this rank's payload was. 2: this rank's payload was not.
 

@@ -228,7 +228,7 @@ def reads_as_on_a_device() -> tuple[int, list[str]]:
     for trace in handle.traces:
         assert isinstance(trace.findings, list)
         lost = torch.tensor(int(trace.bucket == lossy))
-        trace.findings += [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+        trace.findings += [Finding("bf16", torch.tensor(0)), Finding("fp16", lost)]
     with warnings.catch_warnings(record=True) as caught, Reads() as reads:
         warnings.simplefilter("always")
         handle._begin_backward(torch.device("cpu"))

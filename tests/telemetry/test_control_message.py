@@ -62,7 +62,7 @@ def step_of(number: int, samples: int, *, exchanged: bool = True) -> MadeStep:
 
 
 def trace(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> BucketTrace[int]:
-    found = [Finding("fp16", "overflow", torch.tensor(code)) for code in codes]
+    found = [Finding("fp16", torch.tensor(code)) for code in codes]
     return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         step.traces = []
         for bucket in range(30):
             lost = torch.tensor(int((step.number, bucket) == (7, 4)))
-            findings = [Finding("bf16", "overflow", torch.tensor(0)), Finding("fp16", "overflow", lost)]
+            findings = [Finding("bf16", torch.tensor(0)), Finding("fp16", lost)]
             one = trace(bucket, 1000 * step.number - 5)
             step.traces.append(replace(one, params=params, findings=findings))
         step.backward_end = step.marks[-1]

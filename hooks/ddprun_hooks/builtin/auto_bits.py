@@ -119,16 +119,15 @@ class AutoBits(ErrorFeedback):
         """The residuals, and the choices."""
         for key in [*self._measured]:
             self._judge(key)
-        choices = [{"key": list(key), **asdict(choice)} for key, choice in self._choices.items()]
+        choices = {"/".join(map(str, key)): asdict(choice) for key, choice in self._choices.items()}
         return {"residuals": super().state_dict(), "choices": choices} if choices else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state.get("residuals", {}))
         self._choices, self._measured, self._used = {}, {}, {}
-        for choice in state.get("choices", []):
-            kind, bucket, numel, group = choice["key"]
-            settings = {name: value for name, value in choice.items() if name != "key"}
-            self._choices[kind, bucket, numel, group] = _Choice(**settings)
+        for key, choice in state.get("choices", {}).items():
+            kind, bucket, numel, group = key.split("/", 3)
+            self._choices[kind, int(bucket), int(numel), group] = _Choice(**choice)
 
     def merge(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Of choices, rank 0's: for other buckets and ranks a place to begin at, as good as any."""

@@ -99,7 +99,7 @@ def find_overflow(name: str, own: Tensor, total: Tensor) -> list[Finding]:
 
 def overflow_finding(name: str, code: Tensor) -> Finding:
     """The finding of a code, shape (), which a GPU may still have to compute."""
-    return Finding(name, "overflow", copy_scalar_to_host(code) if code.is_cuda else code)
+    return Finding(name, copy_scalar_to_host(code) if code.is_cuda else code)
 
 
 def _any_not_finite(x: Tensor) -> Tensor:

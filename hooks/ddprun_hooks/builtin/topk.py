@@ -99,14 +99,8 @@ class Chunks:
 
 
 def _value_format(values: ValueFormat | None, own: torch.dtype, k: int) -> WireFormat:
-    match values:
-        case "int8":
-            return Int8(k)
-        case "int2":
-            return Int2(k)
-        case "bf16":
-            return CastFormat(torch.bfloat16)
-        case "fp32":
-            return CastFormat(torch.float32)
-        case None:
-            return CastFormat(own)
+    if values == "int8":
+        return Int8(k)
+    if values == "int2":
+        return Int2(k)
+    return CastFormat({"bf16": torch.bfloat16, "fp32": torch.float32, None: own}[values])

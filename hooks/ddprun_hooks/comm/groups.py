@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ddprun_hooks.comm.observer import NULL_OBSERVER, CollectiveObserver, CollectiveSequence, observed_wait
-from ddprun_hooks.errors import HookSetupError, UnequalHostsError
+from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.shm.group import ShmGroup
 from ddprun_hooks.shm.progress import progress_thread
 from ddprun_hooks.shm.setup import open_shm_groups
@@ -188,18 +188,18 @@ class RankPlacement:
 
     def split_by_host(self, host_count: int | None) -> list[list[int]]:
         """The ranks of each host, in rank order as process groups have them: of `host_count` equal hosts,
-        those of one host together as far as possible, or (None) as launched. Raises UnequalHostsError.
+        those of one host together as far as possible, or (None) as launched. Raises HookSetupError.
         """
         launched = self.ranks_by_host()
         if host_count is None:
             if len({len(ranks) for ranks in launched}) > 1:
                 counts = ", ".join(f"{self.hosts[ranks[0]]}: {len(ranks)}" for ranks in launched)
-                raise UnequalHostsError(
+                raise HookSetupError(
                     f"two levels need equally many ranks on each host; here they are {counts}"
                 )
             return launched
         if self.size % host_count:
-            raise UnequalHostsError(
+            raise HookSetupError(
                 f"two levels with hosts: {host_count} need equally many ranks on each host, but {host_count} "
                 f"does not divide {self.size} ranks"
             )

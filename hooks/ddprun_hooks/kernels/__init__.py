@@ -18,24 +18,20 @@ _MIN_COMPUTE_CAPABILITY = (8, 0)  # the lowest for which tests compile kernels
 
 
 def can_handle_tensors(payload: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether a payload and its residual, both (numel,), are on a GPU and of types that kernels know."""
-    if payload.device.type != "cuda":
-        return False
-    return supports_dtypes(payload, residual) and _triton_works(payload.device)
-
-
-def supports_dtypes(payload: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether kernels know the types of a payload and its residual: fp32 or 16 bits, and fp32."""
+    """Whether a payload (fp32 or 16 bits) and its residual (fp32), both (numel,), are what kernels take."""
     if payload.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not payload.is_contiguous():
         return False
-    return residual is None or (residual.dtype == torch.float32 and residual.is_contiguous())
+    if residual is not None and (residual.dtype != torch.float32 or not residual.is_contiguous()):
+        return False
+    return _triton_works(payload.device)
 
 
 @functools.cache
 def _triton_works(device: torch.device) -> bool:
-    """Whether Triton is there, and compiles and starts a kernel; if it does not, a warning says why."""
+    """Whether this is a GPU where Triton compiles and starts a kernel; if it fails, a warning says why."""
     if (
-        importlib.util.find_spec("triton") is None
+        device.type != "cuda"
+        or importlib.util.find_spec("triton") is None
         or torch.cuda.get_device_capability(device) < _MIN_COMPUTE_CAPABILITY
     ):
         return False

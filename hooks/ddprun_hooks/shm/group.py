@@ -180,19 +180,16 @@ class ShmGroup:
     def _sum(self, slots: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
         """Sum the peers' `slots` and this rank's `own`, in rank order, into `out`, which may be `own`."""
         terms = [*slots[: self.rank], own, *slots[self.rank + 1 :]]
-        if self.size == 2:  # torch adds halves in fp32 and rounds once
-            torch.add(terms[0], terms[1], out=out)
-        elif out.dtype in (torch.float16, torch.bfloat16):
+        if self.size > 2 and out.dtype in (torch.float16, torch.bfloat16):  # torch rounds a sum of two once
             total = self._scratch_for(torch.float32, 0, out.numel()).copy_(terms[0])
             term = self._scratch_for(torch.float32, 1, out.numel())
             for other in terms[1:]:
                 total.add_(term.copy_(other))
             out.copy_(total)
         else:
-            total = self._scratch_for(out.dtype, 0, out.numel())
-            torch.add(terms[0], terms[1], out=total)
-            for other in terms[2:-1]:
-                total.add_(other)
+            total = terms[0]
+            for other in terms[1:-1]:
+                total = torch.add(total, other, out=self._scratch_for(out.dtype, 0, out.numel()))
             torch.add(total, terms[-1], out=out)
 
     def _scratch_for(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:

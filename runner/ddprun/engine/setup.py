@@ -57,7 +57,7 @@ from ddprun.telemetry.writer import RecordFiles, log_event
 from ddprun.track import RunInfo
 from ddprun_hooks.comm.control import ControlChannel, open_control_channel
 from ddprun_hooks.comm.gpu import Gpu, PinnedStaging
-from ddprun_hooks.errors import HookSetupError, UnequalHostsError
+from ddprun_hooks.errors import HookSetupError
 from ddprun_hooks.exchange import Exchange
 
 _COMPILE_NOTICE_AFTER_S = 3.0
@@ -333,8 +333,8 @@ def _open_exchange(
             **needed._asdict(),
         )
     except HookSetupError as error:
-        by_hook = any(hook.name == "hierarchical" for _, settings in stages for hook in settings.hooks)
-        at = "sync" if isinstance(error, UnequalHostsError) and not by_hook else "hooks"
+        of_hooks = [one for stack in all_ranks.values() for one in stack.requirements]
+        at = "hooks" if any(one.leg != "world" or one.shared for one in of_hooks) else "sync"
         for stage, _ in stages:
             shared = any(one.shared for one in all_ranks[stage.index].requirements)
             if device.type == "cuda" and shared:
