@@ -4,13 +4,10 @@ Rank 0 makes all of it and sends descriptors over sockets that are in no folder:
 in the file system, and it is gone when the last of its ranks is.
 """
 
-import hashlib
-import hmac
 import itertools
 import mmap
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
@@ -23,12 +20,8 @@ from ddprun_hooks.errors import ExchangeError, format_ranks
 from ddprun_hooks.shm.group import CACHE_LINE_BYTES, SLOT_BYTES, PeerSocket, ShmGroup, round_up
 
 _DESCRIPTOR_MARKER: Final = b"\1"
-_NO_LISTENER: Final = b"-"  # shared in place of a secret when rank 0 cannot listen
-_PEERCRED_STRUCT: Final = struct.Struct("3i")  # pid, uid, gid: SO_PEERCRED
-_SECRET_BYTES: Final = 32
-_HELLO: Final = struct.Struct(f"={_SECRET_BYTES}sI")  # the secret, and this rank in the group
-_BACKLOG: Final = 4096  # connections of strangers may wait beside those of ranks
-_RETRY_S: Final = 2e-3  # between two attempts to connect when even that many wait
+_RANK: Final = struct.Struct("=I")  # what a rank says first: its place in the group
+_PEERCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 Descriptors = list[int]  # of one group: of its memory, and of the sockets to the other ranks, in rank order
 
@@ -88,7 +81,6 @@ def _create_and_send_descriptors(
     deadline: float,
 ) -> None:
     """Make everything, put rank 0's own descriptors into `groups`, and give every other rank its own."""
-    secret = secrets.token_hex(_SECRET_BYTES // 2).encode()
     size = len(rank_labels)
     peers: dict[int, socket.socket] = {}
 
@@ -104,14 +96,18 @@ def _create_and_send_descriptors(
 
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(_address(secret))
-                listener.listen(_BACKLOG)
-            except OSError as error:
-                broadcast_bytes(_NO_LISTENER)
-                raise ExchangeError(f"rank {rank_labels[0]} cannot listen: {error}") from error
-            broadcast_bytes(secret)
-            _accept_ranks(listener, secret, size, peers, deadline)
+            address = b"\0ddprun-" + secrets.token_hex(8).encode()  # of an abstract socket: in no folder
+            listener.bind(address)
+            listener.listen(size)
+            broadcast_bytes(address)
+            while len(peers) < size - 1:
+                peer, _ = _with_timeout(listener, deadline).accept()
+                # Every user of the host can connect.
+                said = _with_timeout(peer, deadline).recv(_RANK.size) if _uid(peer) == os.geteuid() else b""
+                if said:
+                    peers[_RANK.unpack(said)[0]] = peer
+                else:
+                    peer.close()
         for _ in range(count):
             groups.append([])
             memory = os.memfd_create("ddprun")
@@ -132,74 +128,23 @@ def _create_and_send_descriptors(
             peer.close()
 
 
-def _accept_ranks(
-    listener: socket.socket, secret: bytes, size: int, peers: dict[int, socket.socket], deadline: float
-) -> None:
-    """Accept connections until `peers` has one of every other rank; raises TimeoutError.
-
-    Every user of the host can connect. A connection of another user, or one that does not begin with the
-    secret, is closed; one that says nothing keeps nobody waiting.
-    """
-    refused: set[int] = set()
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        try:
-            while len(peers) < size - 1:
-                ready = selector.select(_remaining_s(deadline))
-                if not ready and time.monotonic() >= deadline:
-                    others = ", ".join(map(str, sorted(refused)))
-                    raise TimeoutError(f"timed out; {_refusal(others)}" if refused else "timed out")
-                for key, _ in ready:
-                    if key.fileobj is listener:
-                        _accept(listener, selector, refused)
-                        continue
-                    peer = key.fileobj
-                    assert isinstance(peer, socket.socket)
-                    selector.unregister(peer)
-                    rank = _claimed_rank(peer, secret, size)
-                    if rank is None or rank in peers:
-                        peer.close()
-                    else:
-                        peers[rank] = peer
-        finally:
-            for key in list(selector.get_map().values()):
-                if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
-                    key.fileobj.close()
-
-
-def _accept(listener: socket.socket, selector: selectors.BaseSelector, refused: set[int]) -> None:
-    """Accept one connection, and register it with the selector if it is of this user."""
-    try:
-        peer, _ = listener.accept()
-    except OSError:  # it has gone already
-        return
-    user = _peer_uid(peer)
-    if user == os.geteuid():
-        peer.setblocking(False)
-        selector.register(peer, selectors.EVENT_READ)
-    else:
-        refused.add(user)
-        peer.close()
-
-
 def _receive_descriptors(
     groups: list[Descriptors],
     rank_labels: Sequence[int],
     count: int,
     rank: int,
-    secret: bytes,
+    address: bytes,
     deadline: float,
 ) -> None:
-    if secret == _NO_LISTENER:
-        raise ExchangeError(f"rank {rank_labels[0]} cannot listen")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank_0:
-            _connect(rank_0, _address(secret), deadline)
-            user = _peer_uid(rank_0)
-            if user != os.geteuid():
-                raise ExchangeError(_refusal(str(user)))
-            _with_timeout(rank_0, deadline).send(_HELLO.pack(secret, rank))
+            rank_0.connect(address)  # waits until there is room, or rank 0 listens no more
+            if (user := _uid(rank_0)) != os.geteuid():
+                raise ExchangeError(
+                    f"refused to share memory with user {user}: all ranks of a host must run as one user, "
+                    f"and this one runs as {os.geteuid()}"
+                )
+            rank_0.send(_RANK.pack(rank))
             for _ in range(count):
                 groups.append([])
                 for _ in rank_labels:
@@ -213,49 +158,14 @@ def _receive_descriptors(
         raise ExchangeError(f"rank {rank_labels[0]} shares no memory: {error}") from error
 
 
-def _connect(rank_0: socket.socket, address: bytes, deadline: float) -> None:
-    """Connect, also while strangers keep rank 0 busy."""
-    while True:
-        try:
-            return _with_timeout(rank_0, deadline).connect(address)
-        except BlockingIOError:  # as many connections wait as may
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_RETRY_S)
-
-
-def _remaining_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)
-
-
 def _with_timeout(waiting: socket.socket, deadline: float) -> socket.socket:
     """`waiting`, with what is left of the time."""
-    waiting.settimeout(_remaining_s(deadline))
+    waiting.settimeout(max(deadline - time.monotonic(), 1e-3))
     return waiting
 
 
-def _address(secret: bytes) -> bytes:
-    """Of an abstract socket, which is in no folder. All users can read its name, which tells no secret."""
-    return b"\0ddprun-" + hashlib.sha256(secret).hexdigest()[:32].encode()
-
-
-def _peer_uid(peer: socket.socket) -> int:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED_STRUCT.size)
-    _, uid, _ = _PEERCRED_STRUCT.unpack(credentials)
+def _uid(peer: socket.socket) -> int:
+    """Whose process the other end is."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    _, uid, _ = _PEERCRED.unpack(credentials)
     return int(uid)
-
-
-def _claimed_rank(peer: socket.socket, secret: bytes, size: int) -> int | None:
-    """The rank that a connection claims to be; None if it does not know the secret, or there is none such."""
-    try:
-        said, rank = _HELLO.unpack(peer.recv(_HELLO.size + 1))
-    except (OSError, struct.error):
-        return None
-    return rank if hmac.compare_digest(said, secret) and 0 < rank < size else None
-
-
-def _refusal(users: str) -> str:
-    return (
-        f"refused to share memory with user {users}: all ranks of a host must run as one user, and this one "
-        f"runs as {os.geteuid()}"
-    )
