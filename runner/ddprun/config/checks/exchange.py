@@ -18,7 +18,6 @@ from ddprun.config.sections import Ddp
 from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
 from ddprun.config.tree import format_path
 from ddprun.sync.plan import SyncPlan, SyncPolicy
-from ddprun.units import format_count
 from ddprun_hooks.config import grammar
 
 
@@ -60,13 +59,6 @@ def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if every and all(settings.plan.gradients != "all" for _, settings in pipeline.stages_and_settings()):
         text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
         yield warning("timings.fidelity_every", text, "remove it")
-
-
-@register_check("launch")
-def _nccl_on_cpu(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.launch.backend == "nccl" and pipeline.launch.device == "cpu":
-        text = '"backend: nccl" clashes with "device: cpu": NCCL carries GPU tensors only'
-        yield KeyConflict("launch.backend", text, "use gloo, or device: cuda")
 
 
 @register_check("launch", "checkpoint")
@@ -148,18 +140,6 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 
 
 # Sync policies, the ranks there are, and the lengths of stages
-
-
-@register_check("sync", "stages", "launch")
-def _source_is_a_rank(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    ranks = configured_world_size(pipeline)
-    plans, broadcasts = sync_plans(pipeline), (s for s in pipeline.stages if isinstance(s, BroadcastStage))
-    sources = [(f"{path}.source", one.source) for path, plan in plans for one in plan.transfers]
-    sources += [(f"{stage.path}.source", stage.source) for stage in broadcasts]
-    for path, source in sources:
-        if ranks and source is not None and source >= ranks:
-            text = f'"source: {source}" clashes with "launch", which starts {format_count(ranks, "rank")}'
-            yield KeyConflict(path, text, f"at most {ranks - 1}")
 
 
 @register_check("sync", "stages", "launch")

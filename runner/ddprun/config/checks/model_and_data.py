@@ -13,11 +13,9 @@ from ddprun.config.checks.registry import (
     accumulation_text,
     register_check,
     setting_text,
-    values_of_key,
     warning,
 )
 from ddprun.config.choices import Choice
-from ddprun.config.patterns import matches, pattern_problems
 from ddprun.config.schema import Pipeline
 from ddprun.config.sections import DataPair
 from ddprun.config.stages import BEST_FILE, EvaluateStage, SaveStage, StageEvaluation, StepStage, metric_names
@@ -25,7 +23,6 @@ from ddprun.config.tree import format_path
 from ddprun_hooks.config.messages import describe_value, error_message_parts, unknown_option
 
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
-_MAX_COMPARED_NAMES = 100_000  # most names that are compared with patterns: `check` has to stay quick
 
 
 @register_check("model", "data", "stages")
@@ -90,22 +87,6 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
 
 
-@register_check()
-def _nesterov_needs_momentum(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    optimizers = [*values_of_key(pipeline, "optimizer")]
-    both = [(f"{path}.others", one.beside["others"]) for path, one in optimizers if "others" in one.beside]
-    for path, optimizer in [*optimizers, *both]:
-        options, at = optimizer.options, f"{path}.SGD"
-        if optimizer.name != "SGD" or not options.get("nesterov"):
-            continue
-        if not options.get("momentum"):
-            text = '"nesterov: true" needs "momentum", which is 0'
-            yield KeyConflict(f"{at}.nesterov", text, "give a momentum such as 0.9")
-        if options.get("dampening"):
-            text = f'"nesterov: true" clashes with "dampening: {options["dampening"]}"'
-            yield KeyConflict(f"{at}.dampening", text, "nesterov needs a dampening of 0")
-
-
 @register_check("optimizer", "groups")
 def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
@@ -130,46 +111,6 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                         allowed = f"{allowed}; a group with optimizer: others takes those of the other one"
                 path = format_path(("groups", index, *item["loc"]))
                 yield KeyConflict(path, text, allowed, suggestion=near)
-
-
-@register_check("model", "freeze", "groups", "stages")
-def _unmatched_parameter_patterns(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Of built-in models the names are known without building them, unless the loss may bring some."""
-    model = pipeline.model.settings
-    freezes = pipeline.frozen_patterns()
-    places: list[tuple[str, tuple[str, ...]]] = [*freezes.items()]
-    places += [(f"groups[{index}].match", group.match) for index, group in enumerate(pipeline.groups)]
-    if not isinstance(model, Mlp | Cnn | Transformer) or not any(patterns for _, patterns in places):
-        return
-    if pipeline.loss.source not in ("built-in", "torch") or pipeline.loss.name == _LINEAR_LOSS:
-        return
-    if isinstance(model, Transformer) and 12 * model.layers > _MAX_COMPARED_NAMES:
-        return
-    names = model.parameter_names()
-    if len(names) * sum(len(patterns) for _, patterns in places) > _MAX_COMPARED_NAMES:
-        return  # the run will see
-    for path, patterns in places:
-        for index, text, allowed in pattern_problems(patterns, names):
-            yield KeyConflict(f"{path}[{index}]", text, allowed)
-    for path, patterns in freezes.items():
-        if all(matches(name, patterns) for name in names):
-            yield KeyConflict(path, "no parameter is left to train", "freeze fewer")
-
-
-@register_check("model", "optimizer")
-def _muon_with_biases(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    *first, last = pipeline.optimizer.optimizers()
-    if last == "Muon" and pipeline.model.settings:
-        text = f'"Muon" clashes with "model: {pipeline.model.name}": it takes no biases, only matrices'
-        hint = "name it first" if first else "write others: {adamw: {…}} beside it"
-        yield KeyConflict("optimizer.others" if first else "optimizer", text, hint)
-
-
-@register_check("optimizer")
-def _others_with_closure(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if "LBFGS" in (names := pipeline.optimizer.optimizers()) and len(names) > 1:
-        text = '"LBFGS", which takes a closure, clashes with a second optimizer'
-        yield KeyConflict("optimizer.others", text, "choose another, or remove others")
 
 
 @register_check("batch", "loss")
@@ -458,16 +399,6 @@ def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[
             text = f'"sync_batchnorm: true" clashes with {setting_text(stage, "sync", settings.sync)}: ranks '
             text += "would wait in forward passes for one that has stopped by itself"
             yield KeyConflict("sync_batchnorm", text, "remove one of the two")
-
-
-@register_check("compile", "model")
-def _auto_blocks_without_repeats(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    """Which modules a built-in model has is known without building it, and which of them repeat."""
-    wanted, model = pipeline.compile, pipeline.model
-    if wanted is None or wanted.blocks != "auto" or not isinstance(model.settings, Mlp | Cnn):
-        return
-    text = f'"blocks: auto" clashes with "model: {model.name}", in which no block repeats'
-    yield KeyConflict("compile.blocks", text, "write compile: true, or name the modules")
 
 
 @register_check("compile", "launch", "accumulate", "loader", "stages")
