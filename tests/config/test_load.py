@@ -156,13 +156,12 @@ def test_a_stage_overrides_what_it_names(loaded: Load) -> None:
 @pytest.mark.parametrize(
     ("text", "path", "words"),
     [
-        ("hooks: [fp16]\nstages: [{train: {steps: 3, hooks: []}}]\n", "hooks", "no effect"),
-        ("warmup_steps: 1\nstages: [{train: {steps: 3, warmup_steps: 0}}]\n", "warmup_steps", "no effect"),
-        ("stages: [save, {train: {steps: 3}}]\n", "stages[0]", "initial weights"),
+        ("hooks: [fp16]\nsync: independent\n", "hooks", "no effect"),
+        ("launch: {max_restarts: 3}\ncheckpoint: {keep: 0}\n", "launch.max_restarts", "would start over"),
     ],
 )
 def test_what_is_harmless_is_a_warning(loaded: Load, text: str, path: str, words: str) -> None:
-    """What has no effect but does no harm lets the run go on, and says so."""
+    """What works but is hardly meant lets the run go on, and says so."""
     (warning,) = loaded(text).warnings
     assert (warning.path, warning.severity) == (path, "warning")
     assert words in warning.message
@@ -180,7 +179,7 @@ def test_more_harmless_things(loaded: Load) -> None:
 def test_warnings_come_with_the_errors(loaded: Load) -> None:
     """A file with errors tells its warnings too, in the order of the file."""
     with pytest.raises(PipelineError) as caught:
-        loaded("hooks: [fp16]\nstages: [{train: {steps: 3, hooks: []}}]\nseed: x\n")
+        loaded("hooks: [fp16]\nsync: independent\nseed: x\n")
     assert [fault.severity for fault in caught.value.faults] == ["warning", "error"]
 
 

@@ -1,8 +1,7 @@
-"""Checks of DDP, the launch, hooks, sync policies, the ranks there are, and buffers."""
+"""Checks of DDP, the launch, hooks, sync policies, and the ranks there are."""
 
 from collections.abc import Iterator
 
-from ddprun.config.built_ins import Cnn, Mlp, Transformer
 from ddprun.config.checks.registry import (
     KeyConflict,
     accumulation_text,
@@ -14,8 +13,6 @@ from ddprun.config.checks.registry import (
     warning,
 )
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import Ddp
-from ddprun.config.stages import AverageStage, BroadcastStage, EvaluateStage, ForwardStage, StepStage
 from ddprun.config.tree import format_path
 from ddprun.sync.plan import SyncPlan, SyncPolicy
 from ddprun_hooks.config import grammar
@@ -28,37 +25,6 @@ def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
         if pipeline.ddp.static_graph and accumulate and settings.plan.gradients is not None:
             text = f'"static_graph: true" clashes with {accumulate}: DDP crashes or stops reducing'
             yield KeyConflict("ddp.static_graph", text, "remove one of the two")
-
-
-@register_check("ddp")
-def _static_with_unused(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.ddp.static_graph and pipeline.ddp.find_unused_parameters:
-        text = '"find_unused_parameters: true" has no effect with "static_graph: true", which finds them once'
-        yield KeyConflict("ddp.find_unused_parameters", text, "remove one of the two")
-
-
-@register_check("ddp", "sync", "stages")
-def _wasteful_ddp_options(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    stages = pipeline.stages_and_settings()
-    gradients = {settings.plan.gradients for _, settings in stages}
-    by_host = [setting_text(stage, "sync", one.sync) for stage, one in stages if one.plan.gradients == "host"]
-    if pipeline.ddp.find_unused_parameters and by_host:
-        text = f'"find_unused_parameters: true" slows {by_host[0]}: at every step DDP tells all ranks which '
-        text += "parameters were used, so hosts wait for each other"
-        yield warning("ddp.find_unused_parameters", text, "remove it if every parameter is used")
-    for key in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
-        value = getattr(pipeline.ddp, key)
-        if gradients <= {None} and value != getattr(Ddp(), key):
-            text = f'"{key}: {str(value).lower()}" has no effect: no train stage averages gradients'
-            yield warning(f"ddp.{key}", text, "remove it")
-
-
-@register_check("timings", "sync", "stages")
-def _fidelity_without_gradients(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    every = pipeline.timings.fidelity_every
-    if every and all(settings.plan.gradients != "all" for _, settings in pipeline.stages_and_settings()):
-        text = f'"fidelity_every: {every}" has no effect: no train stage averages gradients of all ranks'
-        yield warning("timings.fidelity_every", text, "remove it")
 
 
 @register_check("launch", "checkpoint")
@@ -98,17 +64,6 @@ def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield from _hosts_divide_ranks(pipeline, options.get("hosts"), f"{here}.hierarchical.hosts")
 
 
-@register_check("hooks", "precision", "stages")
-def _redundant_casts(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for path, hooks in values_of_key(pipeline, "hooks"):
-        for number, hook in enumerate(hooks):
-            if pipeline.precision == f"pure_{hook.name}" and not hook.options.get("accumulate"):
-                setting = f'"precision: {pipeline.precision}"'
-                text = f'"{hook.name}" has no effect: with {setting} everything is sent in that type'
-                hint = f"remove it, or write {hook.name}: {{accumulate: fp32}}"
-                yield warning(f"{path}[{number}]", text, hint)
-
-
 def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Iterator[KeyConflict]:
     ranks = configured_world_size(pipeline)
     if hosts and ranks and ranks % hosts:
@@ -143,14 +98,9 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 
 
 @register_check("sync", "stages", "launch")
-def _two_level_sync_conflicts(pipeline: Pipeline) -> Iterator[KeyConflict]:
+def _hosts_of_sync_divide_ranks(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, plan in sync_plans(pipeline):
         yield from _hosts_divide_ranks(pipeline, plan.hosts, f"{path}.hosts")
-    for path, sync in values_of_key(pipeline, "sync"):
-        within, across = (sync.options.get(key) for key in ("within", "across"))
-        if within is not None and within == across:
-            text = f'"within: {within}" has no effect with "across: {across}": all average equally often'
-            yield warning(f"{path}.{sync.name}.within", text, "lengthen across, or use local_sgd")
 
 
 @register_check("sync", "stages")
@@ -169,59 +119,3 @@ def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
         text = f'"{key}: {period}" is longer than "steps: {settings.steps}" of {stage.path}: {effect}'
         own = f"sync.{settings.sync.name}.{key}" if "sync" in stage.model_fields_set else "steps"
         yield warning(f"{stage.path}.{own}", text, "shorten the period or lengthen the stage")
-
-
-@register_check("sync", "hooks", "stages")
-def _parameters_are_equal_already(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    equal, why = True, "all ranks start with the same parameters"
-    for stage in pipeline.stages:
-        if isinstance(stage, (AverageStage, BroadcastStage)):
-            if equal:
-                yield warning(f"stages[{stage.index}]", f'"{stage.name}" has no effect: {why}')
-            equal = True
-        elif isinstance(stage, StepStage):
-            equal = _parameters_equal_after(pipeline, stage, before=equal)
-        else:
-            continue
-        why = f"{stage.path} leaves all ranks with the same parameters"
-
-
-def _parameters_equal_after(pipeline: Pipeline, stage: StepStage, *, before: bool) -> bool:
-    """Whether all ranks surely hold the same parameters after a stage."""
-    settings = stage.effective_settings(pipeline)
-    if pipeline.averages_at_end_of(stage):
-        return True
-    if not settings.updates_weights and settings.mutate is None:
-        return before
-    sent = settings.plan.period == 1 and all(hook.name != "noop" for hook in settings.hooks)
-    return sent and (settings.mutate is None or isinstance(stage, ForwardStage))
-
-
-# Buffers
-
-
-@register_check("buffers", "model", "stages")
-def _buffers_without_effect(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    own_loss = pipeline.loss.source not in ("built-in", "torch")  # which may have buffers
-    if not isinstance(pipeline.model.settings, (Mlp, Transformer)) or own_loss:
-        return
-    for path, buffers in values_of_key(pipeline, "buffers"):
-        if buffers.when not in ("auto", "never"):
-            when = f"{{every: {buffers.every}}}" if buffers.when == "every" else buffers.when
-            text = f'"buffers: {when}" has no effect: "model: {pipeline.model.name}" has no buffers'
-            yield warning(path, text, "remove it")
-
-
-@register_check("buffers", "model", "stages")
-def _evaluates_with_own_buffers(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if not isinstance(pipeline.model.settings, Cnn):
-        return
-    last: StepStage | None = None
-    for stage in pipeline.stages:
-        if isinstance(stage, StepStage):
-            last = stage
-        measures = isinstance(stage, EvaluateStage) or (stage is last and last.evaluate is not None)
-        if measures and last and last.effective_settings(pipeline).buffers.when == "never":
-            text = f"{setting_text(last, 'buffers', 'never')} clashes with {stage.path}: each rank evaluates "
-            text += f'with its own running statistics of "model: {pipeline.model.name}"'
-            yield warning(last.key_path("buffers"), text, "use before_evaluate")

@@ -312,9 +312,6 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for key, text in named.items() if loader.sharded else ():
         text += ' clashes with "sharded: true": each rank has samples of its own'
         yield KeyConflict(f"loader.{key}", text, "remove one of the two")
-    if "max_share" in loader.model_fields_set and loader.balance is None:
-        text = '"max_share" has no effect without "balance": shares are equal'
-        yield warning("loader.max_share", text, "remove it")
     for stage, settings in pipeline.stages_and_settings():
         sync = setting_text(stage, "sync", settings.sync)
         if "balance" in named and settings.plan.gradients != "all" and settings.plan.round is None:
@@ -419,14 +416,9 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
             return
 
 
-@register_check("compile", "launch", "deterministic")
-def _mode_of_compiling(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    if pipeline.compile is None:
-        return
-    mode = pipeline.compile.mode
-    if mode == "reduce-overhead" and pipeline.launch.device == "cpu":
-        text = f'"mode: {mode}" has no effect with "device: cpu" of "launch": it uses CUDA graphs'
-        yield warning("compile.mode", text, "remove it")
+@register_check("compile", "deterministic")
+def _autotuning_with_deterministic(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    mode = pipeline.compile.mode if pipeline.compile else ""
     if mode.startswith("max-autotune") and pipeline.deterministic:
         text = f'"mode: {mode}" clashes with "deterministic: true": each process picks the '
         text += "kernels that are fastest when it times them, and these may change"
