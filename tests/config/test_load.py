@@ -176,11 +176,17 @@ def test_more_harmless_things(loaded: Load) -> None:
     assert warning.path == "model.transformer.context"
 
 
-def test_warnings_come_with_the_errors(loaded: Load) -> None:
-    """A file with errors tells its warnings too, in the order of the file."""
+def test_warnings_come_with_the_clashes(loaded: Load) -> None:
+    """A file whose keys clash tells its warnings, too, in the file's order; one with faulty keys tells
+    those alone.
+    """
+    text = "hooks: [fp16]\nsync: independent\nwarmup_steps: 9\nstages: [{train: {steps: 5}}]\n"
     with pytest.raises(PipelineError) as caught:
-        loaded("hooks: [fp16]\nsync: independent\nseed: x\n")
+        loaded(text)
     assert [fault.severity for fault in caught.value.faults] == ["warning", "error"]
+    with pytest.raises(PipelineError) as caught:
+        loaded(f"{text}seed: x\n")
+    assert [fault.path for fault in caught.value.faults] == ["seed"]
 
 
 def test_a_fault_of_the_run_has_its_place(loaded: Load) -> None:

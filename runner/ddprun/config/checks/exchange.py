@@ -18,7 +18,7 @@ from ddprun.sync.plan import SyncPlan, SyncPolicy
 from ddprun_hooks.config import grammar
 
 
-@register_check("ddp", "accumulate", "loader", "sync", "stages")
+@register_check
 def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         accumulate = accumulation_text(pipeline, stage)
@@ -27,7 +27,7 @@ def _accumulate_with_static_graph(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("ddp.static_graph", text, "remove one of the two")
 
 
-@register_check("launch", "checkpoint")
+@register_check
 def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
     least, most = pipeline.launch.host_range
     restarts = pipeline.launch.max_restarts
@@ -42,7 +42,7 @@ def _restart_prerequisites(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("checkpoint.memory_every", text, "keep at least 1")
 
 
-@register_check()
+@register_check
 def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
@@ -50,7 +50,7 @@ def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(path + format_path(wrong.path), wrong.text, None, wrong.severity)
 
 
-@register_check("hooks", "stages", "launch")
+@register_check
 def _hooks_clash_with_launch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         for number, hook in enumerate(hooks):
@@ -71,7 +71,7 @@ def _hosts_divide_ranks(pipeline: Pipeline, hosts: int | None, path: str) -> Ite
         yield KeyConflict(path, text, "each host needs the same number of ranks")
 
 
-@register_check("hooks", "sync", "stages")
+@register_check
 def _hooks_ignored_by_sync(pipeline: Pipeline) -> Iterator[KeyConflict]:
     unused = {
         settings.sync.name: _why_hooks_unused(settings.plan)
@@ -97,13 +97,13 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 # Sync policies, the ranks there are, and the lengths of stages
 
 
-@register_check("sync", "stages", "launch")
+@register_check
 def _hosts_of_sync_divide_ranks(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, plan in sync_plans(pipeline):
         yield from _hosts_divide_ranks(pipeline, plan.hosts, f"{path}.hosts")
 
 
-@register_check("sync", "stages")
+@register_check
 def _period_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         policy, period = settings.sync.settings, settings.plan.exchange_period

@@ -25,7 +25,7 @@ from ddprun_hooks.config.messages import describe_value, error_message_parts, un
 _LINEAR_LOSS = "LinearCrossEntropyLoss"
 
 
-@register_check("model", "data", "stages")
+@register_check
 def _model_fits_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for data in _train_data_of_all_stages(pipeline):
         yield from _check_model_fits(pipeline, data)
@@ -72,7 +72,7 @@ def _sample_shape_and_is_tokens(data: Choice) -> tuple[tuple[int, ...] | None, b
     return None, False
 
 
-@register_check("model", "data", "loss")
+@register_check
 def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
     model, data = pipeline.model.settings, pipeline.train_data()
     classes = 10 if data.name == "digits" and data.settings else None
@@ -87,7 +87,7 @@ def _outputs_for_every_class(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("model.transformer.vocabulary", text, "at least 256")
 
 
-@register_check("optimizer", "groups")
+@register_check
 def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """Each option of a group is one of the optimizer, and of its type."""
     for index, group in enumerate(pipeline.groups):
@@ -113,7 +113,7 @@ def _options_of_groups(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(path, text, allowed, suggestion=near)
 
 
-@register_check("batch", "loss")
+@register_check
 def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     batch, loss = pipeline.batch, pipeline.loss
     own = loss.name == "model"
@@ -128,7 +128,7 @@ def _batch_keys_unfit_for_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("batch.inputs", text, "write batch: {inputs: …, target: …}, or loss: model")
 
 
-@register_check("loss", "weight_by")
+@register_check
 def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     weight, loss = pipeline.weight_by, pipeline.loss
     if weight is None:
@@ -143,14 +143,14 @@ def _weight_by_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict(f"weight_by.{weight.name}.ignore_index", text, "remove it")
 
 
-@register_check("loader")
+@register_check
 def _sampler_and_shuffle(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.loader.sampler is not None and pipeline.loader.shuffle:
         text = '"shuffle: true" clashes with "sampler", which decides the order'
         yield KeyConflict("loader.shuffle", text, "remove one of the two")
 
 
-@register_check("batch", "loss", "stages", "weight_by")
+@register_check
 def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loss, warned = pipeline.loss, False
     metrics = (
@@ -184,7 +184,7 @@ def _metrics_with_loss(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(path, text, "use the loss cross_entropy, and a model that returns class scores")
 
 
-@register_check("stages")
+@register_check
 def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, evaluation in find_evaluations(pipeline):
         names = metric_names(evaluation.metrics)
@@ -195,7 +195,7 @@ def _metrics_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(f"{path}.metrics[{number}]", text, hint)
 
 
-@register_check("track")
+@register_check
 def _trackers_twice(pipeline: Pipeline) -> Iterator[KeyConflict]:
     return find_equal_trackers(pipeline.track)
 
@@ -220,7 +220,7 @@ def find_evaluations(pipeline: Pipeline) -> Iterator[tuple[str, EvaluateStage | 
             yield f"{stage.path}.evaluate", stage.evaluate
 
 
-@register_check("data", "stages")
+@register_check
 def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     evaluations = [path for path, one in find_evaluations(pipeline) if not getattr(one, "data", None)]
     if reason := _why_nothing_held_out(pipeline.data):
@@ -234,7 +234,7 @@ def _evaluate_without_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield warning("data.evaluate", text, "add an evaluate stage")
 
 
-@register_check("sync", "schedule", "stages")
+@register_check
 def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         evaluation = stage.evaluate
@@ -266,7 +266,7 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield warning(f"{stage.path}.evaluate.every", text, "shorten it")
 
 
-@register_check("stages")
+@register_check
 def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
     keeping = [stage for stage in pipeline.stages_with_steps() if stage.keep_best is not None]
     for stage in keeping[1:]:
@@ -280,7 +280,7 @@ def _one_best_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{save.path}.to", text, "name another file")
 
 
-@register_check("data", "loader", "stages")
+@register_check
 def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
     built_in = next((data for data in _train_data_of_all_stages(pipeline) if data.source == "built-in"), None)
     if pipeline.loader.sharded and built_in is not None:
@@ -288,7 +288,7 @@ def _sharded_built_in_data(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("loader.sharded", text, "remove it")
 
 
-@register_check("loader", "weight_by", "sync_batchnorm")
+@register_check
 def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     reasons = {
@@ -304,7 +304,7 @@ def _speed_that_cannot_be_measured(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("loader.balance", text, "name fixed weights, or remove one of the two")
 
 
-@register_check("loader", "sync", "accumulate", "stages")
+@register_check
 def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader, size = pipeline.loader, f'"global_batch: {pipeline.loader.global_batch}"'
     named = {"balance": '"balance"', "global_batch": size}
@@ -328,7 +328,7 @@ def _shares_of_a_batch(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict("loader.global_batch", text, "remove one of the two")
 
 
-@register_check("loader", "sync", "accumulate", "buffers", "sync_batchnorm", "weight_by", "stages")
+@register_check
 def _rounds(pipeline: Pipeline) -> Iterator[KeyConflict]:
     loader = pipeline.loader
     for stage, settings in pipeline.stages_and_settings():
@@ -384,7 +384,7 @@ def _why_nothing_held_out(data: Choice | DataPair) -> str | None:
     return None if data.options["held_out"] else f'"held_out" of "{data.name}" keeps nothing'
 
 
-@register_check("sync_batchnorm", "launch", "sync", "stages")
+@register_check
 def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if not pipeline.sync_batchnorm:
         return
@@ -398,7 +398,7 @@ def _sync_batchnorm_on_cpus_or_without_exchange(pipeline: Pipeline) -> Iterator[
             yield KeyConflict("sync_batchnorm", text, "remove one of the two")
 
 
-@register_check("compile", "launch", "accumulate", "loader", "stages")
+@register_check
 def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
     """CUDA graphs keep the first micro-step's gradients, which the next overwrite (H200, torch 2.11)."""
     mode = pipeline.compile.mode if pipeline.compile else ""
@@ -416,7 +416,7 @@ def _cuda_graphs_with_accumulate(pipeline: Pipeline) -> Iterator[KeyConflict]:
             return
 
 
-@register_check("compile", "deterministic")
+@register_check
 def _autotuning_with_deterministic(pipeline: Pipeline) -> Iterator[KeyConflict]:
     mode = pipeline.compile.mode if pipeline.compile else ""
     if mode.startswith("max-autotune") and pipeline.deterministic:

@@ -9,7 +9,7 @@ from ddprun.config.stages import SaveStage
 _UPDATE_KEYS = ("optimizer", "schedule", "warmup_steps", "clip_norm", "clip_value", "freeze")  # for updates
 
 
-@register_check("schedule", "warmup_steps", "stages")
+@register_check
 def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.schedule is None or "over" not in pipeline.schedule.beside:
         return
@@ -28,7 +28,7 @@ def _schedule_over_the_run(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("warmup_steps", text, "shorten the warm-up or lengthen a stage")
 
 
-@register_check("schedule", "warmup_steps", "stages")
+@register_check
 def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         if not settings.updates_weights or settings.has_schedule_of_run:
@@ -40,7 +40,7 @@ def _warmup_longer_than_stage(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{stage.path}.{key}", text, "shorten the warm-up or lengthen the stage")
 
 
-@register_check("optimizer", "stages")
+@register_check
 def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
     above = pipeline.optimizer
     for stage in pipeline.stages_with_steps():
@@ -53,7 +53,7 @@ def _another_optimizer(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(stage.key_path("optimizer"), text, f"write {hint}")
 
 
-@register_check("stages")
+@register_check
 def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         for key in _UPDATE_KEYS if not settings.updates_weights else ():
@@ -62,7 +62,7 @@ def _update_keys_without_update(pipeline: Pipeline) -> Iterator[KeyConflict]:
                 yield KeyConflict(stage.key_path(key), text, "remove it, or name an update")
 
 
-@register_check("freeze", "optimizer", "stages")
+@register_check
 def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
     if pipeline.optimizer.name == "LBFGS" and len(set(pipeline.frozen_patterns().values())) > 1:
         text = '"optimizer: LBFGS" clashes with stages that freeze different parameters: what it keeps of '
@@ -70,7 +70,7 @@ def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
         yield KeyConflict("optimizer", text, "choose another optimizer, or freeze the same in all stages")
 
 
-@register_check("loss", "stages")
+@register_check
 def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage in pipeline.train_stages():
         if stage.turns and pipeline.loss.name != "model":
@@ -79,7 +79,7 @@ def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
             yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
 
 
-@register_check("stages")
+@register_check
 def _saves_to_one_file(pipeline: Pipeline) -> Iterator[KeyConflict]:
     written: dict[str, int] = {}
     for stage in pipeline.stages:
