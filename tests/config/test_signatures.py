@@ -90,7 +90,7 @@ def test_tensors_are_known() -> None:
 @pytest.mark.parametrize("value", [None, True, 1, 0.5, [], ["mean"], {}, {"mean": 1}])
 def test_one_of_several_words_is_a_string(value: object) -> None:
     """Nothing else passes for one of the words that an option takes."""
-    with pytest.raises(ValidationError, match="expected mean or sum"):
+    with pytest.raises(ValidationError, match="should be 'mean' or 'sum'"):
         signatures.torch_options_model("loss", "MSELoss").model_validate({"reduction": value})
 
 

@@ -23,6 +23,7 @@ EXPECTED_BY_ERROR_TYPE = {
     "bool_type": "true or false",
     "string_type": "a string",
     "tuple_type": "a list",
+    "list_type": "a list",
     "model_type": "a mapping",
     "dict_type": "a mapping",
 }

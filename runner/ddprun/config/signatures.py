@@ -6,21 +6,27 @@ reads the few files that matter, each when it is first asked for.
 
 import ast
 import functools
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+)
 
-from ddprun.config.docs import type_words
 from ddprun.config.tree import normalize_name
-from ddprun.options import CustomValidator, Options, combine, expected, problem, unknown_name
+from ddprun.options import Options, expected
 
 TorchKind = Literal["optimizer", "schedule", "loss"]
 
@@ -39,22 +45,13 @@ _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
     "loss": frozenset({"self", "size_average", "reduce", "device", "dtype", "options"}),
 }
-Schema = dict[str, Any]
-"""JSON Schema of what a parameter takes, as far as a file can hold it: `type`, `enum`, `items`,
-`prefixItems`, and `anyOf` with these; empty: anything."""
-
-_JSON_TYPES = {"float": "number", "int": "integer", "bool": "boolean", "str": "string", "None": "null"}
-_TENSOR_SCHEMA: Schema = {"type": "array", "items": {"type": "number"}}
-"""Schema of a tensor. It is compared by identity: the schema of a list of numbers is equal."""
-
-_NULL_SCHEMA: Schema = {"type": "null"}
 _LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 
 @dataclass(frozen=True)
 class TorchOption:
     name: str
-    schema: Schema
+    annotation: str  # of its type, as torch's source writes it
     required: bool
     default: str  # as torch's source writes it; empty if there is none
 
@@ -109,46 +106,40 @@ def torch_options(kind: TorchKind, name: str) -> tuple[TorchOption, ...]:
 def torch_options_model(kind: TorchKind, name: str) -> type[BaseModel]:
     """A pydantic model of the options of one class."""
     fields: dict[str, Any] = {
-        item.name: (
-            Annotated[Any, CustomValidator(functools.partial(_check_value, item.schema), item.schema)],
-            ... if item.required else None,
-        )
+        item.name: (_type_in_file(item.annotation), ... if item.required else None)
         for item in torch_options(kind, name)
     }
     return create_model(name, __base__=Options, **fields)
 
 
-def _check_value(schema: Schema, value: Any) -> Any:
-    """A value that fits the schema, lists as the type that torch expects; raises a ValidationError."""
-    given = _JSON_TYPES.get("None" if value is None else type(value).__name__, "")
-    words: list[str] = []
-    for form in schema.get("anyOf", [schema]):
-        kind = form.get("type")
-        if not form or given == kind or (given == "integer" and kind == "number"):
-            if form and isinstance(value, float) and not math.isfinite(value):
-                raise expected("a finite number")
-            return value
-        if kind == "array" and isinstance(value, list | tuple):
-            return _check_list(form, value)
-        words += form.get("enum", ())
-    if isinstance(value, str) and value in words:
-        return value
-    if isinstance(value, str) and words:
-        raise unknown_name("value", value, words)
-    raise expected(type_words(schema))
+class _Tuple:
+    """A list of the file, as the tuple that torch takes."""
+
+    def __class_getitem__(cls, items: Any) -> Any:
+        return Annotated[tuple[items], Field(strict=False)]
 
 
-def _check_list(form: Schema, value: "list[Any] | tuple[Any, ...]") -> Any:
-    fixed = form.get("prefixItems")
-    if fixed and len(value) != len(fixed):
-        raise problem(f"expected a list of {len(fixed)} values, got a list of {len(value)}")
-    read = []
-    for index, item in enumerate(value):
-        try:
-            read.append(_check_value(fixed[index] if fixed else form["items"], item))
-        except ValidationError as error:
-            raise combine([error], at=(index,)) from None
-    return tuple(read) if fixed else read
+# What a file gives for the names in torch's annotations.
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (float, int, bool, str, list)}
+_TYPES |= {"Literal": Literal, "tuple": _Tuple, "Iterable": list, "Tensor": list[float]}
+
+
+def _type_in_file(annotation: str) -> Any:
+    """The type of what a file can give for a parameter; Any if nobody knows the form of its annotation."""
+    try:  # to evaluate torch's own source, which a run imports anyway
+        found = eval(annotation.replace("float | Tensor", "float"), {"__builtins__": {}}, _TYPES)
+    except (NameError, TypeError):
+        return Any
+    several = isinstance(found, UnionType) and len(set(get_args(found)) - {NoneType}) > 1
+    return Annotated[found, WrapValidator(_number_or_list)] if several else found
+
+
+def _number_or_list(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """One error for a union, where pydantic has one for each of its types."""
+    try:
+        return read(value)
+    except ValidationError:
+        raise expected("a number or a list of numbers") from None
 
 
 def length_option_to_fill(name: str, options: Mapping[str, Any] | None = None) -> str | None:
@@ -164,8 +155,7 @@ def length_option_to_fill(name: str, options: Mapping[str, Any] | None = None) -
 
 def tensor_options(loss: str) -> frozenset[str]:
     """Options that a file gives as a list of numbers and torch wants as a tensor."""
-    found = ((item.name, item.schema.get("anyOf", [item.schema])) for item in torch_options("loss", loss))
-    return frozenset(name for name, forms in found if any(form is _TENSOR_SCHEMA for form in forms))
+    return frozenset(item.name for item in torch_options("loss", loss) if "Tensor" in item.annotation)
 
 
 def written_name(kind: TorchKind, name: str) -> str:
@@ -244,59 +234,15 @@ def _parameters(init: ast.FunctionDef, kind: TorchKind) -> tuple[TorchOption, ..
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found = []
     for argument, default in pairs:
-        schema = _schema(argument.annotation)
+        annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
         if argument.arg == "reduction":  # `none` gives a loss per sample: no backward pass can start there
-            schema = {"enum": ["mean", "sum"]}
-        if argument.arg in _IGNORED_PARAMETERS[kind] or schema is None:
+            annotation = "Literal['mean', 'sum']"
+        if argument.arg in _IGNORED_PARAMETERS[kind] or "Callable" in annotation:
             continue
         required = default is None and not (kind == "schedule" and argument.arg in _LENGTH_OPTIONS)
-        found.append(TorchOption(argument.arg, schema, required, ast.unparse(default) if default else ""))
+        source = ast.unparse(default) if default else ""
+        found.append(TorchOption(argument.arg, annotation, required, source))
     return tuple(found)
-
-
-def _schema(annotation: ast.expr | None) -> Schema | None:
-    """JSON Schema of an annotation: empty (anything) if its form is unknown, None if it takes a function."""
-    forms = list(_union_schemas(annotation))
-    real = [form for form in forms if form is not None and form != _NULL_SCHEMA]
-    if not real:
-        return None
-    if {} in real:
-        return {}
-    if {"type": "number"} in real:  # a number takes the place of a tensor
-        real = [form for form in real if form is not _TENSOR_SCHEMA]
-    lists = [form for form in real if form.get("type") == "array"]
-    unique = [form for index, form in enumerate(real) if form not in real[:index] and form not in lists[1:]]
-    unique += [_NULL_SCHEMA] if _NULL_SCHEMA in forms else []
-    return unique[0] if len(unique) == 1 else {"anyOf": unique}
-
-
-def _union_schemas(annotation: ast.expr | None) -> Iterator[Schema | None]:
-    """What each member of a union takes, as `_schema`."""
-    name = ast.unparse(annotation) if annotation else ""
-    match annotation:
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            yield from (*_union_schemas(left), *_union_schemas(right))
-        case ast.Subscript(value=ast.Name(id=outer), slice=inner) if outer != "Callable":
-            members = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            if outer in ("Union", "Optional"):
-                yield from (form for member in members for form in _union_schemas(member))
-                if outer == "Optional":
-                    yield _NULL_SCHEMA
-            elif outer == "Literal":
-                yield {"enum": [str(ast.literal_eval(member)) for member in members]}
-            elif outer in ("tuple", "Tuple") and ast.unparse(members[-1]) != "...":
-                items, count = [_schema(member) or {} for member in members], len(members)
-                yield {"type": "array", "prefixItems": items, "minItems": count, "maxItems": count}
-            elif outer in ("tuple", "Tuple", "list", "List", "Iterable", "Sequence"):
-                yield {"type": "array", "items": _schema(members[0]) or {}}
-            else:
-                yield {}
-        case _ if name in _JSON_TYPES:
-            yield {"type": _JSON_TYPES[name]}
-        case _ if name == "Tensor":
-            yield _TENSOR_SCHEMA
-        case _:
-            yield None if name.startswith("Callable") else {}
 
 
 def docstring_summary(kind: TorchKind, name: str) -> str:
