@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ddprun.config.faults import PipelineFault, Redact, allowed_values, closest_match
-from ddprun.config.scalars import bool_hint, number_hint
+from ddprun.config.scalars import bool_hint
 from ddprun.config.tree import Node, find_nearest, format_path
 from ddprun.options import PATTERN_DESCRIPTIONS, CustomValidator, KeyPath, combine, problem
 from ddprun_hooks.config import messages
@@ -168,9 +168,6 @@ def _hint(wanted: str, node: Node | None, value: Any) -> str | None:
         return f'quote it: "{text}"'
     if wanted == "a list":
         return f"write [{text}]"
-    hint = None
-    if isinstance(value, str) and "number" in wanted:
-        hint = number_hint(text, quoted=node.quoted)
     if isinstance(value, str) and "true or false" in wanted:
-        hint = bool_hint(text, quoted=node.quoted) or hint
-    return hint
+        return bool_hint(text, quoted=node.quoted)
+    return None

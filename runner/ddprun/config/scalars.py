@@ -52,30 +52,6 @@ def parse_scalar(text: str) -> Scalar:
     return text
 
 
-def number_hint(text: str, *, quoted: bool) -> str | None:
-    """Why a string that looks like a number is none, and what to write; None if it does not look like one."""
-    if quoted:
-        try:
-            value = parse_scalar(text)
-        except OverflowError:
-            return None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return f"the quotes make it a string: write {text}"
-    if _LEADING_ZERO.fullmatch(text):
-        sign, digits = "-" if text[0] == "-" else "", text.lstrip("+-").lstrip("0")
-        hint = "with a leading zero it is octal in YAML 1.1 and decimal in YAML 1.2: "
-        hint += f"write {sign}{digits or '0'}"
-        is_octal = digits and not sign and set(digits) <= set("01234567")
-        return f"{hint}, or 0o{digits} for octal" if is_octal else hint
-    if "_" in text and _FLOAT.fullmatch(text.replace("_", "")):
-        return f"YAML 1.2 has no _ in numbers: write {text.replace('_', '')}"
-    if re.fullmatch(r"[0-9]+(:[0-9]+)+", text):
-        return "YAML 1.2 has no base-60 numbers: write the number itself"
-    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", text):
-        return f"the decimal separator is a point: write {text.replace(',', '.')}"
-    return None
-
-
 def bool_hint(text: str, *, quoted: bool) -> str | None:
     """What to write instead of a string that was meant to be a boolean; None if it does not look like one."""
     lower = text.lower()
