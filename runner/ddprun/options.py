@@ -4,9 +4,9 @@ Sync policies, trackers and cluster backends describe their options with this, h
 (`docs/dev/extending.md`). A validator raises `problem(…)`, with `at="key"` if it is about one key.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
@@ -22,9 +22,6 @@ class Options(BaseModel):
     """Base class of every section of a pipeline: strict types, immutable, no unknown keys, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
-
-    misplaced_key_hints: ClassVar[Mapping[str, str]] = {}
-    """Keys that users often write in this section although they belong to another one, each with a hint."""
 
 
 class NoOptions(Options):

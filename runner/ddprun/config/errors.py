@@ -17,13 +17,6 @@ from ddprun_hooks.config.messages import MessageParts
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_MAPPING_HINTS: dict[str | int, str] = {
-    "evaluate": "write {every: …, metrics: […]}",
-    "keep_best": "write {metric: …}",
-    "stop": "write {metric: …, patience: …}",
-}  # what to write for keys of a stage that are taken for lists or names
-_EVALUATE_STAGE_HINT = "write {metrics: […]}"  # the same for the stage `evaluate`
-
 
 def validate(
     model: type[Model], value: Any, *path: str, owner: str = "", context: dict[str, Any] | None = None
@@ -88,10 +81,10 @@ def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationErro
         inside = (f"{name}.{key}" for name, section in sections if section and key in section.model_fields)
         near = next(inside, None) or near
     name, colon, value = key.partition(":")
-    hint = getattr(model, "misplaced_key_hints", {}).get(key)
     if colon and name in known:
-        text, hint = f'unknown key "{key}"', f'put a space after the colon: "{name}: {value}"'
-    return problem(text, hint or allowed, None if hint else near, on_key=True)
+        hint = f'put a space after the colon: "{name}: {value}"'
+        return problem(f'unknown key "{key}"', hint, on_key=True)
+    return problem(text, allowed, near, on_key=True)
 
 
 def validation_faults(error: ValidationError, root: Node, redact: Redact) -> list[PipelineFault]:
@@ -112,11 +105,11 @@ def validation_faults(error: ValidationError, root: Node, redact: Redact) -> lis
         at_key = of_key or item["type"] == "missing" or item.get("ctx", {}).get("on_key")
         at_key = at_key and (exact or isinstance(holds, dict) or holds is None)
         place = found.key_place if at_key else found.node.place
-        made.append(place.fault(format_path(path), *_message_parts(item, path, node, value, redact)))
+        made.append(place.fault(format_path(path), *_message_parts(item, node, value, redact)))
     return made
 
 
-def _message_parts(item: Any, path: KeyPath, node: Node | None, value: Any, redact: Redact) -> MessageParts:
+def _message_parts(item: Any, node: Node | None, value: Any, redact: Redact) -> MessageParts:
     """What an error says of a value; `node` is None if the file does not have the value."""
     kind, context = item["type"], item.get("ctx", {})
     got = _shown_value(node, value, redact)
@@ -139,10 +132,7 @@ def _message_parts(item: Any, path: KeyPath, node: Node | None, value: Any, reda
             return f"is longer than {context['max_length']} characters", None, None
     text, allowed, near = messages.error_message_parts(item, got)
     if wanted := messages.EXPECTED_BY_ERROR_TYPE.get(kind) or context.get("wanted"):
-        form = _MAPPING_HINTS.get(path[-1]) if path and wanted == "a mapping" else None
-        if form and len(path) > 1 and isinstance(path[-2], int):  # an item of `stages`
-            form = _EVALUATE_STAGE_HINT
-        allowed = form or _hint(wanted, node, value) or allowed
+        allowed = _hint(wanted, node, value) or allowed
     return text, allowed, near
 
 

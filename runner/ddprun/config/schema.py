@@ -1,8 +1,8 @@
 """What a pipeline file may say: all of its keys, a docstring with the unit under each."""
 
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, create_model
 
@@ -44,13 +44,6 @@ _NAME_CONSTRAINT = pattern_constraint(
 
 class Pipeline(Options):
     """A whole pipeline file."""
-
-    misplaced_key_hints: ClassVar[Mapping[str, str]] = {
-        "mutate": "write it in a train or forward stage",
-        "update": "write it in a forward stage",
-        "steps": "write it in a stage",
-        "epochs": "write it in a stage",
-    }
 
     name: Annotated[str, Field(max_length=200), _NAME_CONSTRAINT] = "pipeline"
     """Name of the run's folder; the file's own name if left out."""

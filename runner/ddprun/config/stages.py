@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -286,7 +286,6 @@ class TrainStage(StepStage):
     """Train for a number of steps or epochs. The other keys apply to this stage only."""
 
     name: ClassVar[str] = "train"
-    misplaced_key_hints: ClassVar[Mapping[str, str]] = {"update": "write it in a forward stage"}
 
     accumulate: PositiveInt = 1
 
@@ -312,9 +311,6 @@ class ForwardStage(StepStage):
     """Forward passes only, for a number of steps or epochs; `update` trains without gradients."""
 
     name: ClassVar[str] = "forward"
-    misplaced_key_hints: ClassVar[Mapping[str, str]] = {
-        "accumulate": "remove it: without a backward pass nothing accumulates"
-    }
 
     update: Annotated[Choice, choice_validator("update")] | None = None
     """What changes the weights in each step; null changes nothing."""
