@@ -47,7 +47,7 @@ def _hook_stack_grammar(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for path, hooks in values_of_key(pipeline, "hooks"):
         entries = [grammar.make_stack_entry(hook.name, hook.options) for hook in hooks]
         for wrong in grammar.stack_problems(entries):
-            yield KeyConflict(path + format_path(wrong.path), wrong.text, None, wrong.severity)
+            yield KeyConflict(path + format_path(wrong.path), wrong.text)
 
 
 @register_check
