@@ -61,7 +61,6 @@ _DEFINITIONS = {
     "group": "{match, options of the optimizer}",
     "key": "a key",
     "compile": "true or false or {mode, blocks, dynamic, fullgraph}",
-    "blocks": "auto, or patterns",
     "balance": "speed or {host or rank: weight} or {replay}",
     "period": "a whole number, at least 1, or {samples} or {seconds}",
     "bucket_cap": "MiB, or a list",

@@ -68,7 +68,6 @@ def json_schema() -> Schema:
             ]
         },
         "bucket_cap": {"anyOf": [_SIZE_SCHEMA, {"type": "array", "items": _SIZE_SCHEMA, "minItems": 1}]},
-        "blocks": {"anyOf": [{"type": ["string", "null"], "minLength": 1}, _PATTERNS_SCHEMA]},
         "compile": {"anyOf": [{"type": "boolean"}, _model_schema(Compile, definitions)]},
         "group": {
             "type": "object",

@@ -226,31 +226,13 @@ class Batch(Options):
     """Changes each batch of training on the device, before the model gets it, such as mixup."""
 
 
-_BLOCKS_HINT = "write auto, a pattern of names, a class, or a list of these"
-
-
-def _parse_compile_blocks(value: Any) -> Any:
-    if value is None or value == "auto":
-        return value
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not names:
-        raise expected("blocks to compile", _BLOCKS_HINT)
-    for index, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            text = f"expected a pattern of names or a class, got {name!r:.40}"
-            raise problem(text, _BLOCKS_HINT, at=(index,) if names is value else ())
-    return tuple(names)
-
-
 class Compile(Options):
     """`torch.compile` of the model, before DDP wraps it."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
 
-    blocks: Annotated[
-        tuple[str, ...] | Literal["auto"] | None, CustomValidator(_parse_compile_blocks, "blocks")
-    ] = None
+    blocks: Match | None = None
     """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
     repeat. null compiles the whole model."""
 

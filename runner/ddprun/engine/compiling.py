@@ -158,7 +158,7 @@ def select_blocks(loaded: LoadedPipeline, model: nn.Module, settings: Compile) -
     """What is compiled, by name, the model itself being ""; a PipelineError if there is no such module."""
     if settings.blocks is None:
         return {"": model_alone(model)}
-    if settings.blocks == "auto":
+    if settings.blocks == ("auto",):
         if found := dict(_repeated_blocks(model_alone(model), "")):
             return found
         text = "no block of the model repeats: no list of modules holds two of one class that are made of "
