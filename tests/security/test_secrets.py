@@ -285,13 +285,12 @@ def test_no_variant_of_a_comparison_is_called_by_a_secret(tmp_path: Path) -> Non
     ]
 
 
-def test_the_caret_stays_under_the_fault(loaded: Callable[..., LoadedPipeline]) -> None:
-    """Also where a secret before it on the line was replaced; the column is the file's own."""
+def test_a_line_with_a_secret_is_not_quoted(loaded: Callable[..., LoadedPipeline]) -> None:
+    """The fault has its place all the same: the column is the file's own."""
     with pytest.raises(PipelineError) as caught:
         loaded(pipeline("data: {digits: {password: canary-canary, held_out: 7}}\n"), base=False)
     fault = next(fault for fault in caught.value.faults if "held_out" in fault.path)
-    _, line, caret = str(fault).split("\n")
-    assert line[caret.index("^")] == "7"
+    assert "\n" not in str(fault)
     assert fault.column == 1 + "data: {digits: {password: canary-canary, held_out: 7}}".index("7")
 
 

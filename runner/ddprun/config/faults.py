@@ -1,7 +1,6 @@
 """Faults of a pipeline file, worded so that the reader can correct the file without a manual."""
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,8 +29,7 @@ class PipelineFault:
     problem: str  # what is wrong, naming the value
     allowed: str | None = None  # what is allowed instead, or what to do
     suggestion: str | None = None  # the word that was probably meant
-    source_line: str = ""  # the line itself, without its line break and with secrets replaced
-    caret: int = 0  # where the caret stands if secrets before it were replaced; 0: at `column`
+    source_line: str = ""  # the line itself, without its line break; empty if it holds a secret
     severity: Severity = "error"
 
     @property
@@ -48,22 +46,17 @@ class PipelineFault:
         return _escaped(f"{where}: {kind}{path}{self.message}")
 
     def redacted(self, redact_text: Redact, redact_line: Redact) -> "PipelineFault":
-        """The fault with its words and its quoted line passed through these functions."""
-        quoted = redact_line(self.source_line)
-        caret = 0
-        if quoted != self.source_line:
-            before, rest = self.source_line[: self.column - 1], self.source_line[self.column - 1 :]
-            caret = self.column if quoted.startswith(before) else len(quoted) - len(rest) + 1
-            caret = min(max(caret, 1), len(quoted) + 1)
+        """The fault with its words redacted, and without its line if that has anything to redact."""
+        quoted = self.source_line if redact_line(self.source_line) == self.source_line else ""
         given = {key: getattr(self, key) for key in ("file", "path", "problem", "allowed", "suggestion")}
         words: dict[str, Any] = {key: redact_text(value) for key, value in given.items() if value}
-        return replace(self, **words, source_line=quoted, caret=caret)
+        return replace(self, **words, source_line=quoted)
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
         if not self.source_line.strip():
             return self.headline
-        return f"{self.headline}\n{_quote_with_caret(self.source_line, self.caret or self.column)}"
+        return f"{self.headline}\n{_quote_with_caret(self.source_line, self.column)}"
 
 
 def _quote_with_caret(line: str, column: int) -> str:
@@ -74,19 +67,13 @@ def _quote_with_caret(line: str, column: int) -> str:
     before = shown[: column - 1 - start]
     head = "… " if start else ""
     tail = " …" if start + _MAX_QUOTED_COLUMNS < len(line) else ""
-    pad = "".join("\t" if char == "\t" else " " * _terminal_width(char) for char in before)
+    pad = "".join("\t" if char == "\t" else " " for char in before)
     return f"    {head}{shown}{tail}\n    {' ' * len(head)}{pad}^"
 
 
 def _escaped(text: str) -> str:
     """The text on one line, and harmless to a terminal whatever a file or a file's name holds."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
-
-
-def _terminal_width(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 class PipelineError(Exception):
