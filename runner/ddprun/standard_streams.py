@@ -52,9 +52,13 @@ def protect_standard_streams() -> None:
     its descriptor, and everything that C code writes to stderr. Characters that the stream's encoding lacks
     are written as escapes.
     """
-    was_closed = [_open_if_closed(descriptor) for descriptor in range(3)]
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # it is the smallest that is free, so `os.open` gives it
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        setattr(sys, name, _protected(getattr(sys, name), descriptor, was_closed[descriptor]))
+        setattr(sys, name, _protected(getattr(sys, name), descriptor))
 
 
 def print_stderr(text: str) -> None:
@@ -106,25 +110,9 @@ def _flush(stream: IO[str] | None) -> None:
             stream.flush()
 
 
-def _open_if_closed(descriptor: int) -> bool:
-    """Whether a descriptor was closed; it is the null device then."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        opened = os.open(os.devnull, os.O_RDWR)
-        if opened != descriptor:
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        os.set_inheritable(descriptor, True)
-        return True
-    return False
-
-
-def _protected(stream: IO[str] | None, descriptor: int, was_closed: bool) -> IO[str] | None:
-    if stream is None:
-        # Python has found it closed. If it is open now, it is somebody's file, and no place to write to.
-        target = descriptor if was_closed else os.open(os.devnull, os.O_WRONLY)
-        return io.TextIOWrapper(NeverFailingFileIO(target), "utf-8", "backslashreplace")
+def _protected(stream: IO[str] | None, descriptor: int) -> IO[str] | None:
+    if stream is None:  # Python has found it closed
+        return io.TextIOWrapper(NeverFailingFileIO(descriptor), "utf-8", "backslashreplace")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = getattr(stream.buffer, "raw", stream.buffer)
