@@ -94,20 +94,6 @@ def test_one_of_several_words_is_a_string(value: object) -> None:
         signatures.torch_options_model("loss", "MSELoss").model_validate({"reduction": value})
 
 
-def test_without_torch_its_names_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch is not installed, a fault says so instead of allowed_values nothing."""
-    from ddprun.config.choices import parse_choice
-
-    monkeypatch.setattr(signatures, "torch_folder", lambda: None)
-    monkeypatch.setattr(signatures, "_classes", lambda kind: {})
-    signatures._class_by_spelling.cache_clear()
-    try:
-        with pytest.raises(ValidationError, match="torch is not installed"):
-            parse_choice("optimizer", "sgd")
-    finally:
-        signatures._class_by_spelling.cache_clear()
-
-
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_every_class_is_described(kind: TorchKind, name: str) -> None:
     """The catalog has a sentence for each class."""

@@ -296,9 +296,6 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         model = trusted_options_model(kind.plugins, name, make_error)
         settings = validate(model, options, name, owner=name)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "installed", settings)
-    if kind.torch_kind and signatures.torch_folder() is None:
-        text = f'unknown {kind.name} "{name}": torch is not installed, so its names are unknown'
-        raise make_error(text, "install torch")
     of_torch = signatures.offered_class_names(kind.torch_kind) if kind.torch_kind else ()
     near = closest_match(name, kind.names()) or closest_match(name, of_torch)
     raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.names_for_message()), near)

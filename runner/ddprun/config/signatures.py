@@ -8,9 +8,8 @@ import ast
 import functools
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType, UnionType
@@ -56,22 +55,13 @@ class TorchOption:
     default: str  # as torch's source writes it; empty if there is none
 
 
-@functools.cache
-def torch_folder() -> Path | None:
-    """Where torch is installed; None if it is not."""
-    spec = find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def torch_version() -> str | None:
-    """Torch's release such as `2.13.0`, without the build's suffix; None if torch is not installed."""
-    with suppress(PackageNotFoundError):
-        return version("torch").partition("+")[0]
-    return None
+def torch_version() -> str:
+    """Torch's release such as `2.13.0`, without the build's suffix."""
+    return version("torch").partition("+")[0]
 
 
 def offered_class_names(kind: TorchKind) -> tuple[str, ...]:
-    """Every class that a pipeline may name, in torch's spelling; empty without torch."""
+    """Every class that a pipeline may name, in torch's spelling."""
     return tuple(name for name in _classes(kind) if why_not_offered(kind, name) is None)
 
 
@@ -185,9 +175,10 @@ def _loss_class_by_function() -> dict[str, str]:
 
 @functools.cache
 def _classes(kind: TorchKind) -> dict[str, Path]:
-    folder = torch_folder()
-    if folder is None:
-        return {}
+    spec = find_spec("torch")
+    assert spec is not None, "torch is not installed"
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent
     if kind == "optimizer":
         tree = _parse(folder / "optim" / "__init__.py")
         return {
