@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from ddprun.config import signatures
-from ddprun.config.catalog import KIND_HEADINGS, entries_of_kind
+from ddprun.config.catalog import KINDS, entries_of_kind
 from ddprun.config.choices import CHOICE_KINDS, parse_choice
 from ddprun.config.json_schema import json_schema
 from ddprun.config.reader import read_file
@@ -90,7 +90,7 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 
 def options() -> Iterator[tuple[str, str, str]]:
-    for kind in KIND_HEADINGS:
+    for kind in KINDS:
         for entry in entries_of_kind(kind):
             for option in entry["options"]:
                 yield kind, entry["name"], option["name"]

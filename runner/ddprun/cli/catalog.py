@@ -10,7 +10,7 @@ import click
 from ddprun import EXIT_SUCCESS
 from ddprun.cli import printing
 from ddprun.cli.run import format_option
-from ddprun.config.catalog import KIND_HEADINGS, KINDS, entries_named, entries_of_kind
+from ddprun.config.catalog import KINDS, entries_named, entries_of_kind
 from ddprun.config.json_schema import json_schema
 from ddprun_hooks.config.messages import closest_match, format_message
 
@@ -43,8 +43,8 @@ def catalog(what: str | None, form: str) -> int:
 
     KIND shows one kind, such as hook; NAME shows one entry in full, such as diloco.
     """
-    if what is None or what in KIND_HEADINGS:
-        by_kind = {kind: entries_of_kind(kind) for kind in ([what] if what else KIND_HEADINGS)}
+    if what is None or what in KINDS:
+        by_kind = {kind: entries_of_kind(kind) for kind in ([what] if what else KINDS)}
         entries = [entry for of_kind in by_kind.values() for entry in of_kind]
         shown = (_format_kind(kind, of_kind) for kind, of_kind in by_kind.items())
     elif entries := entries_named(what):
@@ -52,13 +52,13 @@ def catalog(what: str | None, form: str) -> int:
     else:
         text = f'"{what}" is neither a kind nor the name of an entry'
         text = format_message(text, suggestion=closest_match(what, _kinds_and_names()))
-        raise click.UsageError(f"{text}; kinds: {', '.join(KIND_HEADINGS)}")
+        raise click.UsageError(f"{text}; kinds: {', '.join(KINDS)}")
     click.echo(json.dumps(entries, indent=1) if form == "json" else "\n\n".join(shown))
     return EXIT_SUCCESS
 
 
 def _format_kind(kind: str, entries: list[dict[str, Any]]) -> str:
-    lines = [KIND_HEADINGS[kind]]
+    lines = [kind]
     for entry in entries:
         lines.append(f"  {entry['name']}: {entry['description']}")
         for option in entry["options"]:

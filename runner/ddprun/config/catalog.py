@@ -19,16 +19,6 @@ KINDS = {
     "cluster": ChoiceKind("cluster", plugins=CLUSTERS),
 }  # what is chosen by a name, whatever a file writes around it
 
-KIND_HEADINGS = {
-    **{name: f"{name}s" for name in KINDS},
-    "data": "data",
-    "sync": "sync",
-    "loss": "losses",
-    "mutate": "mutations",
-    "update": "updates",
-    "collate": "collate functions",
-}  # kinds that can be asked for, and their headings
-
 
 def entries_of_kind(kind: str) -> list[Entry]:
     """Entries of a kind: kind, name, source, description and options, each with name, type, required, default
