@@ -3,12 +3,10 @@
 The docstring of a class is its line in `ddprun catalog`, the one under a field its line in the JSON Schema.
 """
 
-import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from ddprun.config.secrets import ENV_REFERENCE
 from ddprun.options import (
     CustomValidator,
     FractionFloat,
@@ -23,14 +21,14 @@ from ddprun.options import (
 )
 
 _STRING_SCHEMA = {"type": "string", "minLength": 1}
-_Item = TypeVar("_Item")
+NonEmptyString = Annotated[str, Field(min_length=1)]
 OneOrMore = Annotated[
-    tuple[_Item, ...],
+    tuple[NonEmptyString, ...],
     Field(strict=False, min_length=1),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [_STRING_SCHEMA, {"type": "array", "items": _STRING_SCHEMA, "minItems": 1}]}),
 ]
-"""Strings that are not empty: a list, or one by itself."""
+"""A list of strings, or one by itself."""
 
 
 class Mlp(Options):
@@ -101,21 +99,10 @@ class Digits(Options):
     """Decides which samples are held out, whatever the pipeline's seed is."""
 
 
-def _check_placeholders(pattern: str) -> str:
-    for found in re.findall(r"\{[^{}]*\}", ENV_REFERENCE.sub("", pattern)):
-        if found not in ("{stdlib}", "{here}"):
-            allowed = "allowed: {stdlib}, the folder of Python's own library, and {here}, the pipeline's"
-            raise problem(f"unknown placeholder {found}", allowed)
-    return pattern
-
-
-FilePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_placeholders)]
-
-
 class TextData(Options):
     """The bytes of local files, cut into windows; the target is the window shifted by one byte."""
 
-    files: OneOrMore[FilePattern]
+    files: OneOrMore
     """Paths or globs, relative to the pipeline's folder; `{stdlib}` is the folder of Python's own library."""
 
     context: PositiveInt = 128

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
 
-from ddprun.config.built_ins import OneOrMore, parse_batch_key
+from ddprun.config.built_ins import NonEmptyString, OneOrMore, parse_batch_key
 from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
 from ddprun.config.errors import validate
 from ddprun.config.faults import closest_match
@@ -71,9 +71,7 @@ def parse_data(value: Any) -> Choice | DataPair:
     return parse_choice("data", value)
 
 
-_Pattern = Annotated[str, Field(min_length=1)]  # as a shell's
-Patterns = Annotated[tuple[_Pattern, ...], Field(strict=False)]
-Match = OneOrMore[_Pattern]
+Patterns = Annotated[tuple[NonEmptyString, ...], Field(strict=False)]
 
 
 class Init(Options):
@@ -109,7 +107,7 @@ class ParameterGroup:
 
 
 class _ParameterPatterns(Options):
-    match: Match
+    match: OneOrMore
 
 
 def _parse_parameter_group(value: Any) -> ParameterGroup:
@@ -232,7 +230,7 @@ class Compile(Options):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """What torch optimises for; `reduce-overhead` and `max-autotune` use CUDA graphs on a GPU."""
 
-    blocks: Match | None = None
+    blocks: OneOrMore | None = None
     """The modules that are compiled, by patterns of their names or by their class; `auto` finds those that
     repeat. null compiles the whole model."""
 

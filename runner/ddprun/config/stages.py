@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from ddprun.config import sections
+from ddprun.config.built_ins import OneOrMore
 from ddprun.config.choices import (
     RESERVED_METRIC_NAMES,
     Choice,
@@ -102,7 +103,7 @@ class Turn(Options):
     name: Annotated[str, pattern_constraint(r"^[A-Za-z_]\w*$", "a name of letters, digits and _")]
     """What the model's forward gets as `turn`, and what the loss is called in records."""
 
-    match: sections.Match
+    match: OneOrMore
     """Patterns of the names of the parameters that are updated."""
 
     every: PositiveInt = 1
