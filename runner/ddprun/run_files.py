@@ -43,15 +43,6 @@ _OPEN_FLAGS: dict[Mode, int] = {
 }
 _COMMON_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFREG: "a file",
-}
 
 
 class HardLinkError(OSError):
@@ -66,8 +57,8 @@ class WrongFileTypeError(OSError):
     """There is something else, such as a link or a pipe, where a file or folder of a run should be."""
 
     def __init__(self, path: Path, found: int, wanted: str) -> None:
-        problem = f"{path.name} is {_KINDS.get(stat.S_IFMT(found), 'something else')}, not {wanted}"
-        super().__init__(errno.ELOOP, problem, str(path))
+        link = "a symbolic link, " if stat.S_ISLNK(found) else ""
+        super().__init__(errno.ELOOP, f"{path.name} is {link}not {wanted}", str(path))
 
 
 class JunkBudget:

@@ -131,9 +131,9 @@ def test_a_file_of_weights_that_is_lost_is_a_failure_in_one_line(disk: Path) -> 
 def test_records_that_are_lost_are_told_and_the_run_is_done(disk: Path) -> None:
     codes, said = run(disk, when="no records", keep=1, last=", save")
     assert codes == [0]
-    assert said.count("the records of rank 0 are incomplete: steps is a file, not a folder") == 1
+    assert said.count("the records of rank 0 are incomplete: steps is not a folder") == 1
     assert summary(disk / "run")["status"] == "done"
-    assert summary(disk / "run")["records_failure"] == "steps is a file, not a folder"
+    assert summary(disk / "run")["records_failure"] == "steps is not a folder"
 
 
 def test_a_writer_that_cannot_bring_out_the_rest_says_so_and_ends(disk: Path) -> None:
