@@ -19,12 +19,10 @@ from ddprun_hooks.config.messages import describe_value
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 10_000
-_MAX_CONTROL_FAULTS = 20
 
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]|[\u2028\u2029]"
 )
-_DAMAGED = "\ufffd"  # replaces a character that has its fault already, so that the value with it gets none
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SYNTAX_ERROR_WORDS = (
@@ -100,14 +98,12 @@ def read_file(path: Path) -> ReadResult:
 
 def parse_yaml(text: str, source: Source, line: int = 1, column: int = 1, path: KeyPath = ()) -> ReadResult:
     """Read one YAML value, which is at `path` in the pipeline and at this line and column of the source."""
-    found = list(_FORBIDDEN.finditer(text))
-    events = yaml.SafeLoader(_FORBIDDEN.sub(_DAMAGED, text) if found else text)
-    builder = _Builder(events, source, line, column, damaged=bool(found))
-    for match in found[:_MAX_CONTROL_FAULTS]:
-        before = Source.from_text("", 0, text[: match.start()]).lines
-        place = builder.place(len(before) - 1, len(before[-1]))
-        problem = f"the invisible character U+{ord(match.group()):04X} is not allowed in a pipeline"
-        builder.add_fault(place, (), problem, "remove it")
+    if forbidden := _FORBIDDEN.search(text):
+        before = Source.from_text("", 0, text[: forbidden.start()]).lines
+        place = Place(source, line + len(before) - 1, len(before[-1]) + (column if len(before) == 1 else 1))
+        problem = f"the invisible character U+{ord(forbidden[0]):04X} is not allowed in a pipeline"
+        return None, [place.fault("", problem, "remove it")]
+    builder = _Builder(yaml.SafeLoader(text), source, line, column)
     root: Node | None = None
     try:
         root = builder.build_document(path)
@@ -133,7 +129,6 @@ class _Builder:
     source: Source
     line: int
     column: int  # where the text starts in the source
-    damaged: bool  # characters of the text were replaced by `_DAMAGED`
     faults: list[PipelineFault] = field(default_factory=list)
     anchors: dict[str, Node | None] = field(default_factory=dict)  # None while an anchor's value is read
     nodes: int = 0
@@ -212,9 +207,8 @@ class _Builder:
             problem = "this escape is half a character (a surrogate)"
             self.add_fault(place, path, problem, "write the character itself")
             return Node(place, None, text, quoted, has_fault=True)
-        damaged = self.damaged and _DAMAGED in text
         try:
-            return Node(place, text if quoted else parse_scalar(text), text, quoted, has_fault=damaged)
+            return Node(place, text if quoted else parse_scalar(text), text, quoted)
         except OverflowError as error:
             shown = text if len(text) <= 24 else f"{text[:20]}…"
             problem, _, allowed = str(error).partition("; ")
