@@ -51,8 +51,6 @@ class CustomValidator:
 
     validate: Callable[[Any], Any]
     schema: str | dict[str, Any]  # its JSON Schema, or the name of a definition in the pipeline's schema
-    allowed_names: Callable[[], Iterable[str]] | None = None
-    """Gives the names that a message lists if the key is missing."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.validate)

@@ -265,7 +265,7 @@ def choice_validator(
 ) -> CustomValidator:
     """For `Annotated[Choice, …]`: a choice of this kind, or what `parse` reads and the schema calls so."""
     read = parse or functools.partial(parse_choice, kind)
-    return CustomValidator(read, definition or kind, CHOICE_KINDS[kind].names_for_message)
+    return CustomValidator(read, definition or kind)
 
 
 _MakeError = Callable[..., ValidationError]  # `problem` at the place of a choice's name

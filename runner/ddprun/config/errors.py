@@ -35,7 +35,7 @@ def validate(
 def with_key_hints(
     error: ValidationError, model: type[BaseModel], path: tuple[str, ...] = (), owner: str = ""
 ) -> ValidationError:
-    """The same errors below `path`; those about unknown and missing keys say what belongs there."""
+    """The same errors below `path`; those about unknown keys, and missing options, say what belongs there."""
     items: list[ErrorDetails] = []
     for item in error.errors(include_url=False):
         *above, key = item["loc"] or ("",)
@@ -48,8 +48,6 @@ def with_key_hints(
             wrong = _unknown_key(name, section, owner if section is model else "")
         elif item["type"] == "missing" and owner and not above:
             wrong = problem(f'{owner} needs "{name}"', f"write {owner}: {{{name}: …}}")
-        elif item["type"] == "missing" and (allowed := _allowed(section, name)):
-            wrong = problem("is required", allowed_values(allowed), on_key=True)
         items += combine([wrong], at=item["loc"]).errors(include_url=False) if wrong else [item]
     return messages.validation_error_from_items(items, path)
 
@@ -64,12 +62,6 @@ def section_model_of(field: FieldInfo | None) -> type[BaseModel] | None:
         if any(isinstance(mark, CustomValidator) for mark in marks):
             return None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _allowed(model: type[BaseModel], key: str) -> list[str]:
-    field = model.model_fields.get(key)
-    marks = [mark for mark in field.metadata if isinstance(mark, CustomValidator)] if field else []
-    return [name for mark in marks if mark.allowed_names for name in mark.allowed_names()]
 
 
 def _unknown_key(key: str, model: type[BaseModel], owner: str) -> ValidationError:
