@@ -76,9 +76,8 @@ SYNCS = st.sampled_from(
 BUFFERS = st.sampled_from(
     [
         "auto",
-        {"auto": {"reduce": "mean"}},
-        {"every_forward": None},
-        {"before_evaluate": {"reduce": "broadcast"}},
+        {"reduce": "mean"},
+        {"when": "before_evaluate", "reduce": "broadcast"},
         "never",
         {"every": 3},
         {"every": 3, "reduce": "mean"},

@@ -212,7 +212,7 @@ def test_a_buffer_that_changes_later_is_sent_all_the_same(tmp_path: Path) -> Non
         ("{every: 2}", {2: 80, 4: 80, 5: 80}),
         ("{every: 2, reduce: mean}", {2: 80, 4: 80, 5: 80}),
         ("before_evaluate", {5: 80}),
-        ("{before_evaluate: {reduce: mean}}", {5: 80}),
+        ("{when: before_evaluate, reduce: mean}", {5: 80}),
         ("never", {}),
     ],
 )
@@ -225,7 +225,7 @@ def test_each_setting_sends_when_it_says(tmp_path: Path, setting: str, expected:
     "more",
     [
         "",
-        "buffers: {auto: {reduce: mean}}",
+        "buffers: {when: auto, reduce: mean}",
         "sync: {local_sgd: {every: 2}}",
         "sync: independent",
         "sync: {diloco: {every: 4, overlap_steps: 2}}\nbuffers: before_evaluate",
@@ -248,7 +248,7 @@ def test_a_mean_is_the_mean_of_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "mean").mkdir()
     run(tmp_path / "own", "nets.Watched", "buffers: never", 3)
     own = [torch.load(tmp_path / "own" / f"seen-{rank}.pt", weights_only=True) for rank in range(3)]
-    run(tmp_path / "mean", "nets.Watched", "buffers: {before_evaluate: {reduce: mean}}", 3)
+    run(tmp_path / "mean", "nets.Watched", "buffers: {when: before_evaluate, reduce: mean}", 3)
     mean = torch.load(tmp_path / "mean" / "seen-1.pt", weights_only=True)
     name = "layers.1.running_var"
     assert not torch.equal(own[0][name], own[1][name])

@@ -66,7 +66,7 @@ _DEFINITIONS = {
     "bucket_cap": "MiB, or a list",
     "module_name": "a module's name",
     "nnodes": "a number, or MIN:MAX",
-    "buffers": "auto or every_forward or before_evaluate or never or {every: N, reduce: broadcast or mean}",
+    "buffers": "auto or every_forward or before_evaluate or never or {when, every, reduce}",
 }  # types that functions of ours read, in words; others are `a` and their name
 _TYPES = {
     "integer": "a whole number",

@@ -10,9 +10,10 @@ from ddprun.config import docs, signatures
 from ddprun.config.choices import CHOICE_KINDS, ChoiceKind
 from ddprun.config.errors import section_model_of
 from ddprun.config.schema import Pipeline
-from ddprun.config.sections import BUFFER_TIMES, BufferPeriod, Compile, DataPair, Init, Replay
+from ddprun.config.sections import Compile, DataPair, Init, Replay
 from ddprun.config.stages import OVERRIDABLE_KEYS, STAGES, Stage, StepStage
 from ddprun.plugins import CLUSTERS
+from ddprun.sync.plan import BufferSettings
 
 Schema = dict[str, Any]
 
@@ -40,11 +41,11 @@ def json_schema() -> Schema:
     parts = {"name": {"type": "string", "minLength": 1}, "output": _KEY_SCHEMA, "target": _KEY_SCHEMA}
     definitions["any_metric"] = _with_keys_beside("metric", definitions, parts)
     stages = {name: _stage_schema(stage, definitions) for name, stage in STAGES.items()}
-    times = _choice_schema({name: _model_schema(model, definitions) for name, model in BUFFER_TIMES.items()})
+    times: Schema = {"enum": ["auto", "every_forward", "before_evaluate", "never"]}
     count: Schema = {"type": "integer", "minimum": 1}
     definitions |= {
         "stage": _choice_schema(stages),
-        "buffers": {"anyOf": [*times["anyOf"], _model_schema(BufferPeriod, definitions)]},
+        "buffers": {"anyOf": [times, _model_schema(BufferSettings, definitions)]},
         "data_or_pair": {"anyOf": [{"$ref": "#/$defs/data"}, _model_schema(DataPair, definitions)]},
         "key": _KEY_SCHEMA,
         "init": {"anyOf": [{"type": "string"}, _model_schema(Init, definitions)]},

@@ -9,11 +9,9 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_valid
 from ddprun.config.built_ins import NonEmptyString, OneOrMore, parse_batch_key
 from ddprun.config.choices import Choice, choice_validator, parse_choice, parse_metric
 from ddprun.config.errors import validate
-from ddprun.config.faults import closest_match
 from ddprun.options import (
     CustomValidator,
     NonNegativeInt,
-    NoOptions,
     Options,
     PositiveFloat,
     PositiveInt,
@@ -22,14 +20,13 @@ from ddprun.options import (
     pattern_constraint,
     problem,
 )
-from ddprun.sync.plan import BufferReduction, BufferSettings
+from ddprun.sync.plan import BufferSettings
 from ddprun_hooks.config.trust import read_trust_policy
 
 _HOST_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 SAFETENSORS_CONSTRAINT = pattern_constraint(
     r"^[^\x00-\x1f\x7f]*\.safetensors$", 'a file name that ends in ".safetensors", without control characters'
 )
-_TIMES_ALLOWED = "allowed: auto, every_forward, before_evaluate, never, {every: N}, {auto: {reduce: mean}}"
 
 SyncChoice = Annotated[Choice, choice_validator("sync")]
 HookStack = Annotated[tuple[Annotated[Choice, choice_validator("hook")], ...], Field(strict=False)]
@@ -419,48 +416,12 @@ class Launch(Options):
         return int(least), int(most)
 
 
-class BufferReductionOptions(Options):
-    """How buffers are made equal, for a time that goes by a name."""
-
-    reduce: BufferReduction = "broadcast"
-    """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
-
-
-class BufferPeriod(BufferReductionOptions):
-    """Buffers are made equal after every n-th step."""
-
-    every: PositiveInt
-    """Steps from one time to the next."""
-
-
-BUFFER_TIMES: dict[str, type[NoOptions] | type[BufferReductionOptions]] = {
-    "auto": BufferReductionOptions,
-    "every_forward": BufferReductionOptions,
-    "before_evaluate": BufferReductionOptions,
-    "never": NoOptions,
-}  # times that go by a name, and what each takes; `{every: N, reduce: …}` is the other form
-
-
 def parse_buffers(value: Any) -> BufferSettings:
-    """Read a time's name, `{name: {reduce: …}}` or `{every: N, reduce: …}`."""
-    named = {value: None} if isinstance(value, str) else value
-    if not isinstance(named, dict) or not named:
-        raise expected("a time for buffers", _TIMES_ALLOWED)
-    if isinstance(value, dict) and "every" in value and BUFFER_TIMES.keys().isdisjoint(value):
-        period = validate(BufferPeriod, value)
-        return BufferSettings("every", period.every, period.reduce)
-    name, *others = named
-    if others and name in (*BUFFER_TIMES, "every"):
-        text = f'"{others[0]}" is not allowed next to "{name}"'
-        raise problem(text, _TIMES_ALLOWED, at=others[0], on_key=True)
-    if name not in BUFFER_TIMES:
-        at = () if isinstance(value, str) else (name,)
-        near = None if name == "every" else closest_match(name, [*BUFFER_TIMES, "every"])
-        raise problem(f'unknown time "{name}" for buffers', _TIMES_ALLOWED, near, at=at, on_key=bool(at))
-    options = {} if named[name] is None else named[name]
-    settings = validate(BUFFER_TIMES[name], options, name, owner=name)
-    reduction = settings.reduce if isinstance(settings, BufferReductionOptions) else "broadcast"
-    return BufferSettings(name, None, reduction)
+    if isinstance(value, BufferSettings):
+        return value
+    if not isinstance(value, str | dict):
+        raise expected("a time for buffers", "such as auto, never or {every: N}")
+    return validate(BufferSettings, {"when": value} if isinstance(value, str) else value)
 
 
 BuffersField = Annotated[BufferSettings, CustomValidator(parse_buffers, "buffers")]

@@ -5,11 +5,11 @@ for it, and `ddprun explain` shows it. Nothing here imports torch: `ddprun check
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import TypeAdapter, model_serializer
+from pydantic import TypeAdapter, model_serializer, model_validator
 
-from ddprun.options import CustomValidator, Options, PositiveFloat, PositiveInt, expected
+from ddprun.options import CustomValidator, Options, PositiveFloat, PositiveInt, expected, problem
 
 GradientScope = Literal["all", "host"] | None  # among which ranks backward averages
 Consistency = Literal["common", "host", "apart"]  # all ranks hold the same, those of a host, or none
@@ -210,26 +210,38 @@ class SyncPlan:
         return min(math.lcm(*periods), _LONGEST_CYCLE)
 
 
-BufferReduction = Literal["broadcast", "mean"]
-
-
-@dataclass(frozen=True)
-class BufferSettings:
+class BufferSettings(Options):
     """When ranks make their buffers equal, such as BatchNorm's running statistics, and how."""
 
     when: Literal["auto", "every_forward", "every", "before_evaluate", "never"] = "auto"
     """`auto` finds out by value what changes; `every` is after every n-th step. All but `never` also make
     them equal before evaluate and save."""
 
-    every: int | None = None  # steps, with `when: every` only
-    reduce: BufferReduction = "broadcast"
+    every: PositiveInt | None = None
+    """Steps from one time to the next, which says `when: every`."""
+
+    reduce: Literal["broadcast", "mean"] = "broadcast"
     """`broadcast`: all ranks take those of rank 0. `mean`: all ranks take their mean."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _when_every(cls, value: Any) -> Any:
+        return {"when": "every", **value} if isinstance(value, dict) and "every" in value else value
+
+    @model_validator(mode="after")
+    def _one_time(self) -> Self:
+        if self.when == "every" and self.every is None:
+            raise problem('"every" needs a number of steps', "write {every: N}", at="every")
+        if self.when != "every" and self.every is not None:
+            text = f'"every" clashes with "when: {self.when}"'
+            raise problem(text, "remove one of the two", at="every", on_key=True)
+        return self
 
     def to_plain_data(self) -> Any:
         """As a file would hold it."""
         if self.when == "every":
             return {"every": self.every, "reduce": self.reduce}
-        return self.when if self.reduce == "broadcast" else {self.when: {"reduce": self.reduce}}
+        return self.when if self.reduce == "broadcast" else {"when": self.when, "reduce": self.reduce}
 
 
 @dataclass(frozen=True, slots=True)
