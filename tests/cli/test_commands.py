@@ -296,7 +296,7 @@ def test_the_catalog_has_every_kind(capsys: Out) -> None:
     for words in (
         "  mlp: ",
         "  digits: ",
-        "  cross_entropy: ",
+        "  CrossEntropyLoss: ",
         "  SGD: ",
         "  CosineAnnealingLR: ",
         "  fp16: ",
@@ -320,7 +320,7 @@ def test_the_catalog_of_one_kind_as_json(capsys: Out) -> None:
     [
         ("diloco", ["sync"], "Write sync: {diloco: {every: …}}"),
         ("average", ["sync", "stage"], "Write stages: [average]"),
-        ("CrossEntropyLoss", ["loss"], "Write loss: cross_entropy"),
+        ("cross_entropy", ["loss"], "Write loss: CrossEntropyLoss"),
         ("powersgd", ["hook"], "Write hooks: [powersgd]"),
         ("slurm", ["cluster"], "Write slurm: {}"),
         ("noise", ["mutate"], "Write stages: [{train: {steps: …, mutate: {noise: {std: …}}}}]"),

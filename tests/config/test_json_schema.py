@@ -194,9 +194,9 @@ def test_a_stage_has_no_defaults_of_its_own() -> None:
         assert not any("default" in mapping[stage]["properties"].get(key, {}) for key in OVERRIDABLE_KEYS)
 
 
-def test_torch_names_are_known_in_three_spellings() -> None:
+def test_torch_names_are_known_in_their_usual_spellings() -> None:
     """Torch's own, lower case, and for a loss the function's."""
-    for spelled in ("CrossEntropyLoss", "crossentropyloss", "cross_entropy"):
+    for spelled in ("CrossEntropyLoss", "crossentropyloss", "cross_entropy", "binary_cross_entropy"):
         assert accepts("loss", spelled)
     for name in signatures.offered_class_names("optimizer"):
         assert accepts("optimizer", name)

@@ -39,7 +39,7 @@ def entries_named(name: str) -> list[Entry]:
     for kind, known in KINDS.items():
         wanted = {name}
         if known.torch_kind and (torch_name := signatures.find_class(known.torch_kind, name)) is not None:
-            wanted.add(signatures.written_name(known.torch_kind, torch_name))
+            wanted.add(torch_name)
         if not wanted.isdisjoint(known.names()):
             found += [entry for entry in entries_of_kind(kind) if entry["name"] in wanted]
     return found
@@ -69,9 +69,8 @@ def _of_installed(kind: str, name: str, model: type[BaseModel] | None) -> Entry:
 
 
 def _of_torch(kind: str, torch_kind: signatures.TorchKind, name: str) -> Entry:
-    shown = signatures.written_name(torch_kind, name)
     length = signatures.length_option_to_fill(name) if torch_kind == "schedule" else None
-    entry = entry_from_model(kind, shown, signatures.torch_options_model(torch_kind, name))
+    entry = entry_from_model(kind, name, signatures.torch_options_model(torch_kind, name))
     for option, item in zip(entry["options"], signatures.torch_options(torch_kind, name), strict=True):
         option["default"] = "the stage's steps" if item.name == length else _default_from_source(item.default)
     summary = f"{signatures.docstring_summary(torch_kind, name)}."

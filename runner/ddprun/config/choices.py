@@ -81,11 +81,10 @@ class ChoiceKind:
         return {name: model for name in self.built_in() if (model := self.built_in_options_of(name))}
 
     def names(self) -> list[str]:
-        """Every name without a dot that is known, as a file would write it."""
+        """Every name without a dot that is known, as a file may write it."""
         found = self.built_in()
         if self.torch_kind:
-            of_torch = signatures.offered_class_names(self.torch_kind)
-            found += [signatures.written_name(self.torch_kind, name) for name in of_torch]
+            found += signatures.offered_class_names(self.torch_kind)
         return found + list(self.plugins.installed() if self.plugins else ())
 
     def names_for_message(self) -> list[str]:
@@ -296,9 +295,8 @@ def _resolve(kind: ChoiceKind, name: str, options: dict[str, Any], make_error: _
         model = trusted_options_model(kind.plugins, name, make_error)
         settings = validate(model, options, name, owner=name)
         return Choice(kind.name, name, settings.model_dump(mode="json"), "installed", settings)
-    of_torch = signatures.offered_class_names(kind.torch_kind) if kind.torch_kind else ()
-    near = closest_match(name, kind.names()) or closest_match(name, of_torch)
-    raise make_error(f'unknown {kind.name} "{name}"', allowed_values(kind.names_for_message()), near)
+    text = f'unknown {kind.name} "{name}"'
+    raise make_error(text, allowed_values(kind.names_for_message()), closest_match(name, kind.names()))
 
 
 def _require_trusted(kind: str, name: str, shown: str, make_error: _MakeError) -> None:

@@ -26,7 +26,7 @@ DOTTED_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+$"
 
 
 def json_schema() -> Schema:
-    """The whole schema. Torch's names are in three spellings; `check` takes other mixtures of case, too."""
+    """The whole schema. Torch's names are in some spellings; `check` takes other mixtures of case, too."""
     definitions: dict[str, Schema] = {}
     schema = _model_schema(Pipeline, definitions)
     definitions |= {kind.name: _kind_schema(kind, definitions) for kind in CHOICE_KINDS.values()}
@@ -157,8 +157,7 @@ def _kind_schema(kind: ChoiceKind, definitions: dict[str, Schema]) -> Schema:
             reference = {"$ref": f"#/$defs/{kind.name}.{name}"}
             if "required" in schema:
                 reference["required"] = schema["required"]
-            written = signatures.written_name(kind.torch_kind, name)
-            options |= dict.fromkeys((name, name.lower(), written), reference)
+            options |= dict.fromkeys(signatures.spellings(kind.torch_kind, name), reference)
     installed = kind.plugins.options_of_installed() if kind.plugins else {}
     for name, added in installed.items():
         options[name] = _model_schema(added, definitions) if added else {"type": "object"}

@@ -44,6 +44,12 @@ _IGNORED_PARAMETERS: dict[TorchKind, frozenset[str]] = {
     "schedule": frozenset({"self", "optimizer", "last_epoch", "verbose"}),
     "loss": frozenset({"self", "size_average", "reduce", "device", "dtype", "options"}),
 }
+_FUNCTIONS = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
+}  # losses whose function has another name than the class
 _LENGTH_OPTIONS = ("T_max", "total_iters", "total_steps")
 
 
@@ -67,10 +73,14 @@ def offered_class_names(kind: TorchKind) -> tuple[str, ...]:
 
 def find_class(kind: TorchKind, name: str) -> str | None:
     """The class that a name means, offered or not: `cross_entropy` is `CrossEntropyLoss`. None: no class."""
-    wanted = normalize_name(name)
-    by_class = _class_by_spelling(kind).get(wanted)
-    # Of a loss the function's name, too, which its whole source has to be read for.
-    return _loss_class_by_function().get(wanted) if by_class is None and kind == "loss" else by_class
+    return _class_by_spelling(kind).get(normalize_name(name))
+
+
+def spellings(kind: TorchKind, name: str) -> tuple[str, ...]:
+    """A class as files write it: in torch's spelling or in lower case, and a loss as its function, too."""
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    functions = (_FUNCTIONS.get(name, parts), parts.removesuffix("_loss")) if kind == "loss" else ()
+    return name, name.lower(), *functions
 
 
 @functools.cache
@@ -148,29 +158,9 @@ def tensor_options(loss: str) -> frozenset[str]:
     return frozenset(item.name for item in torch_options("loss", loss) if "Tensor" in item.annotation)
 
 
-def written_name(kind: TorchKind, name: str) -> str:
-    """A class as a file would write it: a loss by its function."""
-    return _functional_name(name) if kind == "loss" else name
-
-
-@functools.cache
-def _functional_name(loss: str) -> str:
-    """The function of `torch.nn.functional` that a loss class calls; the class's name if there is none."""
-    forward = _method(_parse(_classes("loss")[loss]), loss, "forward")
-    for node in ast.walk(forward) if forward else ():
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "F":
-            return node.attr
-    return loss
-
-
 @functools.cache
 def _class_by_spelling(kind: TorchKind) -> dict[str, str]:
-    return {normalize_name(name): name for name in _classes(kind)}
-
-
-@functools.cache
-def _loss_class_by_function() -> dict[str, str]:
-    return {normalize_name(_functional_name(name)): name for name in _classes("loss")}
+    return {normalize_name(one): name for name in _classes(kind) for one in spellings(kind, name)}
 
 
 @functools.cache
