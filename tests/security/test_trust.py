@@ -64,29 +64,29 @@ def pipeline(tmp_path: Path) -> Callable[..., LoadedPipeline]:
         ("torch.nn.functional.boolean_dispatch", "of torch only"),
         ("torch.nn.Linear.__init__.__globals__", "is private"),
         ("numpy.load", '"numpy" is not trusted'),
-        (f"{LAB}.shell", "is posix.system"),
+        (f"{LAB}.shell", "own library"),
         (f"{LAB}.run", "is subprocess.run"),
-        (f"{LAB}.execute", "is builtins.exec"),
-        (f"{LAB}.partial_shell", "is posix.system"),
+        (f"{LAB}.execute", "own library"),
+        (f"{LAB}.partial_shell", "own library"),
         (f"{LAB}.opener", "own library"),
         (f"{LAB}.popen", "is subprocess.Popen"),
         (f"{LAB}.caller", "is operator.methodcaller"),
-        (f"{LAB}.joined", "is builtins.str.join"),
+        (f"{LAB}.joined", "own library"),
         (f"{LAB}.log", "is logging.Logger.info"),
         (f"{LAB}.logger", "is logging.Logger"),
-        (f"{LAB}.shown", "is posix.system"),
-        (f"{LAB}.listed", "is builtins.list"),
+        (f"{LAB}.shown", "own library"),
+        (f"{LAB}.listed", "own library"),
         (f"{LAB}.number", "is builtins.int"),
-        (f"{LAB}.wrapped_shell", "is posix.system"),
-        (f"{LAB}.computed_shell", "is posix.system"),
-        (f"{LAB}.imported_shell", "is posix.system"),
-        (f"{LAB}.star_shell", "is posix.system"),
+        (f"{LAB}.wrapped_shell", "own library"),
+        (f"{LAB}.computed_shell", "own library"),
+        (f"{LAB}.imported_shell", "own library"),
+        (f"{LAB}.star_shell", "own library"),
         (f"{LAB}.os.system", "is the module os"),
         (f"{LAB}.lab_parts.os.system", "is the module tests.security.lab_parts"),
         (f"{LAB}.__builtins__.eval", "is private"),
         (f"{LAB}._hidden_net", "a part that begins with _ is private"),
         (f"{LAB}.Net.runs", "own library"),
-        (f"{LAB}.Net.mro", "is builtins.type.mro"),
+        (f"{LAB}.Net.mro", "own library"),
         (f"{LAB}.Net.compile", r"is torch.nn.modules.module.Module.compile: of torch only"),
         (f"{LAB}.Net.compile_it", r"is torch.nn.modules.module.Module.compile: of torch only"),
         (f"{LAB}.Net.save", r"is .*\.Net\.save"),
@@ -399,7 +399,7 @@ def test_a_run_judges_what_stands_at_an_open_place(
         pipeline(f"data={{torchvision.datasets.ImageFolder: {{transform: {option}}}}}")
     )
     assert vars(data)["transform"].name == "ONE"
-    with pytest.raises(PipelineError, match=r"is _pickle\.load: Python's own library is never trusted"):
+    with pytest.raises(PipelineError, match="Python's own library is never trusted"):
         build.build_model(pipeline("model=torchvision.models.load"))
     trusted("torchvision")
     for name, reason in (
@@ -556,7 +556,7 @@ def test_a_run_refuses_what_a_trusted_name_leads_to(
         make(pipeline(override))
     (fault,) = caught.value.faults
     assert fault.file == "--set 1"
-    assert '"tests.security.lab.computed_shell" is posix.system' in fault.message
+    assert "Python's own library is never trusted" in fault.message
     assert "DDPRUN_TRUSTED allows tests.security.lab" in fault.message
     assert not (tmp_path / "ran").exists()
 
@@ -585,7 +585,7 @@ def test_installed_hooks_are_judged_by_their_target(
     try:
         trusted(LAB)
         assert make_hook("good") is not None
-        with pytest.raises(HookSetupError, match=r"is posix\.system"):
+        with pytest.raises(HookSetupError, match="own library"):
             make_hook("evil")
         with pytest.raises(PipelineError, match=r"\(no_such_package\.Hook\) may not be imported"):
             pipeline("hooks=[foreign]")

@@ -219,10 +219,11 @@ def read_trust_policy() -> TrustPolicy:
 
 
 def callable_full_names(found: Any) -> Iterator[str]:
-    """Full names of what would run if the object were called, its own first: `posix.system`.
+    """Full names of what would run if the object were called, its own first: `subprocess.run`.
 
     The name under which it was found does not count: aliases, partials, methods, decorated functions and
-    instances are followed to what they stand for.
+    instances are followed to what they stand for. Whatever is written in C is taken for Python's own: the
+    class of such a function is in `builtins`.
     """
     if isinstance(found, types.ModuleType):
         yield found.__name__
@@ -230,22 +231,9 @@ def callable_full_names(found: Any) -> Iterator[str]:
         yield from callable_full_names(found.func)
     elif isinstance(found, functools._lru_cache_wrapper):
         yield from callable_full_names(found.__wrapped__)
-    elif isinstance(found, types.GenericAlias):
-        yield from callable_full_names(found.__origin__)
     elif isinstance(found, types.MethodType):
         yield from callable_full_names(found.__func__)
         yield from callable_full_names(_class_of(found.__self__))
-    elif isinstance(found, types.BuiltinFunctionType | types.MethodWrapperType):
-        owner = found.__self__
-        if isinstance(owner, types.ModuleType) or owner is None:
-            yield _full_name(found)
-        else:  # of the class that defines it, which need not be the owner's own
-            made = _class_of(owner)
-            bases = (*inspect.getmro(made), *inspect.getmro(type(made)))
-            definer = next((base for base in bases if found.__name__ in vars(base)), made)
-            yield f"{_full_name(definer)}.{found.__name__}"
-    elif isinstance(found, types.WrapperDescriptorType | types.MethodDescriptorType):
-        yield f"{_full_name(found.__objclass__)}.{found.__name__}"
     elif isinstance(found, types.FunctionType):
         yield _full_name(found)
         if not _public_name(found) and hasattr(found, "__wrapped__"):
@@ -264,9 +252,8 @@ def _full_name(found: Any) -> str:
         return public
     module = getattr(found, "__module__", None)
     if not isinstance(module, str) or not module:
-        owner = getattr(found, "__self__", None)
-        module = owner.__name__ if isinstance(owner, types.ModuleType) else "builtins"
-    return f"{module}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+        module = "builtins"
+    return f"{module}.{found.__qualname__}"
 
 
 def _is_of_kind(found: Any, expected: ExpectedObject) -> bool:
