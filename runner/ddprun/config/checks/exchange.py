@@ -8,7 +8,6 @@ from ddprun.config.checks.registry import (
     configured_world_size,
     register_check,
     setting_text,
-    sync_plans,
     values_of_key,
     warning,
 )
@@ -99,8 +98,9 @@ def _why_hooks_unused(plan: SyncPlan) -> str:
 
 @register_check
 def _hosts_of_sync_divide_ranks(pipeline: Pipeline) -> Iterator[KeyConflict]:
-    for path, plan in sync_plans(pipeline):
-        yield from _hosts_divide_ranks(pipeline, plan.hosts, f"{path}.hosts")
+    for stage, settings in pipeline.stages_and_settings():
+        path = f"{stage.key_path('sync')}.{settings.sync.name}.hosts"
+        yield from _hosts_divide_ranks(pipeline, settings.plan.hosts, path)
 
 
 @register_check

@@ -8,7 +8,6 @@ from ddprun.config.choices import Choice
 from ddprun.config.faults import Severity
 from ddprun.config.schema import Pipeline
 from ddprun.config.stages import StepStage
-from ddprun.sync.plan import SyncPlan
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,3 @@ def values_of_key(pipeline: Pipeline, key: str) -> Iterator[tuple[str, Any]]:
     for stage in pipeline.stages_with_steps():
         if key in stage.model_fields_set:
             yield stage.key_path(key), getattr(stage, key)
-
-
-def sync_plans(pipeline: Pipeline) -> Iterator[tuple[str, SyncPlan]]:
-    """The plan of each stage with steps, and the place of the policy that makes it."""
-    for stage, settings in pipeline.stages_and_settings():
-        yield f"{stage.key_path('sync')}.{settings.sync.name}", settings.plan
