@@ -72,10 +72,14 @@ def _lbfgs_over_other_parameters(pipeline: Pipeline) -> Iterator[KeyConflict]:
 
 @register_check
 def _turns_without_own_losses(pipeline: Pipeline) -> Iterator[KeyConflict]:
+    optimizer, loss = pipeline.optimizer, pipeline.loss
     for stage in pipeline.train_stages():
-        if stage.turns and pipeline.loss.name != "model":
-            text = f'"turns" of {stage.path} clashes with "loss: {pipeline.loss.name}": each turn has its '
-            text += "own, which the model's forward returns"
+        clash = f'"turns" of {stage.path} clashes with'
+        if stage.turns and ("closure" in optimizer.beside or optimizer.name == "LBFGS"):
+            text = f'{clash} "optimizer: {optimizer.name}", which takes a closure: that is of one loss'
+            yield KeyConflict(f"{stage.path}.turns", text, "choose another optimizer")
+        if stage.turns and loss.name != "model":
+            text = f'{clash} "loss: {loss.name}": each turn has its own, which the model\'s forward returns'
             yield KeyConflict(f"{stage.path}.turns", text, "write loss: model")
 
 
