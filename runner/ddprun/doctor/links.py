@@ -6,14 +6,12 @@ measured into findings about every pair of them.
 
 import itertools
 import json
-import secrets
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -33,7 +31,7 @@ ELASTIC_TIMEOUT_S = 5.0  # without a sign of life, by its own clock, elastic run
 _CONNECT_TIMEOUT_S = 3.0
 _PORT_COUNT = 3  # a firewall may leave some ports open; so many are tried
 _MAX_CONNECTIONS = 32
-_TOKEN_BYTES = 16
+_MAX_PENDING = 1024  # connections from other hosts to one port
 
 _FIRST_BYTES, _MAX_MESSAGE_BYTES = 64 << 10, 64 << 20
 _MIN_TIMED_S, _TARGET_TIMED_S = 0.05, 0.2
@@ -104,53 +102,38 @@ class ListeningPorts(NamedTuple):
 
     address: str
     ports: Sequence[int]
-    token: str  # its answer to a connection, to tell it from another program at the same address and port
 
 
 @contextmanager
 def listen_on_ports(address: str) -> Iterator[ListeningPorts]:
-    """Listen at an address of this host, at ports that the kernel chooses, until the block is left."""
+    """Listen at an address of this host, at ports that the kernel chooses, until the block is left. Nobody
+    accepts: the kernel completes connections by itself.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    token = secrets.token_hex(_TOKEN_BYTES // 2)
-
-    def answer(listener: socket.socket) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                peer, _ = listener.accept()
-                with suppress(OSError), peer:
-                    peer.sendall(token.encode())
-
     with ExitStack() as stack:
         listeners = [
-            stack.enter_context(socket.create_server((address, 0), family=family)) for _ in range(_PORT_COUNT)
+            stack.enter_context(socket.create_server((address, 0), family=family, backlog=_MAX_PENDING))
+            for _ in range(_PORT_COUNT)
         ]
-        for listener in listeners:
-            threading.Thread(target=answer, args=(listener,), daemon=True).start()
-        try:
-            yield ListeningPorts(address, tuple(int(one.getsockname()[1]) for one in listeners), token)
-        finally:
-            for listener in listeners:  # wakes the thread that waits in it
-                with suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)
+        yield ListeningPorts(address, tuple(int(one.getsockname()[1]) for one in listeners))
 
 
 def find_unreachable_ports(hosts: Sequence[ListeningPorts | None]) -> list[list[tuple[int, str]]]:
     """For each host the ports at which it cannot be reached from here, and why; None is not tried."""
 
-    def connection_problem(host: ListeningPorts, port: int) -> str:
+    def connection_problem(address: str, port: int) -> str:
         try:
-            with socket.create_connection((host.address, port), timeout=_CONNECT_TIMEOUT_S) as one:
-                one.settimeout(_CONNECT_TIMEOUT_S)
-                answer = one.recv(_TOKEN_BYTES, socket.MSG_WAITALL).decode(errors="replace")
+            socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
         except TimeoutError:
             return "no answer"
         except OSError as error:
             return (error.strerror or str(error)).lower()
-        return "" if answer == host.token else "another program answers"
+        return ""
 
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         found = [
-            host and (host.ports, pool.map(partial(connection_problem, host), host.ports)) for host in hosts
+            host and (host.ports, pool.map(partial(connection_problem, host.address), host.ports))
+            for host in hosts
         ]
     return [[(port, why) for port, why in zip(*one, strict=True) if why] if one else [] for one in found]
 
