@@ -57,7 +57,6 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
         listed += f"; this torch has no {' and no '.join(missing)}"
     findings = [
         *_interface_findings(name, network_interfaces, several_hosts=several_hosts),
-        _own_name_finding(name),
         _shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
@@ -116,25 +115,6 @@ def _interface_findings(
     for variable, fault in unusable_interface_variables(several_hosts=several_hosts).items():
         do = f"unset {variable}: ddprun takes the interface that leads to the other hosts"
         yield Finding(name, "interfaces", "problem", fault, do)
-
-
-def _own_name_finding(name: str) -> Finding:
-    found = network.resolve_addresses(name)
-    listed = ", ".join(dict.fromkeys(found))
-    if not found:
-        text = (
-            f"this host's name, {name}, does not resolve: torchrun may not see that --rdzv-endpoint is here"
-        )
-        do = (
-            "add it to /etc/hosts with the address that the other hosts know, or give --local-addr and, on "
-            "the host of --rdzv-endpoint, --rdzv-conf is_host=1"
-        )
-        return Finding(name, "own name", "warning", text, do)
-    if all(map(network.is_loopback, found)):
-        text = f"{name} leads to {listed}, the loopback, where other hosts cannot reach Gloo"
-        do = "ddprun chooses an interface itself; for other scripts, set GLOO_SOCKET_IFNAME or fix /etc/hosts"
-        return Finding(name, "own name", "note", text, do)
-    return Finding(name, "own name", "ok", f"{name} is {listed}")
 
 
 def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -> Finding:
