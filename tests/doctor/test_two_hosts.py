@@ -56,7 +56,7 @@ def test_a_link_of_100_mbit_is_measured_within_a_tenth(tmp_path: Path) -> None:
     assert report["fit"]
     told = {(finding["where"], finding["check"]) for finding in report["findings"]}
     for host in ("node0", "node1"):
-        checks = ("interfaces", "/dev/shm", "versions", "GPUs", "cores", "debug")
+        checks = ("interfaces", "/dev/shm", "versions", "GPUs", "cores")
         assert {(host, check) for check in checks} <= told
     assert [finding["level"] for finding in findings(one, "ports")] == ["ok"]
     assert [finding["level"] for finding in findings(one, "clock")] == ["ok"]

@@ -61,7 +61,6 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
         *cpu_core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
-        _torch_debug_finding(name),
     ]
     return Report([facts], findings)
 
@@ -221,18 +220,3 @@ def cpu_core_findings(name: str, count: float, ranks: int, threads: str) -> Iter
         found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {count:g} cores"
         do = f"set OMP_NUM_THREADS={max(1, int(count // ranks))}; unset, ddprun and torchrun take 1"
         yield Finding(name, "cores", "warning", found, do)
-
-
-def _torch_debug_finding(name: str) -> Finding:
-    value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
-    if value == "DETAIL":
-        found = (
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch checks every collective twice, and ends every run that "
-            "uses DDP in a segmentation fault, so ddprun refuses it"
-        )
-        do = "unset it, or set INFO; keep DETAIL for `ddprun doctor` and for scripts without DDP"
-        return Finding(name, "debug", "problem", found, do)
-    if value == "INFO":
-        found = "TORCH_DISTRIBUTED_DEBUG=INFO: DDP logs its settings and times its steps"
-        return Finding(name, "debug", "note", found, "unset TORCH_DISTRIBUTED_DEBUG to measure speed")
-    return Finding(name, "debug", "ok", "TORCH_DISTRIBUTED_DEBUG is off")
