@@ -1,6 +1,5 @@
 """What one host can say about itself."""
 
-import itertools
 import os
 import platform
 import socket
@@ -30,10 +29,8 @@ class Gpus:
     """What torch and the driver say about the GPUs."""
 
     names: tuple[str, ...] = ()  # of those that torch sees
-    without_peer_access: tuple[tuple[int, int], ...] = ()  # pairs without direct access to each other's
     driver: str | None = None
     nccl: str | None = None
-    topology: str = ""  # what `nvidia-smi topo -m` prints
     why_unusable: str = ""  # why torch sees none although the driver does
 
 
@@ -156,38 +153,26 @@ def _gpus() -> Gpus:
     nccl = None
     if dist.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()), None)
+    driver = _driver_version()
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA cannot start"
         return Gpus(driver=driver, nccl=nccl, why_unusable="" if driver is None else why)
-    count = torch.cuda.device_count()
-    return Gpus(
-        names=tuple(torch.cuda.get_device_name(index) for index in range(count)),
-        without_peer_access=tuple(
-            pair
-            for pair in itertools.combinations(range(count), 2)
-            if not torch.cuda.can_device_access_peer(*pair)
-        ),
-        driver=driver,
-        nccl=nccl,
-        topology=_nvidia_smi("topo", "-m"),
-    )
+    names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Gpus(names, driver, nccl)
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; nothing where it is missing, fails or does not answer."""
+def _driver_version() -> str | None:
+    """What `nvidia-smi` says; None where it is missing, fails or does not answer."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
 
 
 def gpu_finding(name: str, gpus: Gpus) -> Finding:
-    """How torch sees the GPUs, and how they reach each other."""
-    value = {"topology": gpus.topology} if gpus.topology else {}
+    """How torch sees the GPUs."""
     if gpus.why_unusable:
         found = f"the driver ({gpus.driver}) sees GPUs, torch does not: {gpus.why_unusable}"
         do = (
@@ -198,13 +183,7 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
     if not gpus.names:
         return Finding(name, "GPUs", "ok", "no NVIDIA GPU here: ranks use Gloo")
     kinds = ", ".join(f"{gpus.names.count(kind)} x {kind}" for kind in dict.fromkeys(gpus.names))
-    if gpus.without_peer_access:
-        pairs = ", ".join(f"{one}-{other}" for one, other in gpus.without_peer_access)
-        found = f"{kinds}; no direct access between {pairs}: NCCL goes through host memory"
-        do = "see `nvidia-smi topo -m`; switch ACS off, or pass all GPUs of a switch to one virtual machine"
-        return Finding(name, "GPUs", "warning", found, do, value)
-    found = kinds if len(gpus.names) == 1 else f"{kinds}; all have direct access to each other"
-    return Finding(name, "GPUs", "ok", found, value=value)
+    return Finding(name, "GPUs", "ok", kinds)
 
 
 def cpu_core_findings(name: str, count: float, ranks: int, threads: str) -> Iterator[Finding]:
