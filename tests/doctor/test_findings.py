@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddprun.cli.doctor import format_report
-from ddprun.doctor import Finding, Report, host, pair_label
-from ddprun.doctor.host import Gpus, gpu_finding
+from ddprun.doctor import Finding, Report, pair_label
+from ddprun.doctor.host import Gpus, cpu_core_finding, gpu_finding, shm_finding
 from ddprun.doctor.hosts import version_findings
 from ddprun.doctor.links import (
     LinkMeasurement,
@@ -25,6 +25,7 @@ from ddprun.doctor.links import (
     port_findings,
     route_findings,
 )
+from ddprun.host.dev_shm import ShmSpace
 from ddprun.units import format_duration
 
 FINE = Finding("a", "cores", "ok", "4 for 2 ranks")
@@ -208,22 +209,28 @@ def test_what_is_said_of_gpus(gpus: Gpus, level: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "cores", "ranks", "levels"),
+    ("cores", "ranks", "level"), [(8, 2, "ok"), (2, 2, "ok"), (1, 2, "warning"), (0.5, 1, "warning")]
+)
+def test_cores_are_held_against_ranks(cores: float, ranks: int, level: str) -> None:
+    """Ranks that share cores are worth a word."""
+    assert cpu_core_finding("a", cores, ranks).level == level
+
+
+@pytest.mark.parametrize(
+    ("free", "nccl", "level"),
     [
-        ("", 8, 2, ["ok"]),
-        ("", 1, 2, ["warning"]),
-        ("4", 8, 2, ["ok"]),
-        ("8", 8, 2, ["ok", "warning"]),
-        ("1", 0.5, 2, ["warning"]),
-        ("many", 8, 2, ["ok"]),
+        (1 << 30, True, "ok"),
+        (300 << 20, False, "ok"),
+        (300 << 20, True, "warning"),
+        (64 << 20, False, "warning"),
+        (64 << 10, False, "problem"),
     ],
 )
-def test_cores_are_held_against_ranks_and_threads(
-    threads: str, cores: float, ranks: int, levels: list[str]
-) -> None:
-    """Too few cores, or too many threads for them."""
-    found = host.cpu_core_findings("a", cores, ranks, threads)
-    assert [finding.level for finding in found] == levels
+def test_dev_shm_is_held_against_loading_processes_and_nccl(free: int, nccl: bool, level: str) -> None:
+    """As in a run, here with four processes for each of two ranks, and batches of 16 MiB."""
+    finding = shm_finding("a", ShmSpace(1 << 30, free), 2, nccl=nccl)
+    assert finding.level == level
+    assert finding.value == {"total_bytes": 1 << 30, "free_bytes": free}
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_closed_ports_a_clock_and_a_small_dev_shm_are_named(tmp_path: Path) -> N
     shm = problems["/dev/shm"]
     assert shm["where"] == "node1"
     assert shm["value"]["total_bytes"] == 64 << 10
-    assert shm["found"].startswith("64 KiB, ")  # libfaketime takes some of it
+    assert "too little to start 4 DataLoader workers" in shm["found"]
     assert "docker run --shm-size=1g" in shm["do"]
     assert [finding["level"] for finding in findings(one, "/dev/shm", "node0")] == ["ok"]
 

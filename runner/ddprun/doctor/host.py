@@ -14,12 +14,12 @@ import psutil
 from ddprun import __version__
 from ddprun.doctor import Finding, Level, Report
 from ddprun.host import network
-from ddprun.host.dev_shm import REMEDY, ROOM_FOR_NCCL_BYTES, ShmSpace, shm_space, worker_startup_bytes
+from ddprun.host.dev_shm import REMEDY, ShmSpace, nccl_shortage, shm_space, shortage
 from ddprun.host.processes import cores
 from ddprun.units import format_binary_bytes, format_bit_rate
 
 _LOADERS = 4  # loading processes of a rank for which there should be room
-_ENOUGH_SHM_BYTES = 256 << 20
+_BATCH_BYTES = 16 << 20  # of what they load
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NVIDIA_SMI_S = 20.0
 
@@ -54,10 +54,10 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
         listed += f"; this torch has no {' and no '.join(missing)}"
     findings = [
         *_interface_findings(name, network_interfaces, several_hosts=several_hosts),
-        _shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
+        shm_finding(name, shm, ranks, nccl=ranks > 1 and len(gpus.names) > 1),
         Finding(name, "versions", "ok", listed),
         gpu_finding(name, gpus),
-        *cpu_core_findings(name, count, ranks, os.environ.get("OMP_NUM_THREADS", "")),
+        cpu_core_finding(name, count, ranks),
     ]
     return Report([facts], findings)
 
@@ -113,24 +113,21 @@ def _interface_findings(
         yield Finding(name, "interfaces", "problem", fault, do)
 
 
-def _shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -> Finding:
+def shm_finding(name: str, space: ShmSpace | None, ranks: int, *, nccl: bool) -> Finding:
+    """Whether `/dev/shm` has room for what loading processes and, between GPUs, NCCL put there."""
     if space is None:
         found = "it does not exist: loader.workers, and NCCL between the GPUs of a host, need it"
         return Finding(name, "/dev/shm", "warning", found, "mount -t tmpfs -o size=1g tmpfs /dev/shm")
-    found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"
-    least, enough = worker_startup_bytes(ranks, _LOADERS), ROOM_FOR_NCCL_BYTES if nccl else _ENOUGH_SHM_BYTES
-    level: Level = "ok"
-    if space.free < least:
-        level = "problem"
-        found += f": loader.workers: {_LOADERS} on {ranks} ranks cannot even start, and needs "
-        found += format_binary_bytes(least)
-    elif space.free < enough:
-        level = "warning"
-        found += ": batches of DataLoader workers" + (" and NCCL" if nccl else "") + " may not fit"
-        found += f", for which {format_binary_bytes(enough)} is usually enough"
-    do = "" if level == "ok" else f"{REMEDY}; `loader.workers: 0` and the hook shared_memory need none of it"
+    short = shortage(ranks, _LOADERS, [_BATCH_BYTES], space)
+    if short is None and nccl:
+        short = nccl_shortage(ranks, space)
     value = {"total_bytes": space.total, "free_bytes": space.free}
-    return Finding(name, "/dev/shm", level, found, do, value)
+    if short is None:
+        found = f"{format_binary_bytes(space.total)}, {format_binary_bytes(space.free)} of it free"
+        return Finding(name, "/dev/shm", "ok", found, value=value)
+    level: Level = "problem" if short.is_fatal else "warning"
+    do = f"{REMEDY}; `loader.workers: 0` and the hook shared_memory need none of it"
+    return Finding(name, "/dev/shm", level, short.message, do, value)
 
 
 def _versions(gpus: Gpus) -> dict[str, str | None]:
@@ -186,16 +183,11 @@ def gpu_finding(name: str, gpus: Gpus) -> Finding:
     return Finding(name, "GPUs", "ok", kinds)
 
 
-def cpu_core_findings(name: str, count: float, ranks: int, threads: str) -> Iterator[Finding]:
-    """Whether a host's ranks have cores, and their threads (`OMP_NUM_THREADS`; empty: not set)."""
+def cpu_core_finding(name: str, count: float, ranks: int) -> Finding:
+    """Whether a host's ranks have cores."""
     found = f"{count:g} for {ranks} rank{'s' if ranks > 1 else ''}"
-    if count < ranks:
-        found += ": ranks share cores, and all wait for the slowest"
-        do = "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)"
-        yield Finding(name, "cores", "warning", found, do)
-    else:
-        yield Finding(name, "cores", "ok", found)
-    if threads.isdecimal() and int(threads) * ranks > max(count, ranks):
-        found = f"OMP_NUM_THREADS={threads} on {ranks} ranks makes more threads than the {count:g} cores"
-        do = f"set OMP_NUM_THREADS={max(1, int(count // ranks))}; unset, ddprun and torchrun take 1"
-        yield Finding(name, "cores", "warning", found, do)
+    if count >= ranks:
+        return Finding(name, "cores", "ok", found)
+    found += ": ranks share cores, and all wait for the slowest"
+    do = "start fewer with --nproc-per-node, or ask for more (srun --cpus-per-task, docker --cpus)"
+    return Finding(name, "cores", "warning", found, do)

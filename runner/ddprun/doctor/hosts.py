@@ -29,14 +29,12 @@ RUN_AGAIN_ADVICE = (
 )
 
 
-def examine_hosts(
-    own_report: Report, timeout_s: float, base_store: Any, extra: Sequence[Finding]
-) -> tuple[Report | None, bool]:
+def examine_hosts(own_report: Report, timeout_s: float, base_store: Any) -> tuple[Report | None, bool]:
     """Examine all hosts; each rank of the launch has to call it. Gives the report, on rank 0 alone, and
     whether there is no problem; raises HostsError, NetworkError or RuntimeError if hosts are lost.
 
     Others may take `timeout_s` to come, and a collective to end. `base_store` has been reached before; None:
-    go by what the environment says. `extra`: further findings about this host.
+    go by what the environment says.
     """
     (facts,) = own_report.hosts
     for variable in unusable_interface_variables(several_hosts=True):  # what is measured is measured without
@@ -56,7 +54,7 @@ def examine_hosts(
     report = None
     if ranks.rank in first_ranks.values():
         group = HostGroup(store, names, [*first_ranks.values()].index(ranks.rank))
-        report = _measure_between_hosts(group, facts, [*own_report.findings, *extra], timeout_s)
+        report = _measure_between_hosts(group, facts, own_report.findings, timeout_s)
         if group.index == 0:
             store.set("fit", json.dumps(report.fit))
     wait_for_keys(store, ["fit"])  # however long that takes

@@ -9,9 +9,10 @@ from typing import Any
 
 from ddprun.doctor import Finding, Report
 from ddprun.doctor.host import examine_host
-from ddprun.host.network import NetworkError, host_and_port, host_of, is_this_host, public_address
+from ddprun.host.network import NetworkError, host_and_port, host_of, is_this_host, public_warning
 from ddprun.host.processes import handle_signal_unless_ignored
 from ddprun.launch.launcher import Flags, Launcher, LauncherError, detect_launcher, flag_or_variable
+from ddprun.standard_streams import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def _run_on_all_hosts(
     from ddprun.launch.meeting import HostsError, join_rendezvous, lost_contact, wait_until_reachable
 
     endpoint = _endpoint(flags)
+    if warning := public_warning(endpoint):
+        say(warning)
     store: Any = None
     handler: Any = None
     try:
@@ -79,7 +82,7 @@ def _run_on_all_hosts(
             endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             if os.environ["RANK"] != "0":
                 wait_until_reachable(endpoint, time.monotonic() + timeout_s)
-        report, fit = examine_hosts(own_report, timeout_s, store, [_rendezvous_finding(own_report, endpoint)])
+        report, fit = examine_hosts(own_report, timeout_s, store)
     except HostsError as error:
         found, do = str(error), error.advice
     except ValueError as error:  # torchrun's way to refuse flags
@@ -100,15 +103,6 @@ def _run_on_all_hosts(
         return DoctorResult(False, fault=f"{found}\n  -> {do}")
     fault = Finding(own_report.hosts[0]["name"], "rendezvous", "problem", found, do)
     return DoctorResult(False, Report(own_report.hosts, [*own_report.findings, fault]))
-
-
-def _rendezvous_finding(own_report: Report, endpoint: str) -> Finding:
-    name = own_report.hosts[0]["name"]
-    if (public := public_address(endpoint)) is None:
-        return Finding(name, "rendezvous", "ok", f"{endpoint} can be reached")
-    found = f"the rendezvous is at the public address {public}; whoever reaches its ports can join a run"
-    do = "use a private network, or let a firewall open them to your hosts alone"
-    return Finding(name, "rendezvous", "warning", found, do)
 
 
 def _endpoint(flags: Flags) -> str:
