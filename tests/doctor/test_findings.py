@@ -23,7 +23,6 @@ from ddprun.doctor.links import (
     listen_on_ports,
     pair_rounds,
     port_findings,
-    route_findings,
 )
 from ddprun.host.dev_shm import ShmSpace
 from ddprun.units import format_duration
@@ -154,15 +153,6 @@ def test_a_port_is_open_or_closed() -> None:
     (finding,) = port_findings(["a", "b"], [there, there], found)
     assert finding.found == "a cannot connect to b:2 (of 2 tried): no answer"
     assert finding.level == "problem"
-
-
-def test_routes_are_held_against_what_is_used() -> None:
-    """An interface that the user has named but that does not lead there is a problem."""
-    good, bad = (
-        route_findings(["a", "b"], used, [[None, "e0"], ["e1", None]]) for used in (["e0", "e1"], ["x", ""])
-    )
-    assert [(one.level, one.found) for one in good] == [("ok", "a uses e0, b e1")]
-    assert [(one.level, one.found) for one in bad] == [("problem", "a uses x, but e0 leads to b")]
 
 
 def test_versions_that_differ_between_hosts() -> None:

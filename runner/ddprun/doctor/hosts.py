@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
-from ddprun.host.network import INTERFACE_VARIABLES, address_towards, interface_towards
+from ddprun.host.network import INTERFACE_VARIABLES, address_towards
 from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together, wait_for_keys
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.standard_streams import say
@@ -84,10 +84,6 @@ def _measure_between_hosts(
         listening = [links.ListeningPorts(*one) for one in group.gather("listening", own, timeout_s)]
         others = [None if index == group.index else one for index, one in enumerate(listening)]
         closed = group.gather("ports", links.find_unreachable_ports(others), _PORTS_S + timeout_s)
-    routes = group.gather(
-        "routes", [None if one is None else interface_towards(one.address) for one in others], timeout_s
-    )
-    found += links.route_findings(group.names, interfaces, routes)
     found += links.port_findings(group.names, listening, closed)
     found += links.clock_findings(group.names, clocks)
     return Report(hosts, found + _measure_links(group, hosts, interfaces, closed, timeout_s))

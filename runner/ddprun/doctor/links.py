@@ -1,4 +1,4 @@
-"""What is measured between two hosts: clocks, ports, interfaces, latency and bandwidth.
+"""What is measured between two hosts: clocks, ports, latency and bandwidth.
 
 The hosts of a launch are numbered from 0. Each part measures on one host, and turns what all hosts have
 measured into findings about every pair of them.
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from ddprun.doctor import Finding, Level, pair_label
-from ddprun.host.network import INTERFACE_VARIABLES
 from ddprun.units import format_bit_rate, format_duration
 
 _CLOCK_ROUNDS = 10
@@ -165,34 +164,6 @@ def port_findings(
             faults.append(Finding(where, "ports", "problem", found, do, value))
         fine = Finding(where, "ports", "ok", f"{_PORT_COUNT} ports chosen by the kernel are open both ways")
         findings += faults or [fine]
-    return findings
-
-
-def route_findings(
-    names: Sequence[str], used_interfaces: Sequence[str], routes: Sequence[Sequence[str | None]]
-) -> list[Finding]:
-    """Which interfaces lead from host to host, and whether they are those that Gloo uses (empty: its own
-    choice). `routes[i][j]` is the interface of host i on the way to host j; None: there is none.
-    """
-    findings = []
-    for one, other in itertools.combinations(range(len(names)), 2):
-        where = pair_label(names[one], names[other])
-        wrong = [
-            Finding(
-                where,
-                "interfaces",
-                "problem",
-                f"{names[here]} uses {used_interfaces[here]}, but {route} leads to {names[there]}",
-                f"on {names[here]} unset {' and '.join(INTERFACE_VARIABLES)}, or set them to {route}",
-            )
-            for here, there in ((one, other), (other, one))
-            if used_interfaces[here]
-            and (route := routes[here][there])
-            and route not in used_interfaces[here].split(",")
-        ]
-        used, others = used_interfaces[one] or "any", used_interfaces[other] or "any"
-        found = f"{names[one]} uses {used}, {names[other]} {others}"
-        findings += wrong or [Finding(where, "interfaces", "ok", found)]
     return findings
 
 
