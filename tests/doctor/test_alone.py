@@ -37,6 +37,7 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
         (["--nnodes=2", "--rdzv-endpoint=127.0.0.1:x"], {}, "'127.0.0.1:x' is not HOST:PORT"),
         (["--timeout=0"], {}, "--timeout"),
         ([], {"RANK": "1"}, "not set: WORLD_SIZE; a rank needs"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "doctor runs once on each host, and not as a rank"),
         (["p.yaml"], {}, "unexpected extra argument"),
     ],
 )

@@ -6,7 +6,6 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +19,6 @@ from ddprun.units import format_binary_bytes, format_bit_rate
 
 _LOADERS = 4  # loading processes of a rank for which there should be room
 _BATCH_BYTES = 16 << 20  # of what they load
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NVIDIA_SMI_S = 20.0
 
 
@@ -41,7 +39,6 @@ def examine_host(ranks: int | None, *, several_hosts: bool = False) -> Report:
     name, versions, network_interfaces, count = socket.gethostname(), _versions(gpus), interfaces(), cores()
     facts = {
         "name": name,
-        "boot": _BOOT.read_text("ascii").strip() if _BOOT.is_file() else "",
         "interfaces": network_interfaces,
         "shm": None if shm is None else {"total_bytes": shm.total, "free_bytes": shm.free},
         "versions": versions,

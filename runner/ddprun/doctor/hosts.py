@@ -1,7 +1,6 @@
-"""Examining all hosts of a launch: one rank of each takes part in what is measured between them."""
+"""Examining all hosts of a launch together, and what is between them."""
 
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,15 +9,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from ddprun.doctor import Finding, Level, Report, links, pair_label
 from ddprun.doctor.host import unusable_interface_variables
-from ddprun.host.network import INTERFACE_VARIABLES, address_towards
-from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together, wait_for_keys
-from ddprun.parallel.ranks import Environment, Ranks
+from ddprun.host.network import (
+    INTERFACE_VARIABLES,
+    NetworkError,
+    address_towards,
+    choose_interface,
+    host_of,
+    is_this_host,
+)
+from ddprun.launch.meeting import HostGroup, exit_on_timeout, first_line, leave_together
 from ddprun.standard_streams import say
 
-_EXAMINE_TIMEOUT_S = 60.0  # longest time for a host to examine itself: drivers of GPUs may need long to start
 _PORTS_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _MANY_ROUNDS = 3
@@ -29,52 +34,47 @@ RUN_AGAIN_ADVICE = (
 )
 
 
-def examine_hosts(own_report: Report, timeout_s: float, base_store: Any) -> tuple[Report | None, bool]:
-    """Examine all hosts; each rank of the launch has to call it. Gives the report, on rank 0 alone, and
-    whether there is no problem; raises HostsError, NetworkError or RuntimeError if hosts are lost.
+def examine_hosts(own_report: Report, info: RendezvousInfo, endpoint: str, timeout_s: float) -> Report:
+    """Examine all hosts, which have met in a rendezvous at `endpoint`; gives all of them the report. Raises
+    HostsError, NetworkError or RuntimeError if hosts are lost.
 
-    Others may take `timeout_s` to come, and a collective to end. `base_store` has been reached before; None:
-    go by what the environment says.
+    A host may take `timeout_s` to answer, and a collective to end.
     """
     (facts,) = own_report.hosts
     for variable in unusable_interface_variables(several_hosts=True):  # what is measured is measured without
         del os.environ[variable]
-    environment = Environment.read()
-    ranks = Ranks(environment, timedelta(seconds=timeout_s))
-    with exit_on_timeout(3 * timeout_s):
-        ranks.connect(base_store)
-        # The boot id tells hosts of one name apart.
-        host_ids = [tuple(one) for one in ranks.gather("doctor/places", [facts["name"], facts["boot"]])]
-    first_ranks = {place: host_ids.index(place) for place in dict.fromkeys(host_ids)}
-    known = [name for name, _ in first_ranks]
-    names = tuple(
-        name if known.count(name) == 1 else f"{name} (rank {rank})" for (name, _), rank in first_ranks.items()
-    )
-    store = dist.PrefixStore("doctor", ranks.store)
-    report = None
-    if ranks.rank in first_ranks.values():
-        group = HostGroup(store, names, [*first_ranks.values()].index(ranks.rank))
-        report = _measure_between_hosts(group, facts, own_report.findings, timeout_s)
-        if group.index == 0:
-            store.set("fit", json.dumps(report.fit))
-    wait_for_keys(store, ["fit"])  # however long that takes
-    with exit_on_timeout(_SHUTDOWN_TIMEOUT_S):
-        fit = bool(json.loads(store.get("fit")))
-    leave_together(store, ranks.rank, environment.world_size, _SHUTDOWN_TIMEOUT_S)
-    return (report if ranks.rank == 0 else None), fit
+    base: Any = info.store
+    base = base.clone()  # the first connection is the rendezvous'
+    base.set_timeout(timedelta(seconds=timeout_s))
+    store = dist.PrefixStore("doctor", base)
+    group = HostGroup(store, [f"host {index}" for index in range(info.world_size)], info.rank)
+    places = group.gather("places", [facts["name"], address_towards(host_of(endpoint))], timeout_s)
+    known = [name for name, _ in places]
+    names = [name if known.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(known)]
+    group = HostGroup(store, names, info.rank)
+    others = [address for index, (_, address) in enumerate(places) if index != info.rank]
+    fault = ""
+    try:
+        choose_interface(others[0] if is_this_host(host_of(endpoint)) else host_of(endpoint))
+    except NetworkError as error:
+        fault = f"{names[info.rank]}: {error}"
+    # All find out together: else the others would wait for this host.
+    if found := next(filter(None, group.gather("faults", fault, timeout_s)), None):
+        raise NetworkError(found)
+    address = address_towards(host_of(endpoint))
+    report = _measure_between_hosts(group, facts, own_report.findings, address, timeout_s)
+    leave_together(store, info.rank, info.world_size, _SHUTDOWN_TIMEOUT_S)
+    return report
 
 
 def _measure_between_hosts(
-    group: HostGroup, facts: Mapping[str, Any], findings: Sequence[Finding], timeout_s: float
+    group: HostGroup, facts: Mapping[str, Any], findings: Sequence[Finding], address: str, timeout_s: float
 ) -> Report:
-    """Measure between hosts; gives all of them the report."""
+    """Measure between hosts; gives all of them the report. `address` is where they reach this one."""
     size, name = len(group.names), group.names[group.index]
     mine = [{**asdict(finding), "where": name} for finding in findings]
-    address = address_towards(os.environ["MASTER_ADDR"])
     interface = os.environ.get(INTERFACE_VARIABLES[0], "")
-    answers = group.gather(
-        "hosts", [{**facts, "name": name}, mine, interface], _EXAMINE_TIMEOUT_S + timeout_s
-    )
+    answers = group.gather("hosts", [{**facts, "name": name}, mine, interface], timeout_s)
     hosts, interfaces = [answer[0] for answer in answers], [answer[2] for answer in answers]
     found = [Finding(**plain) for answer in answers for plain in answer[1]] + version_findings(hosts)
     with exit_on_timeout(2 * timeout_s * size):

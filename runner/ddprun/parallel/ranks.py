@@ -90,17 +90,16 @@ class Ranks:
     def placement(self) -> RankPlacement:
         return RankPlacement(self.rank, self.hosts, self.local_sizes)
 
-    def connect(self, base: Any = None) -> None:
-        """Reach the store; `base` is one that has been reached, to be used instead of the launcher's."""
-        if base is None:
-            with observed_wait(self._joining, "rendezvous", "reaching the ranks' store"):
-                base = open_store(
-                    os.environ["MASTER_ADDR"],
-                    int(os.environ["MASTER_PORT"]),
-                    serve=self.rank == 0 and _rank_0_hosts_store(),
-                    timeout=self.timeout,
-                    world_size=self.size,
-                )
+    def connect(self) -> None:
+        """Reach the store."""
+        with observed_wait(self._joining, "rendezvous", "reaching the ranks' store"):
+            base: Any = open_store(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                serve=self.rank == 0 and _rank_0_hosts_store(),
+                timeout=self.timeout,
+                world_size=self.size,
+            )
         base.set_timeout(self.timeout)
         # A second connection, because the first is not free while the training thread waits for a value.
         second, prefix = base.clone(), _store_prefix()
