@@ -26,7 +26,7 @@ from ddprun.standard_streams import say
 
 _PORTS_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 5.0
-_MANY_ROUNDS = 3
+_MANY_LINKS = 3
 
 RUN_AGAIN_ADVICE = (
     "see the other findings; run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL and "
@@ -99,29 +99,29 @@ def _measure_links(
     kinds = [("gloo", torch.device("cpu"))]
     if all(host["gpus"] and host["versions"]["NCCL"] for host in hosts):
         kinds.append(("nccl", torch.device("cuda", 0)))
-    schedule = links.pair_rounds(len(hosts))
-    if group.index == 0 and len(schedule) > _MANY_ROUNDS:
-        say(f"measuring links in {len(schedule)} rounds of a few seconds each")
+    pairs = links.measured_pairs(len(hosts))
+    if group.index == 0 and len(pairs) > _MANY_LINKS:
+        say(f"measuring {len(pairs)} links, each for a few seconds")
     findings: list[Finding] = []
-    for number, (pairs, (backend, device)) in enumerate(itertools.product(schedule, kinds)):
+    for number, ((one, other), (backend, device)) in enumerate(itertools.product(pairs, kinds)):
+        if closed[one][other] or closed[other][one]:
+            continue
         mine = None
-        for one, other in pairs:
-            if group.index in (one, other) and not (closed[one][other] or closed[other][one]):
-                mine = _measure_pair(group, (one, other), backend, device, timeout_s)
+        if group.index in (one, other):
+            mine = _measure_pair(group, (one, other), backend, device, timeout_s)
         others_s = 2 * timeout_s + (0 if isinstance(mine, str) else links.MAX_MEASURING_S)
         results = group.gather(f"links/{number}", mine, others_s)
-        for one, other in pairs:
-            names = group.names[one], group.names[other]
-            if failed := [text for text in (results[one], results[other]) if isinstance(text, str)]:
-                found = f"a collective over {backend} failed: {failed[0]}"
-                findings.append(Finding(pair_label(*names), "bandwidth", "problem", found, RUN_AGAIN_ADVICE))
-            elif results[one] is not None:
-                speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
-                findings += links.link_findings(*names, links.LinkMeasurement(**results[one]), speeds)
-    if any(len(pairs) > 1 for pairs in schedule):
-        where = f"{group.names[0]}, {group.names[-1]}"
-        found = f"{len(hosts)} hosts: up to {len(hosts) // 2} pairs were measured at the same time"
-        do = "give --nnodes 2 on two hosts to measure a slow link alone"
+        names = group.names[one], group.names[other]
+        if failed := [text for text in (results[one], results[other]) if isinstance(text, str)]:
+            found = f"a collective over {backend} failed: {failed[0]}"
+            findings.append(Finding(pair_label(*names), "bandwidth", "problem", found, RUN_AGAIN_ADVICE))
+        else:
+            speeds = [_speed(hosts[host], interfaces[host]) for host in (one, other)]
+            findings += links.link_findings(*names, links.LinkMeasurement(**results[one]), speeds)
+    if len(hosts) > links.MOST_HOSTS_IN_PAIRS:
+        where = pair_label(group.names[0], group.names[-1])
+        found = f"{len(hosts)} hosts: of the links, only those of each host to the next one were measured"
+        do = "give --nnodes 2 on two hosts to measure another link"
         findings.append(Finding(where, "bandwidth", "note", found, do))
     return findings
 

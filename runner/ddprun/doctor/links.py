@@ -44,7 +44,7 @@ _SLOW_MBIT, _HIGH_LATENCY_S = 1000.0, 2e-3
 _ONE_STREAM_MBIT = 10_000.0  # one stream of Gloo's is not to be expected faster, whatever the interface
 _MIN_FRACTION_OF_SPEED = 0.3
 _MAX_ASYMMETRY = 2.0
-_MAX_SEQUENTIAL_HOSTS = 8  # so many hosts are measured one pair after the other
+MOST_HOSTS_IN_PAIRS = 8  # of so many hosts every pair is measured
 
 
 def clock_offset(store: dist.Store, host: int, hosts: int, within_s: float) -> tuple[float, float]:
@@ -167,22 +167,13 @@ def port_findings(
     return findings
 
 
-def pair_rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Which pairs are measured, one round after the other: each pair once, and no host twice in a round.
-
-    Up to eight hosts there is one pair in a round, so that nothing else is on the network. With more that
-    would take too long, and there are as many pairs in a round as there can be (the circle method).
+def measured_pairs(hosts: int) -> list[tuple[int, int]]:
+    """Which pairs are measured, one after the other, so that nothing else is on the network: all of up to
+    eight hosts; of more, which would take too long, each host and the next one.
     """
-    if hosts <= _MAX_SEQUENTIAL_HOSTS:
-        return [[pair] for pair in itertools.combinations(range(hosts), 2)]
-    seats = list(range(hosts)) + [-1] * (hosts % 2)
-    found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append(sorted((min(pair), max(pair)) for pair in pairs if -1 not in pair))
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    if hosts <= MOST_HOSTS_IN_PAIRS:
+        return list(itertools.combinations(range(hosts), 2))
+    return [(host, host + 1) for host in range(hosts - 1)]
 
 
 @dataclass(frozen=True, slots=True)
