@@ -177,7 +177,15 @@ COMMANDS: dict[str, list[str]] = {
     "explain no import": ["explain", "dying.yaml", "--no-import"],
     "resume nothing": ["resume", "nowhere"],
     "report nothing": ["report", "nowhere"],
-    "submit slurm": ["submit", "every-step.yaml", "--to", "slurm", "--dry-run", "--program", "/opt/ddprun"],
+    "submit slurm": [
+        "submit",
+        "every-step.yaml",
+        "--to",
+        "slurm",
+        "--dry-run",
+        "--set",
+        "slurm.program=/opt/ddprun",
+    ],
     "submit docker": [
         "submit",
         "every-step.yaml",

@@ -85,6 +85,13 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     assert "--set seed=7" in done.stdout
 
 
+def test_the_hosts_may_have_a_program_of_their_own(tmp_path: Path) -> None:
+    """Also in an image."""
+    done = dry(tmp_path, "--set", "slurm.program=/opt/my ddprun", more="slurm: {image: me/app}\n")
+    assert done.code == 0, done.stderr
+    assert "--container-image=me/app '/opt/my ddprun' \"$@\"\n" in done.stdout
+
+
 def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
     """Nothing of the script stands between Slurm and ddprun then."""
     done = dry(tmp_path, more="slurm: {warn_s: 0}\n")
