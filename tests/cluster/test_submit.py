@@ -85,6 +85,17 @@ def test_every_key_becomes_an_option(tmp_path: Path) -> None:
     assert "--set seed=7" in done.stdout
 
 
+def test_options_of_sbatch_go_before_what_ddprun_writes(tmp_path: Path) -> None:
+    """Each of them once, whatever the other keys say."""
+    options = "{time: 5, nodes: 3, signal: USR1@9, requeue: false, gres: 'gpu:2'}"
+    done = dry(tmp_path, more=f"slurm: {{nodes: 2, time: 10, options: {options}}}\n")
+    assert done.code == 0, done.stderr
+    found = directives(done.stdout)
+    asked = {"time": "5", "nodes": "3", "signal": "USR1@9", "gres": "gpu:2"}
+    assert {name: found.get(name) for name in (*asked, "requeue")} == {**asked, "requeue": None}
+    assert done.stdout.count("#SBATCH --time=") == 1
+
+
 def test_the_hosts_may_have_a_program_of_their_own(tmp_path: Path) -> None:
     """Also in an image."""
     done = dry(tmp_path, "--set", "slurm.program=/opt/my ddprun", more="slurm: {image: me/app}\n")
@@ -108,8 +119,11 @@ def test_a_job_that_shall_not_come_back_is_just_run(tmp_path: Path) -> None:
             "{time: soon}",
             'slurm.time: expected a time, got "soon" (a string); minutes, "HH:MM:SS", "D-HH" or "D-HH:MM:SS"',
         ),
-        ("{options: {time: 5}}", 'slurm.options.time: "time" is set by ddprun; write slurm.time'),
-        ("{options: {gres: 'gpu:2'}}", '"gres" is set by ddprun; write slurm.gpus'),
+        ("{options: {ntasks: 4}}", 'slurm.options.ntasks: "ntasks" cannot be set; there is one task on each'),
+        (
+            "{options: {output: a.txt}}",
+            "\"output\" cannot be set; the job's output is next to the run's folder",
+        ),
         ("{options: {-N: 2}}", '"-N" is not a long option of sbatch'),
         ('{options: {comment: "a\\n#SBATCH --uid=0"}}', "cannot hold quotes, backslashes or line ends"),
         ('{options: {mem: "64G\\n"}}', "cannot hold quotes, backslashes or line ends"),

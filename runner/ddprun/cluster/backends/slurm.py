@@ -43,31 +43,14 @@ _OPTION_PATTERN = r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$"  # a long option of sbatch's,
 _PRINTABLE = r"[^\x00-\x1f\x7f\"\\]*"
 
 _RESERVED_OPTIONS = {
-    "account": "write slurm.account",
     "array": "submit each run by itself",
-    "chdir": "paths are relative to where submit is called",
-    "container": "write slurm.image",
-    "cpus-per-task": "write slurm.cpus",
-    "error": "both streams are in the job's one output file",
-    "gpus": "write slurm.gpus, which counts those of one host",
-    "gpus-per-node": "write slurm.gpus",
-    "gres": "write slurm.gpus",
-    "job-name": "write name",
-    "nodes": "write slurm.nodes",
-    "no-requeue": "write slurm.warn_s: 0",
     "ntasks": "there is one task on each host; write launch.nproc_per_node",
     "ntasks-per-node": "there is one task on each host; write launch.nproc_per_node",
-    "open-mode": "a requeued job appends to its output file",
     "output": "the job's output is next to the run's folder",
-    "parsable": "submit prints the job's id",
-    "partition": "write slurm.partition",
-    "requeue": "write slurm.warn_s",
-    "signal": "write slurm.warn_s",
     "test-only": "use submit --dry-run",
-    "time": "write slurm.time",
     "wait": "use submit --follow",
     "wrap": "submit writes the script",
-}  # options of sbatch's that are ddprun's to set, and what to do instead
+}  # options of sbatch's that would break the shape of the job, or following it, and what to do instead
 
 
 def _check_time_limit(value: Any) -> str | int | None:
@@ -80,7 +63,7 @@ def _check_time_limit(value: Any) -> str | int | None:
 
 
 def _check_options(value: Any) -> dict[str, str | int | float | bool]:
-    """Options of sbatch, as given; a ValidationError if one is unknown to it, or ddprun's own."""
+    """Options of sbatch, as given; a ValidationError if one is none, or would break the job."""
     if not isinstance(value, dict):
         raise expected("a mapping of sbatch's options", "write {mem: 64G, exclusive: true}")
     faults = []
@@ -89,7 +72,7 @@ def _check_options(value: Any) -> dict[str, str | int | float | bool]:
             text = f'"{name}" is not a long option of sbatch'
             faults.append(problem(text, "as in mem-per-cpu", at=str(name), on_key=True))
         elif name in _RESERVED_OPTIONS:
-            text = f'"{name}" is set by ddprun'
+            text = f'"{name}" cannot be set'
             faults.append(problem(text, _RESERVED_OPTIONS[name], at=name, on_key=True))
         elif not isinstance(item, (str, int, float)):
             text = "expected a string, a number, or true for a flag without a value"
@@ -157,7 +140,7 @@ class Slurm(Cluster):
         options: Annotated[
             dict[str, str | int | float | bool], CustomValidator(_check_options, _OPTIONS_SCHEMA)
         ] = Field(default={})
-        """Any other long options of sbatch, as in {mem: 64G, exclusive: true}."""
+        """Long options of sbatch, as in {mem: 64G, exclusive: true}, which go before what ddprun writes."""
 
     job_contains_pipeline = False
 
