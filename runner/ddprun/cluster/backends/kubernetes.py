@@ -544,7 +544,7 @@ def _cluster_client() -> Iterator[Any]:
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config.config_exception import ConfigException
         from kubernetes.dynamic import DynamicClient
-        from kubernetes.dynamic.exceptions import DynamicApiError, ResourceNotFoundError
+        from kubernetes.dynamic.exceptions import ResourceNotFoundError, api_exception
         from urllib3.exceptions import HTTPError
     except ModuleNotFoundError:
         raise ClusterError("--to kubernetes needs its client: pip install 'ddprun[kubernetes]'") from None
@@ -561,19 +561,11 @@ def _cluster_client() -> Iterator[Any]:
         is_trainer = _TRAINER_API_GROUP in str(error)
         hint = "; kubernetes.kind: job needs no Kubeflow Trainer" if is_trainer else ""
         raise ClusterError(f"the cluster at {settings.host} does not have it: {error}{hint}") from None
-    except (ApiException, DynamicApiError) as error:
-        why = getattr(error, "body", None) or error.reason
-        raise ClusterError(f"the cluster at {settings.host} refuses: {_refusal_message(why)}") from None
+    except ApiException as error:
+        why = api_exception(error).summary()
+        raise ClusterError(f"the cluster at {settings.host} refuses: {why}") from None
     except HTTPError as error:
         raise ClusterError(f"the cluster at {settings.host} does not answer: {error}") from None
-
-
-def _refusal_message(body: Any) -> str:
-    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-    try:
-        return str(yaml.safe_load(text)["message"])
-    except (yaml.YAMLError, TypeError, KeyError):
-        return text
 
 
 def _namespace() -> str:
