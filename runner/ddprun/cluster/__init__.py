@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ddprun import options
 from ddprun.config.secrets import FILLED_VARIABLE
-from ddprun.options import pattern_constraint
+from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint
 from ddprun.plugins import CLUSTERS, Plugin
 from ddprun_hooks.config.trust import TRUST_VARIABLE
 
@@ -143,6 +143,22 @@ class Cluster(Plugin):
     def unset_in_job(self, variables: Iterable[str]) -> list[str]:
         """Which of these environment variables will certainly not be set in the job."""
         return []
+
+
+class ContainerOptions(Cluster.Options):
+    """Base of the options of a backend whose hosts are containers."""
+
+    image: ImageName = "ddprun"
+    """An image with ddprun as its entrypoint, and with everything that the pipeline names."""
+
+    nodes: PositiveInt | None = None
+    """Hosts of the job, each a container; null is `launch.nnodes`, or the maximum if that is a range."""
+
+    gpus: NonNegativeInt | None = None
+    """NVIDIA GPUs of each host, which no two hosts share; null asks for none."""
+
+    cpus: PositiveFloat | None = None
+    """CPUs of each host; null leaves it to the engine or the cluster."""
 
 
 def trust_variables() -> dict[str, str]:

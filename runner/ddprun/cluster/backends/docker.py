@@ -23,6 +23,7 @@ from ddprun.cluster import (
     AbsoluteFolder,
     Cluster,
     ClusterError,
+    ContainerOptions,
     ImageName,
     Outcome,
     ShowOutput,
@@ -30,7 +31,7 @@ from ddprun.cluster import (
     VariableName,
     trust_variables,
 )
-from ddprun.options import NonNegativeInt, PositiveFloat, PositiveInt, pattern_constraint, problem
+from ddprun.options import pattern_constraint, problem
 
 JOB_LABEL = "ddprun.job"  # label of all that belongs to a job; its value is the job's id
 _SIGKILL_EXIT_CODE = 137
@@ -75,19 +76,7 @@ def _check_network(value: Any) -> Any:
 class Docker(Cluster):
     """Containers on one network of a Docker engine, each a host of the run. Needs the package docker."""
 
-    class Options(Cluster.Options):
-        image: ImageName = "ddprun"
-        """An image with ddprun as its entrypoint, and with everything that the pipeline names."""
-
-        nodes: PositiveInt | None = None
-        """Containers; null is `launch.nnodes`, or the maximum if that is a range."""
-
-        gpus: NonNegativeInt | None = None
-        """GPUs of each container, which no two containers share; null asks for none."""
-
-        cpus: PositiveFloat | None = None
-        """CPUs of each container; null is no limit."""
-
+    class Options(ContainerOptions):
         memory: _ByteSize | None = None
         """Memory of each container, as in 8g; null is no limit."""
 

@@ -29,7 +29,7 @@ from ddprun.cluster import (
     AbsoluteFolder,
     Cluster,
     ClusterError,
-    ImageName,
+    ContainerOptions,
     Outcome,
     ShowOutput,
     Submission,
@@ -42,7 +42,6 @@ from ddprun.options import (
     CustomValidator,
     KeyPath,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     combine,
     expected,
@@ -176,29 +175,17 @@ def _check_pod_fields(value: Any) -> dict[str, Any]:
 class Kubernetes(Cluster):
     """Pods of Kubernetes, each a host of the run. Needs the package kubernetes."""
 
-    class Options(Cluster.Options):
+    class Options(ContainerOptions):
         kind: Literal["trainjob", "job"] = "trainjob"
         """A Kubeflow TrainJob or, for clusters without Kubeflow Trainer, an Indexed Job with a headless
         Service."""
 
-        image: ImageName = "ddprun"
-        """An image with ddprun as its entrypoint, and with everything that the pipeline names."""
-
         namespace: _DnsLabel | None = None
         """Null is the namespace of the current context."""
-
-        nodes: PositiveInt | None = None
-        """Pods; null is `launch.nnodes`, or the maximum if that is a range."""
-
-        gpus: NonNegativeInt | None = None
-        """GPUs of each pod (nvidia.com/gpu); null asks for none."""
 
         resources: dict[_DeviceName, PositiveInt] = Field(default={})
         """Other devices of each pod, as in {amd.com/gpu: 8, rdma/hca_shared_devices_a: 1} or
         {nvidia.com/mig-1g.10gb: 1}. `launch.nproc_per_node` then says how many ranks use them."""
-
-        cpus: PositiveFloat | None = None
-        """CPUs of each pod; null asks for none."""
 
         memory: _Quantity | None = None
         """Memory of each pod, as in 16Gi; null asks for none."""
