@@ -14,7 +14,7 @@ from ddprun.host.network import public_warning, resolve_addresses
 from ddprun.host.processes import force_exit_after_delay, hard_exit_on_signals, raise_file_limit
 from ddprun.host.rank_files import temporary_launcher_folder
 from ddprun.launch.fork_server import ForkServer
-from ddprun.launch.launcher import Flags, Launcher, detect_launcher, restart_warning
+from ddprun.launch.launcher import Flags, Launcher, detect_launcher
 from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _be_rank(loaded: LoadedPipeline, launcher: Launcher, run_dir: Path | None, r
     address = os.environ["MASTER_ADDR"]
     if LAUNCHED_VARIABLE not in os.environ and launcher.is_first:
         say(f"started by {launcher.summary}")
-        for warning in filter(None, (public_warning(address), restart_warning())):
+        if warning := public_warning(address):
             say(warning)
     if os.environ.get("LOCAL_RANK", "0") == "0" and not resolve_addresses(address):
         # In Kubernetes a name may be known only later: torch asks again and again.

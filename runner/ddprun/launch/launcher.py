@@ -191,18 +191,6 @@ def flag_or_variable(flags: Flags, name: str) -> str:
     return str(flags.get(name) or os.environ.get(f"PET_{name.upper()}", ""))
 
 
-def restart_warning() -> str | None:
-    """What to tell a user whose torchrun is to start ranks of several hosts again, and most often cannot."""
-    value = os.environ.get
-    several, shared = value("GROUP_WORLD_SIZE", "1") != "1", value("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if value("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not (several and shared):
-        return None
-    return (
-        "warning: torchrun may start ranks again, which usually fails on several hosts, where the "
-        "ranks' store keeps old addresses: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-    )
-
-
 def overrides_variable(overrides: Sequence[str]) -> dict[str, str]:
     """The environment variable that passes `--set` options on, not on command lines, which all may read."""
     return {_OVERRIDES_VARIABLE: json.dumps(list(overrides))}
