@@ -55,7 +55,9 @@ def detect_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | 
     if "TORCHELASTIC_RUN_ID" in environment:
         return _launcher_of_rank("torchrun", environment, flags)
     if "PET_NODE_RANK" in environment or "PET_MASTER_ADDR" in environment:
-        return _kubeflow_launcher(environment)
+        # Torchrun's own code reads these variables as its flags.
+        nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
+        return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
     by_srun = _srun_launcher(environment, flags)
     if "RANK" in environment or (by_srun is None and "WORLD_SIZE" in environment):
         plain = _launcher_of_rank("a launcher that sets RANK and WORLD_SIZE", environment, flags)
@@ -93,19 +95,6 @@ def _launcher_of_rank(name: str, environment: Mapping[str, str], flags: Flags) -
         variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
         variables["MASTER_PORT"] = environment.get("MASTER_PORT", "0")
     return Launcher(f"{name}: rank {rank} of {size}", variables, is_first=rank == 0)
-
-
-def _kubeflow_launcher(environment: Mapping[str, str]) -> Launcher:
-    """A host's process whose flags for torchrun are variables; torchrun's own code reads them."""
-    nodes, node = environment.get("PET_NNODES", "1"), _number(environment, "PET_NODE_RANK", 0)
-    max_nodes = nodes.rpartition(":")[2]
-    if not max_nodes.isdecimal():
-        raise LauncherError(f"PET_NNODES is {nodes!r}; it must be a number or MIN:MAX")
-    if node >= int(max_nodes):
-        raise LauncherError(f"PET_NODE_RANK is {node} of PET_NNODES {nodes}; hosts count from 0")
-    if int(max_nodes) > 1 and not {"PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"} & set(environment):
-        raise LauncherError(f"PET_NNODES is {nodes}, but PET_MASTER_ADDR is not set")
-    return Launcher(f"Kubeflow Trainer's variables (PET_…): host {node} of {nodes}", is_first=node == 0)
 
 
 def _srun_launcher(environment: Mapping[str, str], flags: Flags) -> Launcher | None:
