@@ -156,7 +156,7 @@ server = fork_server.ForkServer((), Path())
 
 
 def start(body):
-    return server.start([], {**os.environ, "BODY": body}, [None, None])
+    return server.start([], {**os.environ, "BODY": body})
 
 
 for _ in range(50):  # its session is there, and it is not deaf

@@ -52,10 +52,10 @@ class _RankHandler(SubprocessHandler):
         super().__init__(**options)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        forked = None
-        if self._server is not None and args[0] == sys.executable:  # not a tool that binds it to cores
-            outputs = [None if file is None else file.name for file in (self._stdout, self._stderr)]
-            forked = self._server.start(args[args.index("ddprun") + 1 :], env, outputs)
+        forked, redirected = None, self._stdout is not None or self._stderr is not None
+        # The program may also be a tool that binds a rank to cores.
+        if self._server is not None and args[0] == sys.executable and not redirected:
+            forked = self._server.start(args[args.index("ddprun") + 1 :], env)
         return forked or super()._popen(args, env)
 
 

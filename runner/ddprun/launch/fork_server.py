@@ -69,14 +69,11 @@ class ForkServer:
         self._socket = ours
         self._replies = ours.makefile("r", encoding="utf-8")
 
-    def start(
-        self, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str | None]
-    ) -> "ForkedProcess | None":
-        """Fork a process that is `ddprun` with these arguments and variables, and whose stdout and stderr are
-        appended to these files (None: those of this process). Gives None if the server cannot fork, or has
-        ended.
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "ForkedProcess | None":
+        """Fork a process that is `ddprun` with these arguments and variables. Gives None if the server cannot
+        fork, or has ended.
         """
-        request = {"arguments": arguments, "environment": dict(environment), "outputs": outputs}
+        request = {"arguments": arguments, "environment": dict(environment)}
         try:
             with adopting_orphans():
                 self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -130,7 +127,10 @@ def _serve(requests: socket.socket, launcher: int, import_all: Callable[[], bool
         can_fork = import_all()
         with requests.makefile("r", encoding="utf-8") as lines:
             for line in lines:
-                pid = _fork_rank(json.loads(line), requests, handlers) if can_fork else None
+                pid = None
+                if can_fork:
+                    with suppress(OSError):  # too many processes: torchelastic fails, too, and says so
+                        pid = _fork_rank(json.loads(line), requests, handlers)
                 requests.sendall(json.dumps(pid).encode() + b"\n")
     except BaseException:
         traceback.print_exc()
@@ -183,19 +183,18 @@ def _target(descriptor: str) -> str:
 
 def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _Handlers) -> int | None:
     """Fork a rank from a process that ends at once, so that the launcher adopts it; gives its process id,
-    None if there can be no more processes.
+    None if that could not fork. Raises OSError if there can be no more processes.
     """
     reader, writer = os.pipe()
-    if parent := _fork():
+    if parent := os.fork():
         os.close(writer)
         pid = os.read(reader, _PID_BYTES)
         os.close(reader)
-        if parent > 0:
-            os.waitpid(parent, 0)
+        os.waitpid(parent, 0)
         return int(pid) if pid else None
     try:
         parent = os.getpid()
-        if _fork():
+        if os.fork():
             os._exit(0)
         os.setsid()
         for number, handler in handlers.items():
@@ -214,24 +213,13 @@ def _fork_rank(request: Mapping[str, Any], requests: socket.socket, handlers: _H
         os._exit(1)
 
 
-def _fork() -> int:
-    """As `os.fork`; -1 if there can be no more processes."""
-    try:
-        return os.fork()
-    except OSError:
-        return -1
-
-
 def _be_rank(request: Mapping[str, Any]) -> NoReturn:
     """Do what `execve` and the start of Python do, then be `python -u -m ddprun`."""
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # what TMPDIR says counts
     sys.argv[1:] = request["arguments"]
-    for descriptor, stream, path in zip((1, 2), (sys.stdout, sys.stderr), request["outputs"], strict=True):
-        if path is not None:
-            with open(path, "ab") as file:
-                os.dup2(file.fileno(), descriptor)
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
     libc = ctypes.CDLL(None)
