@@ -30,7 +30,7 @@ def test_this_host_is_examined_alone(tmp_path: Path) -> None:
         (
             ["--nnodes=2"],
             {},
-            "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT",
         ),
         (["--nnodes=two"], {}, "--nnodes is 'two'; it must be a number of hosts, or MIN:MAX"),
         (["--nnodes=²"], {}, "--nnodes is '²'; it must be a number of hosts, or MIN:MAX"),

@@ -51,7 +51,6 @@ def started_on_two_hosts(
                     *options,
                     "--nnodes=2",
                     "--nproc-per-node=2",
-                    "--rdzv-backend=c10d",
                     "--rdzv-endpoint=node0:29400",
                     "--rdzv-id=two",
                     "--run-dir=two",

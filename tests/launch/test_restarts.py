@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddprun.checkpoint.folder import steps_in
+from ddprun.launch.flags import torchrun_args
 from tests.checkpoint.runs import final
 from tests.engine.running import summary
 from tests.ranks import Running, ddprun, ddprun_here
@@ -211,11 +213,29 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("flags", "backend"),
+    [
+        ({"rdzv_endpoint": "192.0.2.77:1"}, "c10d"),
+        ({"rdzv_endpoint": "192.0.2.77:1", "node_rank": "0"}, "static"),
+        ({"rdzv_endpoint": "192.0.2.77:1", "rdzv_backend": "etcd-v2"}, "etcd-v2"),
+        ({"master_addr": "192.0.2.77", "node_rank": "1"}, "static"),
+    ],
+)
+def test_an_endpoint_of_several_hosts_means_c10d(flags: dict[str, str], backend: str) -> None:
+    """Unless a backend, or this host's number, is given."""
+    arguments: Any = torchrun_args({"nnodes": "2", "local_addr": "127.0.0.1", **flags}, ["-m", "ddprun"])
+    assert arguments.rdzv_backend == backend
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--rdzv-backend=foo", "--rdzv-endpoint=localhost:1"], "foo"),
         (["--nnodes=1:2:3"], "1:2:3"),
-        (["--nnodes=2", "--master-addr=localhost", "--max-restarts=1"], "add --rdzv-backend c10d"),
+        (
+            ["--nnodes=2", "--node-rank=0", "--master-addr=localhost", "--max-restarts=1"],
+            "add --rdzv-backend c10d",
+        ),
         (
             [
                 "--nnodes=2",
@@ -226,12 +246,8 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
             "join_timeout",
         ),
         (
-            ["--nnodes=2", "--rdzv-endpoint=node0:29400"],
-            "add --rdzv-backend c10d --rdzv-endpoint node0:29400 on every host, or --node-rank 0 on node0",
-        ),
-        (
             ["--nnodes=2", "--rdzv-backend=static", "--rdzv-endpoint=192.0.2.77:1"],
-            "does not say which host this is",
+            "does not say which host this is: add --node-rank 0 on the first host, --node-rank 1 on the next",
         ),
         (
             ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=:29400"],
@@ -240,7 +256,7 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again(tmp_path: Path) -> No
         (["--nnodes=2", "--master-addr=192.0.2.77"], "does not say which host this is"),
         (
             ["--nnodes=2"],
-            "--nnodes 2 needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            "--nnodes 2 needs a rendezvous: add --rdzv-endpoint HOST:PORT",
         ),
     ],
 )

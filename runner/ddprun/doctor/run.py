@@ -36,10 +36,6 @@ def run(flags: Flags, timeout_s: float) -> DoctorResult:
     if not most.isdecimal() or int(most) < 1:
         raise LauncherError(f"--nnodes is {nodes!r}; it must be a number of hosts, or MIN:MAX")
     multiple_hosts = int(most) > 1
-    # Torchrun's default is static, for which every host needs a number.
-    numbered = flag_or_variable(flags, "rdzv_backend") or flag_or_variable(flags, "node_rank")
-    if multiple_hosts and "rdzv_endpoint" in flags and not numbered:
-        flags["rdzv_backend"] = "c10d"
     for number in (signal.SIGINT, signal.SIGTERM):  # waiting in torch's C++ code must not hold them up
         handle_signal_unless_ignored(number, signal.SIG_DFL)
     # Torch's C++ side prints what it cannot reach, stack and all; what matters becomes a finding.

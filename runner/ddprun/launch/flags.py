@@ -52,7 +52,7 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     arguments = torchrun.parse_args([*given, *command])  # type: ignore[no-untyped-call]
     one_host = torchrun.parse_min_max_nnodes(arguments.nnodes)[1] == 1
     if not (one_host or arguments.standalone):
-        _check_rendezvous(arguments, flags)
+        _choose_rendezvous(arguments, flags)
     elastic = _prepare_restarts(arguments)
     if arguments.standalone or (one_host and arguments.rdzv_backend in ("static", "c10d")):
         arguments.rdzv_backend = "c10d"
@@ -74,28 +74,27 @@ def torchrun_args(flags: Flags, command: Sequence[str]) -> object:
     return arguments
 
 
-def _check_rendezvous(arguments: Any, flags: Flags) -> None:
-    """Refuse flags for several hosts that do not say where the others are, or which of them this host is.
+def _choose_rendezvous(arguments: Any, flags: Flags) -> None:
+    """For several hosts, take c10d where an endpoint is given, unless a backend or this host's number is.
 
     Torchrun takes a host without --node-rank for the first one: several such hosts would all listen, each for
     itself, and wait for the others in silence. Raises ValueError that names the missing flag.
     """
     given = partial(flag_or_variable, flags)
-    hosts, where = f"--nnodes {arguments.nnodes}", arguments.rdzv_endpoint or arguments.master_addr
-    host, static = network.host_of(where), arguments.rdzv_backend == "static"
+    hosts, static = f"--nnodes {arguments.nnodes}", arguments.rdzv_backend == "static"
     if static and given("node_rank"):
         return
-    if not (given("rdzv_endpoint") or (static and given("master_addr"))):
+    if static and given("rdzv_endpoint") and not given("rdzv_backend"):
+        arguments.rdzv_backend = "c10d"
+    elif static and (given("rdzv_endpoint") or given("master_addr")):
         raise ValueError(
-            f"{hosts} needs a rendezvous: add --rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on "
-            "every host, HOST being one of them"
+            f"{hosts} with the static rendezvous does not say which host this is: add --node-rank 0 on the "
+            "first host, --node-rank 1 on the next, and so on; or give --rdzv-endpoint HOST:PORT instead"
         )
-    by_default = given("rdzv_endpoint") and not given("rdzv_backend")
-    if static and (by_default or not network.is_this_host(host)):
+    elif not given("rdzv_endpoint"):
         raise ValueError(
-            f"{hosts} with a rendezvous at {where} does not say which host this is: add --rdzv-backend c10d "
-            f"--rdzv-endpoint {where} on every host, or --node-rank 0 on {host} and --node-rank 1 and so on "
-            "elsewhere"
+            f"{hosts} needs a rendezvous: add --rdzv-endpoint HOST:PORT, the same on every host, HOST being "
+            "one of them"
         )
 
 
