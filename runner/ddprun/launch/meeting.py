@@ -169,13 +169,9 @@ def wait_until_reachable(endpoint: str, until: float) -> None:
         time.sleep(min(_RETRY_DELAY_S, left_s))
     here = socket.gethostname()
     at = f"{host}:{port}" + ("" if known == host else f" ({known})")
-    if isinstance(cause, ConnectionRefusedError):
-        do = f"start the same command on {host}; if it runs there, open port {port} in its firewall"
-        raise HostsError(f"{here} reaches {host}, but nothing listens at {at}", do)
-    if isinstance(cause, TimeoutError):
-        why = "no answer"
-        do = f"open TCP port {port} on {host} for {here} in the firewall or security group"
-    else:
-        why = cause.strerror or str(cause)
-        do = "see `ip route` and `ip addr`: this host has no route there"
-    raise HostsError(f"{here} cannot connect to {at}: {why}", f"{do}; or correct --rdzv-endpoint")
+    why = "no answer" if isinstance(cause, TimeoutError) else (cause.strerror or str(cause)).lower()
+    raise HostsError(
+        f"{here} cannot connect to {at}: {why}",
+        f"start the same command on {host}, and open TCP port {port} there for {here} in the firewall or "
+        "security group; or correct --rdzv-endpoint",
+    )
