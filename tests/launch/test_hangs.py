@@ -255,20 +255,6 @@ def test_a_rank_that_sleeps_elsewhere_is_named_too(
     assert not any(map(is_running, ranks))
 
 
-def test_a_host_whose_ranks_are_all_stopped_is_ended_by_its_launcher(folder: Path) -> None:
-    """No rank is left to tell, so the launcher does."""
-    with started(folder) as running:
-        ranks = wait_for(folder / "run" / "steps" / "rank-00000.jsonl", running)
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
-        since = time.time()
-        done, ended = end_of(running)
-    assert (done.code, ended - since < ENDED_WITHIN_S) == (1, True), (ended - since, done.stderr)
-    assert done.stderr.count("the run hangs: ranks 0-2, the last on this host, have been stopped for") == 1
-    assert "killed by" not in done.stderr
-    assert not any(map(is_running, ranks))
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
     [pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow), (signal.SIGKILL, -9)],

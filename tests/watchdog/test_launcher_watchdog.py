@@ -41,7 +41,7 @@ def rank(number: int, folder: Path, reported: str) -> "subprocess.Popen[str]":
 
 def test_ranks_that_have_reported_a_hang_and_ended_are_still_answered_for(tmp_path: Path) -> None:
     """Those of the last start alone; ranks that ended otherwise are none any more."""
-    watchdog = LauncherWatchdog(tmp_path, 8, None)
+    watchdog = LauncherWatchdog(tmp_path, None)
     before, now = tmp_path / "run" / "attempt_0", tmp_path / "run" / "attempt_1"
     processes = [
         rank(5, before, "reported"),
@@ -74,7 +74,7 @@ def test_a_check_that_fails_is_reported_once_and_the_launcher_is_watched_all_the
             raise failure("no answer that makes sense")
         return False
 
-    with LauncherWatchdog(tmp_path, 8, None, given_up.set, reachable):
+    with LauncherWatchdog(tmp_path, None, given_up.set, reachable):
         assert given_up.wait(30)
     told = capsys.readouterr().err
     assert told.count("the launcher's watchdog: a check failed, and will be repeated: OSError") == 1
@@ -95,7 +95,7 @@ def test_a_launcher_that_begins_to_linger_is_not_given_up(
         asked.set()
         return False
 
-    with LauncherWatchdog(tmp_path, 8, None, given_up.set, reachable) as watchdog:
+    with LauncherWatchdog(tmp_path, None, given_up.set, reachable) as watchdog:
         assert asked.wait(30)
     assert not given_up.is_set()
     assert capsys.readouterr().err == ""
@@ -105,6 +105,6 @@ def test_a_status_server_that_cannot_open_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other hosts' ranks will say that nobody answers here, and nothing said why."""
-    with LauncherWatchdog(tmp_path, 8, "192.0.2.1"):
+    with LauncherWatchdog(tmp_path, "192.0.2.1"):
         assert "DDPRUN_STATUS_SERVER" not in os.environ
     assert "warning: no status server at 192.0.2.1: " in capsys.readouterr().err

@@ -111,7 +111,6 @@ def _run_with_watchdog(loaded: LoadedPipeline, agent: Agent, config: LaunchConfi
     _forward_signals(agent, folder, config)
     watchdog = LauncherWatchdog(
         folder,
-        loaded.pipeline.launch.timeout_s,
         network.address_towards(endpoint) if multi_host else None,
         partial(_exit_without_other_hosts, folder) if multi_host else None,
         partial(network.endpoint_answers, endpoint) if multi_host and may_restart(config) else None,

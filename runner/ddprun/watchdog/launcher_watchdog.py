@@ -12,7 +12,6 @@ from ddprun.host.processes import state_and_parent
 from ddprun.standard_streams import say
 from ddprun.watchdog.rank_watchdog import HANG_FILE, WatchdogErrorReporter
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
-from ddprun_hooks.errors import format_ranks
 
 STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"  # where other hosts ask about this one's ranks
 _TICK_S = 0.25
@@ -35,13 +34,12 @@ class LauncherWatchdog:
     def __init__(
         self,
         folder: Path,
-        timeout_s: float,
         address: str | None,
         give_up: Callable[[], None] | None = None,
         rendezvous_answers: Callable[[], bool] | None = None,
     ) -> None:
         self.killed_ranks: dict[int, str] = {}  # ranks that were stopped, and ended by this: what they did
-        self._folder, self._timeout_s = folder, timeout_s
+        self._folder = folder
         self._give_up, self._rendezvous_answers = give_up, rendezvous_answers
         self._server: HangStatusServer | None = None
         if address is not None:
@@ -55,9 +53,7 @@ class LauncherWatchdog:
         self._closed = threading.Event()
         self._check_failures = WatchdogErrorReporter("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
-        # By folder: how long all its ranks have been stopped; when its hang was found.
-        self._stopped_s: dict[Path, float] = {}
-        self._hang_since: dict[Path, float] = {}
+        self._hang_since: dict[Path, float] = {}  # by folder: when its hang was found
 
     def __enter__(self) -> "LauncherWatchdog":
         if self._server is not None:
@@ -106,9 +102,10 @@ class LauncherWatchdog:
             living: dict[Path, dict[int, RankStatus]] = {}
             with self._check_failures.report_and_suppress():
                 living = {folder: _live_ranks(folder) for folder in _attempt_folders(self._folder)}
-            for check in (self._check_ranks, self._give_up_without_ranks):
-                with self._check_failures.report_and_suppress():
-                    check(living, passed)
+            with self._check_failures.report_and_suppress():
+                self._check_ranks(living)
+            with self._check_failures.report_and_suppress():
+                self._give_up_without_ranks(living, passed)
 
     def _give_up_without_ranks(
         self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float
@@ -127,27 +124,15 @@ class LauncherWatchdog:
         if is_over and (give_up := self._give_up) is not None:  # `linger` may have taken it away meanwhile
             give_up()
 
-    def _check_ranks(self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float) -> None:
+    def _check_ranks(self, living: Mapping[Path, Mapping[int, RankStatus]]) -> None:
+        """End ranks that cannot end themselves after a hang was found."""
         for folder, ranks in living.items():
-            if (folder / HANG_FILE).exists():
-                since = self._hang_since.setdefault(folder, time.monotonic())
-                stuck = [status for status in ranks.values() if status.lifeless]
-                if len(stuck) == len(ranks) or time.monotonic() - since > _SELF_EXIT_S:
-                    self._kill(stuck)
+            if not (folder / HANG_FILE).exists():
                 continue
-            # With all of a host's ranks stopped, none of them can report.
-            stopped = [status for status in ranks.values() if status.is_suspended]
-            all_stopped = bool(stopped) and len(stopped) == len(ranks)
-            self._stopped_s[folder] = self._stopped_s.get(folder, 0.0) + passed_s if all_stopped else 0.0
-            if self._stopped_s[folder] > self._timeout_s:
-                _create_hang_file(folder)
-                who = format_ranks([status.rank for status in stopped])
-                have = "has" if len(stopped) == 1 else "have"
-                self._kill(stopped)
-                say(
-                    f"the run hangs: {who}, the last on this host, {have} been stopped "
-                    f"for {self._timeout_s:g} s by SIGSTOP or a debugger; ending them"
-                )
+            since = self._hang_since.setdefault(folder, time.monotonic())
+            stuck = [status for status in ranks.values() if status.lifeless]
+            if len(stuck) == len(ranks) or time.monotonic() - since > _SELF_EXIT_S:
+                self._kill(stuck)
 
     def _kill(self, stuck: list[RankStatus]) -> None:
         for status in stuck:

@@ -24,7 +24,7 @@ from ddprun_hooks.payload import ParamSlice, Payload, PayloadKind
 
 GROUP_TIMEOUT_MARGIN_S = 5.0  # after the watchdog, which knows more and so speaks first
 
-HANG_FILE = "hang"  # among status pages, made by the first rank, or launcher's watchdog, to find a hang
+HANG_FILE = "hang"  # among status pages, made by the first rank to find a hang, or by its launcher
 _TICK_S = 0.2
 _SUSPENSION_S = 1.0  # a tick that comes so late was not late: the process was stopped, and time did not count
 
