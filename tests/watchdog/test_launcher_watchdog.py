@@ -59,28 +59,6 @@ def test_ranks_that_have_reported_a_hang_and_ended_are_still_answered_for(tmp_pa
             process.communicate(timeout=30)
 
 
-def test_a_check_that_fails_is_reported_once_and_the_launcher_is_watched_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The thread ended without a word; a launcher that waits for a lost host would have waited for ever."""
-    monkeypatch.setattr(launcher_watchdog, "_LAUNCHER_EXIT_S", 0.0)
-    (tmp_path / "run" / "attempt_0").mkdir(parents=True)
-    (tmp_path / "run" / "attempt_x").mkdir()
-    given_up, answers = threading.Event(), iter([OSError, ValueError, None])
-
-    def reachable() -> bool:
-        failure = next(answers, None)
-        if failure is not None:
-            raise failure("no answer that makes sense")
-        return False
-
-    with LauncherWatchdog(tmp_path, None, given_up.set, reachable):
-        assert given_up.wait(30)
-    told = capsys.readouterr().err
-    assert told.count("the launcher's watchdog: a check failed, and will be repeated: OSError") == 1
-    assert "ValueError" not in told
-
-
 def test_a_launcher_that_begins_to_linger_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,32 +259,6 @@ def test_a_status_page_has_room_for_lines_of_many_ranks(tmp_path: Path) -> None:
         assert STATUSES_ADAPTER.validate_json(STATUSES_ADAPTER.dump_json({0: found})) == {0: found}
 
 
-def test_a_check_that_fails_is_reported_once_and_the_next_ones_find_the_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The thread ended without a word, and the rank was watched by nobody."""
-    it, calls, rung = watchdog(tmp_path)
-    monkeypatch.setattr(StatusPage, "write_heartbeat", None)  # every write fails from here on
-    asked = threading.Semaphore(0)
-
-    def ended() -> bool:
-        asked.release()
-        raise KeyError("nobody knows")
-
-    line = it.new_sequence("world.0", [0, 1])
-    line.record_issued("all_reduce", what="strange").done_when(ended)
-    it.start()
-    try:
-        assert asked.acquire(timeout=30)
-        line.record_issued("all_reduce", what="the one that hangs")
-        assert rung.wait(30)
-    finally:
-        it.close()
-    assert [one.pending.what for one in calls[0]] == ["the one that hangs"]
-    told = capsys.readouterr().err
-    assert told.count("the watchdog of rank 0: a check failed, and will be repeated") == 1
-
-
 @pytest.mark.parametrize("note", ["{}", "3", '[1, ""]', '[[{}], ""]', '[[[]], ""]', "[[], "])
 def test_a_status_page_with_half_a_note_is_none_yet(tmp_path: Path, note: str) -> None:
     page = StatusPage(0, tmp_path)

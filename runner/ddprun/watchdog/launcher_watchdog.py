@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddprun.host.processes import state_and_parent
 from ddprun.standard_streams import say
-from ddprun.watchdog.rank_watchdog import HANG_FILE, WatchdogErrorReporter
+from ddprun.watchdog.rank_watchdog import HANG_FILE
 from ddprun.watchdog.status_page import HangStatusServer, RankStatus, read_pages
 
 STATUS_SERVER_VARIABLE = "DDPRUN_STATUS_SERVER"  # where other hosts ask about this one's ranks
@@ -51,7 +51,6 @@ class LauncherWatchdog:
                     "cannot ask what the ranks of this one do"
                 )
         self._closed = threading.Event()
-        self._check_failures = WatchdogErrorReporter("the launcher's watchdog")
         self._without_ranks_s, self._unreachable = 0.0, 0
         self._hang_since: dict[Path, float] = {}  # by folder: when its hang was found
 
@@ -100,12 +99,10 @@ class LauncherWatchdog:
             if passed > _SUSPENSION_S:  # this process was stopped, and its ranks with it: no time has passed
                 continue
             living: dict[Path, dict[int, RankStatus]] = {}
-            with self._check_failures.report_and_suppress():
+            with suppress(OSError):  # a folder is gone
                 living = {folder: _live_ranks(folder) for folder in _attempt_folders(self._folder)}
-            with self._check_failures.report_and_suppress():
-                self._check_ranks(living)
-            with self._check_failures.report_and_suppress():
-                self._give_up_without_ranks(living, passed)
+            self._check_ranks(living)
+            self._give_up_without_ranks(living, passed)
 
     def _give_up_without_ranks(
         self, living: Mapping[Path, Mapping[int, RankStatus]], passed_s: float

@@ -7,8 +7,8 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import torch
 
 import ddprun
 import ddprun_hooks
-from ddprun.standard_streams import print_stderr
 from ddprun.watchdog.status_page import SET_UP_OPS, StatusPage, UnfinishedCollective
 from ddprun_hooks.comm.observer import CollectiveHandle, CollectiveObserver, CollectiveSequence
 from ddprun_hooks.comm.trace import now_us
@@ -50,28 +49,6 @@ _PLURAL: dict[PayloadKind, str] = {
     "buffers": "buffers",
     "optimizer": "optimizer state",
 }
-
-
-@dataclass(slots=True)
-class WatchdogErrorReporter:
-    """Says on the screen that a check has failed: once, however often checks fail later."""
-
-    checker: str  # who runs the checks, for the message
-    reported: bool = False
-
-    @contextmanager
-    def report_and_suppress(self) -> Iterator[None]:
-        """Report whatever the block raises, and continue after it."""
-        try:
-            yield
-        except Exception as error:
-            if not self.reported:
-                at = traceback.extract_tb(error.__traceback__)[-1]
-                print_stderr(
-                    f"ddprun: {self.checker}: a check failed, and will be repeated: "
-                    f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-                )
-            self.reported = True
 
 
 class EngineListener(CollectiveObserver):
@@ -206,10 +183,8 @@ class RankWatchdog(EngineListener):
     _training_thread: int = field(default_factory=threading.get_ident)
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _check_failures: WatchdogErrorReporter = field(init=False)
 
     def __post_init__(self) -> None:
-        self._check_failures = WatchdogErrorReporter(f"the watchdog of rank {self.rank}")
         try:
             self.status_page = StatusPage(self.rank, self.folder)
         except OSError:  # the disk is full: the ranks find this status page once they have joined
@@ -282,16 +257,11 @@ class RankWatchdog(EngineListener):
             if now - before > tick + _SUSPENSION_S:
                 self.suspended_us += round((now - before - tick) * 1e6)
             before = now
-            waits: list[OverdueCollective] = []
-            # Each by itself: a rank that cannot write its status page still sees a hang.
-            with self._check_failures.report_and_suppress():
-                waits = self.find_overdue(tick)
-            with self._check_failures.report_and_suppress():
-                self.write_status(waits)
+            waits = self.find_overdue(tick)
+            self.write_status(waits)
             oldest = waits[0].pending if waits else None
             if oldest is not None and oldest.is_connecting and now - asked > _ASK_EVERY_S:
-                with self._check_failures.report_and_suppress():
-                    self.end_after_failure(oldest.description)
+                self.end_after_failure(oldest.description)
                 asked = before = time.monotonic()
             # The file is taken for missing if nobody can say.
             on_this_host = self.folder is not None and os.path.exists(self.folder / HANG_FILE)
@@ -301,11 +271,11 @@ class RankWatchdog(EngineListener):
                 return
 
     def _has_ended_on_device(self, has_ended: Callable[[], bool]) -> bool:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # of this thread; else it would begin to use the first GPU
-        # A device that has failed raises RuntimeError, as it will in the training thread. Whatever else is
-        # raised, nobody can say whether the collective is over; the group's own timeout is left.
-        with self._check_failures.report_and_suppress(), suppress(RuntimeError):
+        # A device that has failed raises RuntimeError, as it will in the training thread. Nobody can say
+        # whether the collective is over then; the group's own timeout is left.
+        with suppress(RuntimeError):
+            if self._device is not None:  # else this thread would begin to use the first GPU
+                torch.cuda.set_device(self._device)
             return has_ended()
         return True
 
