@@ -307,32 +307,6 @@ def test_both_flight_recorders_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
-def test_a_server_without_a_free_descriptor_waits_for_one() -> None:
-    """It takes no core meanwhile, and answers once there is one."""
-    accepted: list[float] = []
-
-    class Counting(HangStatusServer):
-        def get_request(self) -> tuple[socket.socket, object]:
-            accepted.append(time.monotonic())
-            return super().get_request()
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Counting("127.0.0.1", dict, lambda: None) as server, socket.socket() as client:
-        server.serve_in_thread()
-        time.sleep(0.1)  # `serve_forever` opens a descriptor of its own
-        lowest_free = os.dup(0)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-        try:
-            client.connect(server.server_address[:2])
-            time.sleep(1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert 1 <= len(accepted) < 20
-        assert announce_hang_and_ask(server.endpoint) == {}
-        server.shutdown()
-
-
 def test_a_thousand_idle_connections_keep_nobody_from_an_answer() -> None:
     """Who asks nothing is sent away."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -13,12 +13,10 @@ import secrets
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -31,7 +29,6 @@ LIFELESS_S = 3.0  # a rank whose watchdog is silent for so long is stopped, or a
 
 # What a rank does before it has connections to others. Nothing breaks if one of them ends meanwhile.
 SET_UP_OPS = frozenset({"get", "init_process_group", "new_group"})
-_RETRY_S = 0.1
 _ASK_S = 1.5  # how long a launcher has to answer
 _QUESTION_BYTES = 1024
 _ANSWER_BYTES = 16 << 20
@@ -241,14 +238,6 @@ class HangStatusServer(socketserver.ThreadingTCPServer):
     def serve_in_thread(self) -> None:
         """Answer from now on, on a thread."""
         threading.Thread(target=self.serve_forever, name="ddprun-status-server", daemon=True).start()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; without a free descriptor it stays pending, so do not ask again at once."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_RETRY_S)
-            raise
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Whoever asked is gone; nobody else need know."""
