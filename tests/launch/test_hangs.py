@@ -162,7 +162,7 @@ def test_a_rank_that_sleeps_in_its_third_backward_is_named_by_all_others(folder:
         )
         assert "halting.py:17 in halt" in text
     # The second bucket is whole only after the gate; of the first, rank 2 has sent its part.
-    assert "bucket      1 of gradients: first.bias, first.weight\n" in done.stderr
+    assert "bucket      1 (gradient): first.bias, first.weight\n" in done.stderr
     assert "other ranks have waited too long, but rank 2 is not waiting" in found[2]
     assert 'halting.py", line 17 in halt' in found[2]
     assert "Traceback" not in done.stderr
@@ -227,7 +227,7 @@ def test_a_stopped_rank_is_named_and_ended(folder: Path, stopped: int) -> None:
             "forward",
             12,  # one of them before step 1
             ("--set=sync={local_sgd: {every: 4}}",),
-            r"step 12\): rank 1 (.*\n)*.* of deltas: first\.\w+.*\n.*in forward of step 11",
+            r"step 12\): rank 1 (.*\n)*.*\(delta\): first\.\w+.*\n.*in forward of step 11",
             id="local_sgd",
         ),
         pytest.param(

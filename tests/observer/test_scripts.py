@@ -150,7 +150,7 @@ def test_a_hang_names_rank_bucket_and_line(tmp_path: Path, what: str) -> None:
     call = {"input": "input()", "barrier": "dist.barrier()"}[what]
     line = [text.strip() for text in SCRIPT.splitlines()].index(call) + 1
     assert "the run hangs (step 21): rank 1 did not arrive within 6 s" in done.stderr
-    assert re.search(r"bucket +0 of gradients: bias, weight", done.stderr)
+    assert re.search(r"bucket +0 \(gradient\): bias, weight", done.stderr)
     assert re.search(rf"rank 1 .*own\.py:{line} in <module>", done.stderr)
     summary, steps = left(tmp_path)
     assert (summary["status"], summary["error"]["hang"]["ranks"]) == ("failed", [1])

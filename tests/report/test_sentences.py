@@ -21,7 +21,7 @@ HANG = {
     "ranks": [0],
     "step": 21,
     "collective": "all_reduce",
-    "carries": "bucket 0 of gradients",
+    "carries": "gradient bucket 0",
     "activities": ["is in forward of step 21, for 10.1 s, at train.py:91 in forward"],
 }
 
@@ -356,7 +356,7 @@ def test_every_warning_is_among_the_faults(tmp_path: Path) -> None:
             "failed",
             {"rank": 1, "message": "the run hangs: rank 0 did not arrive within 10 s", "hang": HANG},
             "the run hangs",
-            "The run hung in step 21, in all_reduce (bucket 0 of gradients): rank 0 did not arrive within "
+            "The run hung in step 21, in all_reduce (gradient bucket 0): rank 0 did not arrive within "
             "10 s. Rank 0 is in forward of step 21, for 10.1 s, at train.py:91 in forward. More is in "
             "`logs/rank-00001.log`.",
         ),

@@ -161,7 +161,7 @@ def test_a_collective_that_takes_too_long_calls_the_handler_with_its_bucket(tmp_
     assert rung.wait(5)
     ((one, *others),) = calls
     assert (one.pending.bucket, one.pending.params[0].name, one.pending.number) == (7, "w", 3)
-    assert one.pending.description == "bucket 7 of gradients"
+    assert one.pending.description == "gradient bucket 7"
     assert 0.4 < one.age_s < 6
     assert not others
 

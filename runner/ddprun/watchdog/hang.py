@@ -259,7 +259,7 @@ def _contents_row(pending: WatchedCollective) -> tuple[str, str]:
         return "for", pending.description
     names = [param.name for param in pending.params]
     shown = abbreviated_list(names, _PARAMS_SHOWN)
-    return "bucket", f"{pending.description.removeprefix('bucket ')}: {shown}"
+    return "bucket", f"{pending.bucket} ({pending.kind}): {shown}"
 
 
 def headline(diagnosis: Diagnosis, timeout_s: float) -> str:

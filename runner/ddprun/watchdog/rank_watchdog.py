@@ -42,14 +42,6 @@ _DDPRUN = (
     os.path.join(os.path.dirname(ddprun_hooks.__file__), ""),
 )
 
-_PLURAL: dict[PayloadKind, str] = {
-    "gradient": "gradients",
-    "delta": "deltas",
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "optimizer": "optimizer state",
-}
-
 
 class EngineListener(CollectiveObserver):
     """What the engine reports of itself. This one does nothing, for a session that nobody watches."""
@@ -100,7 +92,7 @@ class WatchedCollective(CollectiveHandle):
     @property
     def description(self) -> str:
         """What it carries."""
-        return self.what if self.kind is None else f"bucket {self.bucket} of {_PLURAL[self.kind]}"
+        return self.what if self.kind is None else f"{self.kind} bucket {self.bucket}"
 
 
 @dataclass(slots=True, eq=False)
