@@ -13,7 +13,7 @@ def wait(
     index: int, number: int, ranks: tuple[int, ...], peers: tuple[int, ...] | None = None
 ) -> UnfinishedCollective:
     return UnfinishedCollective(
-        index, f"sequence {index}", number, ranks, peers, "all_reduce", "gradient bucket 0", 4.0
+        index, f"sequence {index}", number, ranks, peers, "all_reduce", "gradient bucket 0"
     )
 
 

@@ -179,8 +179,7 @@ def build_report(
 ) -> HangReport:
     """Say who is missing; `waits`: what this rank waits for, oldest first; `statuses` has its own, too."""
     diagnosis = diagnose(context.rank, statuses)
-    shown, own_status = _main_wait(waits, diagnosis), statuses[context.rank]
-    pending, other_waits = shown.pending, [overdue for overdue in waits if overdue is not shown]
+    pending, own_status = waits[0].pending, statuses[context.rank]
     waiting = [rank for rank, status in statuses.items() if status.waits and rank not in diagnosis.ranks]
     step = f"step {own_status.step}" if own_status.step else ""
     where = ", ".join(part for part in (own_status.stage, step) if part)
@@ -188,7 +187,7 @@ def build_report(
     names = [param.name for param in pending.params]
     also_waits = [
         f"{_describe_collective(one.pending)}, {' '.join(_contents_row(one.pending))}"
-        for one in other_waits[:_MAX_OTHER_WAITS_SHOWN]
+        for one in waits[1 : 1 + _MAX_OTHER_WAITS_SHOWN]
     ]
     several_hosts = any(peer.host != context.host for peer in peers.values())
     rows = [
@@ -224,15 +223,6 @@ def build_report(
         "timeout_s": timeout_s,
     }
     return HangReport("\n".join(lines), "\n".join(details), f"the run hangs: {head}", facts)
-
-
-def _main_wait(waits: Sequence[OverdueCollective], diagnosis: Diagnosis) -> OverdueCollective:
-    """The oldest; or one of parameters, which says more, if it is about as old and among ranks at fault."""
-    for wait in waits:
-        pending, as_old = wait.pending, 2 * wait.age_s >= waits[0].age_s
-        if as_old and pending.kind is not None and {*diagnosis.ranks} & {*pending.sequence.ranks}:
-            return wait
-    return waits[0]
 
 
 def _describe_rank(

@@ -140,7 +140,6 @@ class OverdueCollective:
             peers=None if pending.peers is None else tuple(pending.peers),
             op=pending.op,
             what=pending.description,
-            age_s=self.age_s,
         )
 
 

@@ -65,7 +65,6 @@ class UnfinishedCollective:
     peers: tuple[int, ...] | None  # awaited whatever they have issued; None: those that have not issued it
     op: str
     what: str
-    age_s: float
 
 
 _NOTE_ADAPTER = TypeAdapter(tuple[Sequence[UnfinishedCollective], str])  # `waits` and `at` of a `RankStatus`
