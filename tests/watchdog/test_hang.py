@@ -4,8 +4,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -14,24 +16,16 @@ import torch
 
 from ddprun.engine import failures
 from ddprun.engine.failures import FailureContext
+from ddprun.parallel import ranks as ranks_module
 from ddprun.parallel.ranks import Environment, Ranks
-from ddprun.watchdog.hang import HangContext, PeerAddress, build_report
+from ddprun.watchdog.hang import PeerAddress, build_report
 from ddprun.watchdog.rank_watchdog import OverdueCollective, RankWatchdog, WatchedSequence
 from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.payload import ParamSlice, Payload
 from tests.ranks import free_port
 from tests.warm import fork_server
 
-AROUND = HangContext(
-    rank=0,
-    size=3,
-    host="here",
-    peers=dict,
-    hosts_store=lambda: False,
-    claim_report=lambda: True,
-    log_path=lambda: None,
-    publish_report=lambda _: None,
-)
+AROUND = (0, 3, "here")  # rank, size, host
 BUCKET = Payload(torch.zeros(4), (ParamSlice("only.weight", (4,), 0, 4),), "delta", 2)
 
 
@@ -62,7 +56,7 @@ def test_the_oldest_collective_is_shown_first() -> None:
     word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
     delta = OverdueCollective(deltas.record_issued("all_reduce", BUCKET), 7.9)
     seen = {0: page(0, (1, 1), word, delta), 1: page(1, (0, 0)), 2: page(2, (1, 1), word)}
-    report = build_report(AROUND, 8.0, [word, delta], seen, {})
+    report = build_report(*AROUND, 8.0, [word, delta], seen, {})
     assert "rank 1 did not arrive within 8 s" in report.message
     first, _, rest = report.message.partition("also waits for")
     assert "all_gather 1 of control" in first
@@ -70,14 +64,18 @@ def test_the_oldest_collective_is_shown_first() -> None:
     assert (report.facts["line"], report.facts["bucket"], report.facts["params"]) == ("control", None, [])
 
 
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
-    """Two ranks that share a store, in this process."""
+def two_ranks(
+    monkeypatch: pytest.MonkeyPatch, open_store: Callable[..., torch.distributed.Store], within_s: float = 5
+) -> list[Ranks]:
+    """Two ranks in this process, each with a store that `open_store` makes."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.HashStore()
-    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=5)) for rank in range(2)]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(ranks_module, "open_store", lambda *_, **__: open_store())
+    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=within_s)) for rank in range(2)]
     for one in both:
-        one.connect(store)
+        one.connect()
     return both
 
 
@@ -86,7 +84,8 @@ def test_only_another_ranks_failure_ends_a_rank_that_is_being_connected(
     monkeypatch: pytest.MonkeyPatch, claimant: int, is_hang: bool, code: int | None
 ) -> None:
     """After a hang it makes its own report first; after its own failure the training thread ends it."""
-    both = two_ranks(monkeypatch)
+    store = torch.distributed.HashStore()
+    both = two_ranks(monkeypatch, lambda: store)
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr(failures, "_LAUNCHER_REACTION_S", 0.0)
@@ -102,7 +101,8 @@ def test_a_rank_whose_collective_breaks_after_a_hang_reports_the_hang(
     monkeypatch: pytest.MonkeyPatch, is_hang: bool, reports: int
 ) -> None:
     """The ranks that found it have ended before this one's watchdog knew."""
-    both = two_ranks(monkeypatch)
+    store = torch.distributed.HashStore()
+    both = two_ranks(monkeypatch, lambda: store)
     found: list[list[OverdueCollective]] = []
     watchdog = RankWatchdog(0, 600.0, None, lambda _, waits: found.append(waits))
     pending = watchdog.new_sequence("gradients", (0, 1)).record_issued("all_reduce", BUCKET)
@@ -126,16 +126,13 @@ def serve(port: int, ready: Connection) -> None:
 
 def test_a_store_that_answers_late_knows_one_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine: hosts that each went by themselves would print the same message."""
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     port, (ours, theirs) = free_port(), Pipe()
     server = fork_server().Process(target=serve, args=(port, theirs), daemon=True)
     server.start()
     assert ours.recv()
     assert server.pid is not None
-    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=30)) for rank in range(2)]
-    for one in both:
-        one.connect(torch.distributed.TCPStore("127.0.0.1", port, is_master=False))
+    join = partial(torch.distributed.TCPStore, "127.0.0.1", port, is_master=False)
+    both = two_ranks(monkeypatch, join, within_s=30)
     os.kill(server.pid, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (server.pid, signal.SIGCONT)).start()
     with ThreadPoolExecutor() as pool:
@@ -151,7 +148,7 @@ def test_a_rank_whose_host_has_no_status_server_is_said_to_be_out_of_reach() -> 
     control = WatchedSequence(watchdog, 0, "control", (0, 1, 2))
     word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
     seen = {0: page(0, (1,), word), 2: page(2, (1,), word)}
-    report = build_report(AROUND, 8.0, [word], seen, {1: PeerAddress("there", "/page", "")})
+    report = build_report(*AROUND, 8.0, [word], seen, {1: PeerAddress("there", "/page", "")})
     assert "cannot be asked: no status server of ddprun's launcher runs there" in report.message
 
 
@@ -162,11 +159,11 @@ def test_a_collective_that_all_have_entered_names_a_next_step() -> None:
     word = OverdueCollective(control.record_issued("all_gather", what="the control message"), 8.0)
     seen = {0: page(0, (1,), word), 1: page(1, (1,), word)}
     peers = {0: PeerAddress("here", "/page", ""), 1: PeerAddress("there", "/page", "")}
-    message = build_report(AROUND, 8.0, [word], seen, peers).message
+    message = build_report(*AROUND, 8.0, [word], seen, peers).message
     assert message.splitlines()[0].endswith("have all entered a collective that has not completed for 8 s")
     assert message.splitlines()[-1].split(maxsplit=2)[:2] == ["next", "step"]
     assert "ddprun doctor" in message
     on_one_host = {rank: PeerAddress("here", "/page", "") for rank in (0, 1)}
-    assert "ddprun doctor" not in build_report(AROUND, 8.0, [word], seen, on_one_host).message
+    assert "ddprun doctor" not in build_report(*AROUND, 8.0, [word], seen, on_one_host).message
     seen[1] = page(1, (0,))
-    assert "ddprun doctor" not in build_report(AROUND, 8.0, [word], seen, peers).message
+    assert "ddprun doctor" not in build_report(*AROUND, 8.0, [word], seen, peers).message

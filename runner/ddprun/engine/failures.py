@@ -5,10 +5,9 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,10 +25,22 @@ from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.sync.audit import DriftError
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import Writer, event_log, write_summary
-from ddprun.watchdog.hang import HangContext, HangReport, open_log, report_hang_and_exit
-from ddprun.watchdog.rank_watchdog import RankWatchdog
+from ddprun.watchdog.hang import (
+    HangReport,
+    PeerAddress,
+    build_report,
+    describe_activity,
+    dump_flight_recorders,
+    log_report_and_stacks,
+    open_log,
+)
+from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog
+from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
 from ddprun_hooks.errors import DisagreementError
 
+_HANG_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
+_WAIT_FOR_REPORTS_S = 2.0
+_HANG_STORE_LINGER_S = 1.0
 _TRACKERS_END_S = 2.0  # how long trackers may take to close after a hang
 _LEAVE_DEADLINE_S = 10.0  # how long a rank may take to close what it has open after another one's failure
 
@@ -199,47 +210,101 @@ def make_rank_watchdog(
     environment: Environment, timeout_s: float, failure_context: FailureContext, ranks: Callable[[], Ranks]
 ) -> RankWatchdog:
     """The watchdog of this rank, not started yet; before it is, `ranks` is not called."""
-
-    def publish_hang_report(report: HangReport) -> None:
-        reporter, run_dir = failure_context.reporter, failure_context.run_dir
-        if reporter is not None:
-            reporter.screen.end()
-        standard_streams.print_stderr(report.message)
-        failure = {"rank": environment.rank, "message": report.headline, "hang": report.facts}
-        if run_dir is None or not write_failure_summary(failure_context, failure):
-            return
-        # Rank 0's own writer may be what hangs.
-        writer = Writer(run_dir)
-        redact = dict if reporter is None else reporter.redact_all
-        event_log(writer, redact, rank=environment.rank).error("hang", **report.facts)
-        writer.close()
-        if reporter is not None:
-            reporter.writer.flush()
-
-    def close() -> None:
-        if failure_context.reporter is not None:
-            failure_context.reporter.salvage_records()  # the training thread, which is stuck, touches none
-            failure_context.reporter.trackers.close_as_failed(_TRACKERS_END_S)
-
-    hang_context = HangContext(
-        rank=environment.rank,
-        size=environment.world_size,
-        host=os.uname().nodename,
-        peers=lambda: ranks().peers(),
-        hosts_store=lambda: ranks().hosts_store,
-        claim_report=lambda: ranks().claim_first_failure(EXIT_FAILURE, is_hang=True).rank == environment.rank,
-        log_path=lambda: rank_log_path(failure_context.run_dir, environment.rank),
-        publish_report=publish_hang_report,
-        before_exit=close,
-    )
     failure_context.watchdog = RankWatchdog(
         environment.rank,
         timeout_s,
         rank_files.attempt_folder(),
-        partial(report_hang_and_exit, hang_context),
+        lambda watchdog, waits: report_hang_and_exit(ranks(), failure_context, watchdog, waits),
         lambda what: exit_if_peer_failed(ranks(), failure_context, what),
     )
     return failure_context.watchdog
+
+
+def report_hang_and_exit(
+    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
+) -> None:
+    """Report what this rank waits for, oldest first, and end the process with exit code 1.
+
+    The training thread is stuck in a collective and cannot be woken. All of this happens on the watchdog's
+    thread, and nothing in it waits without an end for another rank, a store that it may hold, or a disk.
+    """
+    last = threading.Timer(_HANG_DEADLINE_S, os._exit, [EXIT_FAILURE])
+    last.daemon = True
+    last.start()
+    try:
+        _report_hang(ranks, context, watchdog, waits)
+    except Exception as error:  # the process must end, and not without a message
+        standard_streams.say(f"rank {ranks.rank} hangs, and the cause could not be found: {error!r}")
+    with suppress(Exception):
+        if context.reporter is not None:
+            context.reporter.salvage_records()  # the training thread, which is stuck, touches none
+            context.reporter.trackers.close_as_failed(_TRACKERS_END_S)
+    standard_streams.flush()
+    os._exit(EXIT_FAILURE)
+
+
+def _report_hang(
+    ranks: Ranks, context: FailureContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
+) -> None:
+    watchdog.write_status(waits)
+    first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
+    peers = ranks.peers()
+    statuses = _collect_statuses(ranks, watchdog, peers)
+    if waits:
+        report = build_report(ranks.rank, ranks.size, ranks.host, watchdog.timeout_s, waits, statuses, peers)
+    else:  # others have waited too long
+        own_status = statuses.get(ranks.rank)
+        activity = "" if own_status is None else f": it {describe_activity(own_status)}"
+        text = f"ddprun: other ranks have waited too long, but rank {ranks.rank} is not waiting{activity}"
+        report = HangReport(text, "", text)
+    if (log := rank_log_path(context.run_dir, ranks.rank)) is not None:
+        log_report_and_stacks(log, report)
+        dump_flight_recorders(log.parent, ranks.rank)
+    if first_here and waits and ranks.claim_first_failure(EXIT_FAILURE, is_hang=True).rank == ranks.rank:
+        _publish_hang_report(report, ranks.rank, context)
+    watchdog.status_page.set_reported()
+    # Once a rank has ended, its launcher ends the others: let them report first.
+    until = time.monotonic() + _WAIT_FOR_REPORTS_S
+    while watchdog.folder is not None and time.monotonic() < until:
+        if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
+            break
+        time.sleep(0.05)
+    if ranks.hosts_store:
+        time.sleep(_HANG_STORE_LINGER_S)
+
+
+def _collect_statuses(
+    ranks: Ranks, watchdog: RankWatchdog, peers: Mapping[int, PeerAddress]
+) -> dict[int, RankStatus]:
+    """What the status pages say that can be read, of this host and of the others."""
+    on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == ranks.host}
+    elsewhere = [peer for peer in peers.values() if peer.host != ranks.host]
+    servers = {peer.status_server for peer in elsewhere if peer.status_server}
+    local = {rank: read_page(peer.status_page_path) for rank, peer in on_this_host.items()}
+    if watchdog.folder is not None:
+        local |= read_pages(watchdog.folder)
+    local[ranks.rank] = read_page(watchdog.status_page.path) or local.get(ranks.rank)
+    return {
+        **announce_hang(sorted(servers)),
+        **{rank: status for rank, status in local.items() if status is not None},
+    }
+
+
+def _publish_hang_report(report: HangReport, rank: int, context: FailureContext) -> None:
+    """Print the report, and keep it with the run."""
+    reporter, run_dir = context.reporter, context.run_dir
+    if reporter is not None:
+        reporter.screen.end()
+    standard_streams.print_stderr(report.message)
+    failure = {"rank": rank, "message": report.headline, "hang": report.facts}
+    if run_dir is None or not write_failure_summary(context, failure):
+        return
+    writer = Writer(run_dir)  # rank 0's own may be what hangs
+    redact = dict if reporter is None else reporter.redact_all
+    event_log(writer, redact, rank=rank).error("hang", **report.facts)
+    writer.close()
+    if reporter is not None:
+        reporter.writer.flush()
 
 
 def exit_if_peer_failed(ranks: Ranks, failure_context: FailureContext, what: str) -> None:

@@ -1,30 +1,21 @@
-"""What a rank does about a hang: find out from all status pages who is missing, report it, end.
-
-The training thread is stuck in a collective and cannot be woken. All of this happens on the watchdog's
-thread, and nothing in it waits without an end for another rank, a store that it may hold, or a disk.
-"""
+"""What a rank says of a hang: who is missing, by all status pages."""
 
 import faulthandler
 import json
-import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from ddprun import standard_streams
 from ddprun.run_files import open_file, replace_atomically
 from ddprun.units import abbreviated_list
-from ddprun.watchdog.rank_watchdog import HANG_FILE, OverdueCollective, RankWatchdog, WatchedCollective
-from ddprun.watchdog.status_page import RankStatus, announce_hang, claim_once, read_page, read_pages
+from ddprun.watchdog.rank_watchdog import OverdueCollective, WatchedCollective
+from ddprun.watchdog.status_page import RankStatus
 from ddprun_hooks.errors import format_ranks
 
-_EXIT_DEADLINE_S = 4.8  # from the alarm to the end of the process, whatever stalls
-_WAIT_FOR_REPORTS_S = 2.0
-_STORE_LINGER_S = 1.0
 _PARAMS_SHOWN = 12
 _MAX_OTHER_WAITS_SHOWN = 3
 _DOCTOR = "run ddprun doctor on all hosts, with the flags of the run: it tests the links between them"
@@ -52,84 +43,6 @@ class HangReport:
     details: str  # for the log, after the message
     headline: str
     facts: dict[str, Any] = field(default_factory=dict)  # for the event and the summary
-
-
-@dataclass(frozen=True, slots=True)
-class HangContext:
-    """What the alarm needs of the run; each call comes back within about a second."""
-
-    rank: int
-    size: int
-    host: str
-    peers: Callable[[], Mapping[int, PeerAddress]]  # ranks that have joined
-    hosts_store: Callable[[], bool]  # whether the store of `claim_report` ends with this process
-    # Claim to be the one that prints the report, among all hosts; True if nobody can be asked.
-    claim_report: Callable[[], bool]
-    log_path: Callable[[], Path | None]  # this rank's log; None if there is no run folder yet
-    publish_report: Callable[[HangReport], None]  # print the report, and keep it with the run
-    before_exit: Callable[[], None] = lambda: None  # the last thing to do before this rank ends
-
-
-def report_hang_and_exit(
-    context: HangContext, watchdog: RankWatchdog, waits: list[OverdueCollective]
-) -> None:
-    """Report what this rank waits for, oldest first, and end the process with exit code 1."""
-    last = threading.Timer(_EXIT_DEADLINE_S, os._exit, [1])
-    last.daemon = True
-    last.start()
-    try:
-        _report(context, watchdog, waits)
-    except Exception as error:  # the process must end, and not without a message
-        standard_streams.say(f"rank {context.rank} hangs, and the cause could not be found: {error!r}")
-    with suppress(Exception):
-        context.before_exit()
-    standard_streams.flush()
-    os._exit(1)
-
-
-def _report(context: HangContext, watchdog: RankWatchdog, waits: list[OverdueCollective]) -> None:
-    watchdog.write_status(waits)
-    first_here = claim_once(watchdog.folder, HANG_FILE)  # and so the others know
-    peers = context.peers()
-    statuses = _collect_statuses(context, watchdog, peers)
-    if waits:
-        report = build_report(context, watchdog.timeout_s, waits, statuses, peers)
-    else:  # others have waited too long
-        own_status = statuses.get(context.rank)
-        activity = "" if own_status is None else f": it {describe_activity(own_status)}"
-        text = f"ddprun: other ranks have waited too long, but rank {context.rank} is not waiting{activity}"
-        report = HangReport(text, "", text)
-    if (log := context.log_path()) is not None:
-        log_report_and_stacks(log, report)
-        dump_flight_recorders(log.parent, context.rank)
-    if first_here and waits and context.claim_report():
-        context.publish_report(report)
-    watchdog.status_page.set_reported()
-    # Once a rank has ended, its launcher ends the others: let them report first.
-    until = time.monotonic() + _WAIT_FOR_REPORTS_S
-    while watchdog.folder is not None and time.monotonic() < until:
-        if all(status.reported or status.lifeless for status in read_pages(watchdog.folder).values()):
-            break
-        time.sleep(0.05)
-    if context.hosts_store():
-        time.sleep(_STORE_LINGER_S)
-
-
-def _collect_statuses(
-    context: HangContext, watchdog: RankWatchdog, peers: Mapping[int, PeerAddress]
-) -> dict[int, RankStatus]:
-    """What the status pages say that can be read, of this host and of the others."""
-    on_this_host = {rank: peer for rank, peer in peers.items() if peer.host == context.host}
-    elsewhere = [peer for peer in peers.values() if peer.host != context.host]
-    servers = {peer.status_server for peer in elsewhere if peer.status_server}
-    local = {rank: read_page(peer.status_page_path) for rank, peer in on_this_host.items()}
-    if watchdog.folder is not None:
-        local |= read_pages(watchdog.folder)
-    local[context.rank] = read_page(watchdog.status_page.path) or local.get(context.rank)
-    return {
-        **announce_hang(sorted(servers)),
-        **{rank: status for rank, status in local.items() if status is not None},
-    }
 
 
 class Diagnosis(NamedTuple):
@@ -171,16 +84,21 @@ def _awaited_ranks(status: RankStatus, statuses: Mapping[int, RankStatus]) -> li
 
 
 def build_report(
-    context: HangContext,
+    rank: int,
+    size: int,
+    host: str,
     timeout_s: float,
     waits: Sequence[OverdueCollective],
     statuses: Mapping[int, RankStatus],
     peers: Mapping[int, PeerAddress],
 ) -> HangReport:
-    """Say who is missing; `waits`: what this rank waits for, oldest first; `statuses` has its own, too."""
-    diagnosis = diagnose(context.rank, statuses)
-    pending, own_status = waits[0].pending, statuses[context.rank]
-    waiting = [rank for rank, status in statuses.items() if status.waits and rank not in diagnosis.ranks]
+    """Say who is missing, as rank `rank` of `size` on `host` sees it; `waits`: what it waits for, oldest
+    first; `statuses` has its own, too.
+    """
+    diagnosis = diagnose(rank, statuses)
+    pending, own_status = waits[0].pending, statuses[rank]
+    waiting = [one for one, status in statuses.items() if status.waits and one not in diagnosis.ranks]
+    describe = partial(_describe_rank, host=host, statuses=statuses, peers=peers)
     step = f"step {own_status.step}" if own_status.step else ""
     where = ", ".join(part for part in (own_status.stage, step) if part)
     head = headline(diagnosis, timeout_s)
@@ -189,11 +107,11 @@ def build_report(
         f"{_describe_collective(one.pending)}, {' '.join(_contents_row(one.pending))}"
         for one in waits[1 : 1 + _MAX_OTHER_WAITS_SHOWN]
     ]
-    several_hosts = any(peer.host != context.host for peer in peers.values())
+    several_hosts = any(peer.host != host for peer in peers.values())
     rows = [
         ("collective", f"{_describe_collective(pending)}, among {format_ranks(pending.sequence.ranks)}"),
         _contents_row(pending),
-        *((f"rank {rank}", _describe_rank(rank, context, statuses, peers)) for rank in diagnosis.ranks),
+        *((f"rank {one}", describe(one)) for one in diagnosis.ranks),
         ("waiting", format_ranks(waiting or [*statuses])),
         *(("also waits for", text) for text in also_waits),
         *([("next step", _DOCTOR)] if diagnosis.cause == "network" and several_hosts else []),
@@ -202,15 +120,11 @@ def build_report(
     lines = [f"ddprun: the run hangs ({where or 'before the first stage'}): {head}"]
     lines += [f"  {name:{width}}  {text}" for name, text in rows]
     details = [f"parameters of the bucket: {', '.join(names)}"] if len(names) > _PARAMS_SHOWN else []
-    details += [
-        f"rank {rank} {_describe_rank(rank, context, statuses, peers)}" for rank in range(context.size)
-    ]
+    details += [f"rank {one} {describe(one)}" for one in range(size)]
     facts = {
         "why": diagnosis.cause,
         "ranks": list(diagnosis.ranks),
-        "activities": [
-            _describe_rank(rank, context, statuses, peers) for rank in diagnosis.ranks[:_ACTIVITIES_KEPT]
-        ],
+        "activities": [describe(one) for one in diagnosis.ranks[:_ACTIVITIES_KEPT]],
         "stage": own_status.stage,
         "step": own_status.step,
         "collective": pending.op,
@@ -226,15 +140,15 @@ def build_report(
 
 
 def _describe_rank(
-    rank: int, context: HangContext, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerAddress]
+    rank: int, host: str, statuses: Mapping[int, RankStatus], peers: Mapping[int, PeerAddress]
 ) -> str:
     status, peer = statuses.get(rank), peers.get(rank)
     if status is not None:
-        host = f" (on {peer.host})" if peer is not None and peer.host != context.host else ""
-        return describe_activity(status) + host
+        elsewhere = f" (on {peer.host})" if peer is not None and peer.host != host else ""
+        return describe_activity(status) + elsewhere
     if peer is None:
         return "has not joined, as far as can be seen from here"
-    if not peer.status_server and peer.host != context.host:
+    if not peer.status_server and peer.host != host:
         why = "no status server of ddprun's launcher runs there"
         return f"is on {peer.host}, whose ranks cannot be asked: {why}"
     return f"is on {peer.host}, which does not answer: the host or the link to it is down"
