@@ -174,7 +174,6 @@ COMMANDS: dict[str, list[str]] = {
     "resolved": ["check", "--resolved", "stages.yaml"],
     "explain json": ["explain", "stages.yaml", "--format", "json"],
     "explain hosts": ["explain", "hierarchical.yaml", "--nnodes", "4", "--nproc-per-node", "2"],
-    "explain no import": ["explain", "dying.yaml", "--no-import"],
     "resume nothing": ["resume", "nowhere"],
     "report nothing": ["report", "nowhere"],
     "submit slurm": [

@@ -377,18 +377,6 @@ def test_explain_knows_its_parameters(folder: Path) -> None:
     assert "own.Net and its loss: 5 parameters" in render_text(explained)
 
 
-def test_explain_without_imports_says_that_it_does_not_know_it(folder: Path) -> None:
-    """Also where names of its parameters are in the file, which then match nothing that is known."""
-    pipeline = text("own.Centres", model="{mlp: {inputs: 6, outputs: 3}}")
-    for more, words in (
-        ("", 'not counting "loss: own.Centres", which is not imported'),
-        ("freeze: [loss.centres]\n", 'Its size is unknown: "loss: own.Centres" is not imported'),
-    ):
-        (folder / "p.yaml").write_text(pipeline + more)
-        explained = explain(load(folder / "p.yaml"), hosts=1, ranks_per_host=2, allow_imports=False)
-        assert words in " ".join(render_text(explained).split())
-
-
 LINEAR = "{linear_cross_entropy: {in_features: 4, num_classes: 3, bias: true, ignore_index: 2}}"
 
 

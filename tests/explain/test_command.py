@@ -260,7 +260,7 @@ def test_the_object(file: Path, capsys: Out) -> None:
     size = 405_610 * 4
     held = {"parameters": 6, "numel": 405_610, "bytes": size, "trained": 6, "trained_bytes": size}
     assert found["model"] == {"name": "mlp", "ema_bytes": None, **held}
-    assert (found["v"], found["ranks"], found["hosts"], found["unknown"]) == (1, 4, 2, [])
+    assert (found["v"], found["ranks"], found["hosts"]) == (1, 4, 2)
     assert found["start"] == {"per_rank": 3 * size / 4, "all_ranks": 3 * size, "between_hosts": size}
     (stage,) = found["stages"]
     assert [pattern["steps"] for pattern in stage["patterns"]] == [[8], [1, 2, 3, 4, 5, 6, 7]]
@@ -277,52 +277,6 @@ def test_the_object(file: Path, capsys: Out) -> None:
     assert stage["whole"]["all_ranks"] == 3 * 6 * size
     leg = each["buckets"][0]["legs"][0]
     assert leg["op"], leg["dtype"] == ("all_reduce", "float32")
-
-
-@pytest.fixture
-def poisoned(tmp_path: Path) -> Path:
-    (tmp_path / "poisoned_module.py").write_text(POISON)
-    return tmp_path
-
-
-BUILT_IN = {
-    "model": "{cnn: {inputs: [1, 8, 8], outputs: 10}}",
-    "data": "digits",
-    "optimizer": "sgd",
-    "hooks": "[]",
-}
-
-
-@pytest.mark.parametrize("key", [*BUILT_IN, "leg", "loss"])
-def test_nothing_is_imported(key: str, poisoned: Path, capsys: Out) -> None:
-    """What stays unknown is said, with the reason; policy and pattern are explained all the same."""
-    foreign = {
-        key: "poisoned_module.Thing",
-        **({"hooks": "[fp16, poisoned_module.Thing]"} if key == "hooks" else {}),
-        **({"hooks": "[{hierarchical: {across: [poisoned_module.Thing]}}]"} if key == "leg" else {}),
-    }
-    foreign.pop("leg", None)
-    keys = {**BUILT_IN, **foreign}
-    file = poisoned / "poisoned.yaml"
-    stages = (
-        "[{train: {steps: 4}}, {train: {steps: 9, sync: {local_sgd: {every: 2, optimizer_state: average}}}}]"
-    )
-    file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()) + f"stages: {stages}\n")
-    found = to_json_data(file, capsys, "--no-import")
-    gradients, deltas = found["stages"]
-    assert [pattern["steps"] for pattern in deltas["patterns"]] == [[1], [2]]
-    assert (found["model"]["bytes"] is None) == (key == "model")
-    assert (gradients["exchanges"][0]["buckets"] is None) == (key in ("model", "data", "loss"))
-    assert (gradients["mean_step"] is None) == (key != "optimizer")
-    assert (deltas["mean_step"] is None) == (key not in ("data", "loss"))
-    reasons = {exchange["unknown"] for stage in found["stages"] for exchange in stage["exchanges"]}
-    name = "hooks" if key == "leg" else key
-    assert reasons - {None} == {f'"{name}: poisoned_module.Thing" is not imported'}
-    assert f'unknown: "{name}: poisoned_module.Thing" is not imported.' in folded(
-        said(file, capsys, "--no-import")
-    )
-    assert main(["explain", str(file)]) == 1
-    assert "AssertionError: imported" in capsys.readouterr().err
 
 
 BAD_RUNS = [file for file in sorted((FOLDER / "run").glob("*.yaml")) if file.stem != "more-ranks-than-gpus"]

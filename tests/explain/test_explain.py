@@ -78,7 +78,6 @@ def check(folder: Path, text: str, ranks: int) -> None:
         said += whole.all_ranks
         overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
         for pattern in () if overlaps or stage.evaluations else stage.patterns:
-            assert pattern.sent is not None
             for step in pattern.steps:
                 for of in range(
                     step, stage.steps or 0, stage.cycle
@@ -155,7 +154,6 @@ def test_a_run_finds_the_same(caps: str, tmp_path: Path) -> None:
     )
     found = {event["event"]: event for event in events(run_pipeline(tmp_path, text, 2))}
     probe = explain(load(tmp_path / "run.yaml"), hosts=1, ranks_per_host=2).probe
-    assert probe.buffer_use is not None
     said = [
         {"bucket": b.index, "dtype": b.dtype, "numel": b.numel, "params": [p.name for p in b.params]}
         for b in buckets_of(probe).layouts
@@ -190,13 +188,9 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
         each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
         sent = SentBytes((0,) * 4, (0,) * 4, (1,) * 4)
         for step in range(1, steps + 1):
-            amount = each[(step - 1) % stage_explained.cycle + 1].sent
-            assert amount is not None
-            sent += amount
+            sent += each[(step - 1) % stage_explained.cycle + 1].sent
         for exchange in (*stage_explained.begin, *(stage_explained.end or ())):
-            amount = exchange.sent
-            assert amount is not None
-            sent += amount
+            sent += exchange.sent
         assert stage_explained.sent_in_stage == sent
 
 
@@ -259,7 +253,6 @@ launch: {nproc_per_node: 2}
     assert [stage.steps for stage in found.stages] == [4, 5]
     (bucket,) = buckets_of(found.probe).layouts
     assert sorted(param.name for param in bucket.params) == ["head.bias", "head.weight"]
-    assert explain(load(tmp_path / "shown.yaml"), allow_imports=False).probe.feeds is None
 
 
 MANY = """

@@ -80,5 +80,5 @@ stages: [train: {epochs: 1, mutate: {noise: {std: 0.01}}}]
     assert stage.end is not None
     (pattern,) = stage.patterns
     in_last_step = sum(line["wire_bytes"] for line in records if line["step"] == last)
-    sent = [one.sent.by_rank[0] for one in (*pattern.exchanges, *stage.end) if one.sent is not None]
+    sent = [one.sent.by_rank[0] for one in (*pattern.exchanges, *stage.end)]
     assert sum(sent) == in_last_step

@@ -93,7 +93,7 @@ def fixed_model(tmp_path_factory: pytest.TempPathFactory) -> CostModel:
             one.buckets = [
                 (bucket.bytes, hook_times_us)
                 for exchange in stage.patterns[0].exchanges
-                for bucket in exchange.buckets or ()
+                for bucket in exchange.buckets
             ]
         found.append(one)
     return fit_cost_model(explained, Costs("cpu", 2.0, found), Links())
@@ -195,8 +195,8 @@ def test_an_all_to_all_between_two_hosts_is_one_way_at_first(
         leg
         for pattern in stage.patterns
         for exchange in pattern.exchanges
-        for bucket in exchange.buckets or ()
-        for leg in bucket.legs or ()
+        for bucket in exchange.buckets
+        for leg in bucket.legs
     ]
     largest = max(leg.sent.sizes()["between_hosts"] / 2 for leg in legs if leg.op == "all_to_all")
     extra_us = stage.cycle * (found.step_us - found.links_busy_us["across"])
@@ -220,8 +220,8 @@ def test_a_ring_waits_for_a_late_receiver_whose_host_sends(
     link = Link(1e4, latency_s)
     found = fixed_model.predict(stage, explained.world, Links(link, link))
     (exchange,) = stage.patterns[0].exchanges
-    first = (exchange.buckets or ())[0]
-    assert [leg.op for leg in first.legs or ()] == ["all_reduce"]
+    first = exchange.buckets[0]
+    assert [leg.op for leg in first.legs] == ["all_reduce"]
     extra_us = found.step_us - found.links_busy_us["across" if hosts > 1 else "within"]
     ahead = (first.bytes / explained.world.ranks if latency_s else 100e3) * blocked
     assert extra_us / 1e6 * 1e4 == pytest.approx(ahead, abs=5e3)

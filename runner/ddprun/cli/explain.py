@@ -57,7 +57,6 @@ def _parse_sweep(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option(
     "--sweep", callback=_parse_sweep, metavar="nnodes=A..B", help="Predict for A, 2A, 4A … B hosts."
 )
-@click.option("--no-import", is_flag=True, help="Import none of your own code; what stays unknown is listed.")
 @format_option("text", "json", text="Text, or one JSON object with every parameter's name.")
 def explain(
     pipeline: Path,
@@ -71,7 +70,6 @@ def explain(
     from_latency: str | None,
     cores: float | None,
     sweep: Sequence[int] | None,
-    no_import: bool,
     form: str,
 ) -> int:
     """Show what a pipeline sends: which buckets, when, among which ranks, how many bytes. Starts no rank.
@@ -84,8 +82,6 @@ def explain(
     predicts = any(one is not None for one in (link, latency, measured, sweep))
     if measured is None and (from_link or from_latency):
         raise click.UsageError("--from-link and --from-latency describe the link of a --from run: add --from")
-    if no_import and predicts:
-        raise click.UsageError("--no-import: a prediction needs the model, and therefore your code")
     if cores is not None and not predicts:
         raise click.UsageError("--cores is for a prediction: add --link, --latency, --from or --sweep")
     with as_bad_parameter("--link or --latency"):
@@ -100,15 +96,12 @@ def explain(
             from ddprun.predict.costs import check_predictable
 
             check_predictable(loaded.pipeline)
-        if not no_import:
-            loaded.check_environment()
+        loaded.check_environment()
         printing.print_faults(loaded.warnings)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what matters comes as an error
         from ddprun.explain import explain as explaining
 
-        explained = explaining.explain(
-            loaded, hosts=nnodes, ranks_per_host=nproc_per_node, allow_imports=not no_import
-        )
+        explained = explaining.explain(loaded, hosts=nnodes, ranks_per_host=nproc_per_node)
         predicted: dict[int, StageForecast] = {}
         measured_run = measured
         if predicts:

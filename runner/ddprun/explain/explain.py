@@ -30,7 +30,7 @@ from ddprun.explain.model_probe import ModelProbe, WorldShape, probe_model
 from ddprun.explain.traffic import Bucket, Route, SentBytes, TrafficSimulator, total
 from ddprun.host.code_folders import private_code_caches
 from ddprun.host.device import default_rank_count
-from ddprun.sync.buffers import BufferUse, split_averaged_and_broadcast
+from ddprun.sync.buffers import split_averaged_and_broadcast
 from ddprun.sync.exchanger import (
     averageable_state,
     can_be_averaged,
@@ -44,7 +44,7 @@ from ddprun_hooks.exchange import BROADCAST_BUCKET_BYTES
 
 VERSION = 1
 
-Layouts = tuple[BucketLayout, ...] | None  # of buckets that are sent together; None: not known
+Layouts = tuple[BucketLayout, ...]  # of buckets that are sent together
 PlannedSend = tuple[Moment, Route, Layouts]
 
 
@@ -57,9 +57,8 @@ class PlannedExchange:
     route: Route
     ranks: int  # how many ranks are in each group that exchanges
     times_per_step: int  # how often it happens in a step: before each of several forward passes
-    buckets: tuple[Bucket, ...] | None  # None: not known
-    unknown_reason: str  # why something of it is not known; empty if all is
-    sent: SentBytes | None  # what ranks send for it in a step; None: not known
+    buckets: tuple[Bucket, ...]
+    sent: SentBytes  # what ranks send for it in a step
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -73,7 +72,6 @@ class PlannedExchange:
             "source": self.route.source if self.route.through == "broadcast" else None,
             "among": self.route.among,
             "ranks": self.ranks,
-            "unknown": self.unknown_reason or None,
             "sent": json_value(self.sent),
             "buckets": json_value(self.buckets),
         }
@@ -85,7 +83,7 @@ class StepPattern:
 
     steps: tuple[int, ...]  # which of the first `StageExplanation.cycle` steps; the rest follows from them
     exchanges: tuple[PlannedExchange, ...]
-    sent: SentBytes | None  # of one such step; None: not known
+    sent: SentBytes  # of one such step
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class EvaluationGroup:
 
     times: int
     exchanges: tuple[PlannedExchange, ...]
-    sent: SentBytes | None  # of one evaluation; None: not known
+    sent: SentBytes  # of one evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,29 +120,28 @@ class StageExplanation:
         return self.stage.index
 
     def step_buckets(self) -> Iterator[tuple[StepPattern, PlannedExchange, Bucket]]:
-        """Each bucket that is known to be sent in steps."""
+        """Each bucket that is sent in steps."""
         for pattern in self.patterns:
             for exchange in pattern.exchanges:
-                yield from ((pattern, exchange, bucket) for bucket in exchange.buckets or ())
+                yield from ((pattern, exchange, bucket) for bucket in exchange.buckets)
 
     @property
-    def sent_per_cycle(self) -> SentBytes | None:
-        """What is sent in `cycle` steps; None: not known."""
+    def sent_per_cycle(self) -> SentBytes:
+        """What is sent in `cycle` steps."""
         return self._sent_in_first_steps(self.cycle)
 
     @property
     def sent_in_stage(self) -> SentBytes | None:
-        """What is sent in the whole stage; None: not known."""
+        """What is sent in the whole stage; None: it is not known how many steps it has."""
         if self.end is None or (self.steps is None and self.patterns):
             return None
         sent_parts = [exchange.sent for exchange in (*self.begin, *self.end)]
-        sent_parts += [one.sent and one.sent * one.times for one in self.evaluations]
+        sent_parts += [one.sent * one.times for one in self.evaluations]
         return total([*sent_parts, self._sent_in_first_steps(self.steps or 0)], self.ranks_represented)
 
-    def _sent_in_first_steps(self, count: int) -> SentBytes | None:
+    def _sent_in_first_steps(self, count: int) -> SentBytes:
         cycle = self.cycle
-        counted = [(one.sent, sum((count - at) // cycle + 1 for at in one.steps)) for one in self.patterns]
-        sent_parts = [sent and sent * times for sent, times in counted if times]
+        sent_parts = [one.sent * sum((count - at) // cycle + 1 for at in one.steps) for one in self.patterns]
         return total(sent_parts, self.ranks_represented)
 
     def to_json_data(self) -> dict[str, Any]:
@@ -166,8 +163,8 @@ class StageExplanation:
                 "evaluations": json_value(self.evaluations),
                 "control_message_steps": json_value(self.control_message_steps),
                 "control_cycle": self.control_cycle,
-                "mean_step": cycle and cycle.sizes(self.cycle),
-                "thousand_steps": cycle and cycle.sizes(self.cycle, 1000),
+                "mean_step": cycle.sizes(self.cycle),
+                "thousand_steps": cycle.sizes(self.cycle, 1000),
             }
         return found | {
             "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
@@ -186,45 +183,43 @@ class Explanation:
     loaded: LoadedPipeline
     world: WorldShape
     probe: ModelProbe
-    sent_at_start: SentBytes | None  # sent before the first step, so that ranks are equal; None: not known
+    sent_at_start: SentBytes  # sent before the first step, so that ranks are equal
     stages: tuple[StageExplanation, ...]
 
     @property
-    def parameters(self) -> dict[str, Tensor] | None:
-        """By name; None: not known."""
-        return None if self.probe.model is None else dict(self.probe.model.named_parameters())
+    def parameters(self) -> dict[str, Tensor]:
+        """By name."""
+        return dict(self.probe.model.named_parameters())
 
     @property
-    def buffers(self) -> dict[str, Tensor] | None:
-        """By name; None: not known."""
-        return None if self.probe.model is None else dict(self.probe.model.named_buffers())
+    def buffers(self) -> dict[str, Tensor]:
+        """By name."""
+        return dict(self.probe.model.named_buffers())
 
     @property
     def ema_bytes(self) -> int | None:
-        """What the moving average of the weights takes on each rank; None: there is none, or not known."""
-        model = self.probe.model
-        if self.loaded.pipeline.ema is None or model is None:
+        """What the moving average of the weights takes on each rank; None: there is none."""
+        if self.loaded.pipeline.ema is None:
             return None
-        return sum(one.nbytes for one in initial_averages(model).values())
+        return sum(one.nbytes for one in initial_averages(self.probe.model).values())
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json` (`docs/explain.md`); bytes throughout."""
-        unknown, use, held = self.probe.unknown_reasons, self.probe.buffer_use, self.parameters
-        model: dict[str, Any] = {"name": self.loaded.pipeline.model.name}
-        model |= dict.fromkeys(("parameters", "numel", "bytes", "trained", "trained_bytes"))
-        model["ema_bytes"] = self.ema_bytes
-        if held is not None:
-            model |= {"parameters": len(held), "numel": sum(one.numel() for one in held.values())}
-            model["bytes"] = sum(one.nbytes for one in held.values())
-            trained = [one for one in held.values() if one.requires_grad]
-            model |= {"trained": len(trained), "trained_bytes": sum(one.nbytes for one in trained)}
+        parameters, buffers = self.parameters.values(), self.buffers.values()
+        trained = [one for one in parameters if one.requires_grad]
+        model = {
+            "name": self.loaded.pipeline.model.name,
+            "parameters": len(parameters),
+            "numel": sum(one.numel() for one in parameters),
+            "bytes": sum(one.nbytes for one in parameters),
+            "trained": len(trained),
+            "trained_bytes": sum(one.nbytes for one in trained),
+            "ema_bytes": self.ema_bytes,
+        }
+        held = {"count": len(buffers), "bytes": sum(one.nbytes for one in buffers)}
         settings = self.loaded.pipeline.compile
         facts = {name: getattr(self.probe.compiled, name, None) for name in ("blocks", "graphs", "breaks")}
         compiled = {name: json_value(value) for name, value in facts.items()}
-        buffers = None
-        if use is not None and self.buffers is not None:
-            held_bytes = sum(one.nbytes for one in self.buffers.values())
-            buffers = {"count": len(self.buffers), "bytes": held_bytes} | json_value(use)
         return {
             "v": VERSION,
             "pipeline": self.loaded.pipeline.name,
@@ -232,8 +227,7 @@ class Explanation:
             "hosts": self.world.hosts,
             "model": model,
             "compile": settings and {"mode": settings.mode} | compiled,
-            "buffers": buffers,
-            "unknown": list(dict.fromkeys(filter(None, (unknown.model, unknown.batch, unknown.optimizer)))),
+            "buffers": held | json_value(self.probe.buffer_use),
             "start": json_value(self.sent_at_start),
             "stages": [stage.to_json_data() for stage in self.stages],
         }
@@ -257,7 +251,6 @@ def explain(
     *,
     hosts: int | None = None,
     ranks_per_host: int | None = None,
-    allow_imports: bool = True,
     probe: ModelProbe | None = None,
 ) -> Explanation:
     """Find out what a pipeline sends. No rank is started and nothing is sent.
@@ -266,10 +259,10 @@ def explain(
     bytes are counted as a run counts them. A hook is asked about its first payload only.
 
     `hosts` and `ranks_per_host` are by default as the file says, or as a run on this machine would have it.
-    `allow_imports`: what the pipeline names by an import path may be imported. `probe`: of the same model and
-    data, from an earlier call for other ranks, hooks, policies or sizes of buckets; they are not looked at
-    again, unless it takes more than the probe knows. Raises PipelineError for what only a run can see, and
-    UnsafeFolderError: others may write to a folder from which libraries load code.
+    `probe`: of the same model and data, from an earlier call for other ranks, hooks, policies or sizes of
+    buckets; they are not looked at again, unless it takes more than the probe knows. Raises PipelineError for
+    what only a run can see, and UnsafeFolderError: others may write to a folder from which libraries load
+    code.
     """
     launch = loaded.pipeline.launch
     ranks_per_host = ranks_per_host or launch.nproc_per_node or default_rank_count(loaded)
@@ -280,17 +273,15 @@ def explain(
         private_code_caches(Path(scratch)),
     ):
         if probe is None or not probe.suffices_for(loaded):
-            probe = probe_model(loaded, world, allow_imports=allow_imports)
-        simulator = TrafficSimulator(loaded, world, probe.device, allow_imports=allow_imports)
+            probe = probe_model(loaded, world)
+        simulator = TrafficSimulator(loaded, world, probe.device)
         planner = _Planner(loaded, probe, simulator)
         stages = tuple(planner.explain_stage(stage) for stage in loaded.pipeline.stages)
         return Explanation(loaded, world, probe, _initial_broadcast(probe, simulator), stages)
 
 
-def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBytes | None:
+def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBytes:
     """What rank 0 sends to make the parameters and buffers of all ranks equal, before the first step."""
-    if probe.model is None:
-        return None
     held = dict[str, Tensor]([*probe.model.named_parameters(), *probe.model.named_buffers()])
     route = Route("parameters", "plain", "broadcast")
     layouts = TensorBuckets(held, BROADCAST_BUCKET_BYTES).layouts
@@ -304,22 +295,17 @@ class _Planner:
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
         self._loaded, self._pipeline, self._probe, self._simulator = loaded, loaded.pipeline, probe, simulator
         self._cap_bytes = loaded.pipeline.ddp.largest_cap_bytes
-        self._model = probe.model
-        self._turns = build_turns(loaded, probe.model) if probe.model is not None else None
-        self._trained: Mapping[str, Tensor] | None = None  # by the stage; None: not known
-        self._named_buffers = dict(self._model.named_buffers()) if self._model is not None else {}
-        self._buffer_use = probe.buffer_use or BufferUse()
-        if probe.buffer_use is None and self._model is not None:
-            self._buffer_use = BufferUse.assume_changing(self._model)
+        self._turns = build_turns(loaded, probe.model)
+        self._trained = self._turns.trained  # by the stage
+        self._named_buffers = dict(probe.model.named_buffers())
         self._buffer_settings = loaded.pipeline.buffers
         self._buffers_used = False  # by steps, since they were last made equal
-        self._ema_tensors = None  # without values; None: the pipeline has no `ema`, or it is not known
-        if loaded.pipeline.ema is not None and self._model is not None:
-            self._ema_tensors = initial_averages(self._model, "meta")
-        required = probe.optimizer is not None and requires_closure(probe.optimizer)
+        self._ema_tensors: Mapping[str, Tensor] = {}  # without values
+        if loaded.pipeline.ema is not None:
+            self._ema_tensors = initial_averages(probe.model, "meta")
+        required = requires_closure(probe.optimizer)
         self._takes_closure = required or "closure" in loaded.pipeline.optimizer.beside
-        reads = probe.optimizer is not None and has_train_eval_modes(probe.optimizer)
-        self._replicas = ReplicaConsistency(optimizer_is_read=reads)
+        self._replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(probe.optimizer))
         self._stage: StepStage | None = None  # whose hooks carry what is sent
         self._stage_index = 0
         self._plan = SyncPlan()  # of that stage
@@ -329,9 +315,8 @@ class _Planner:
     def explain_stage(self, stage: Stage) -> StageExplanation:
         """What a stage sends, and what that costs; stages are asked for in order."""
         self._stage, self._stage_index, self._stage_exchanges = None, stage.index, {}
-        if self._turns is not None:
-            of_run = self._turns.trained
-            self._trained = self._turns.of_stage[stage.index] if isinstance(stage, StepStage) else of_run
+        of_run = self._turns.trained
+        self._trained = self._turns.of_stage[stage.index] if isinstance(stage, StepStage) else of_run
         match stage:
             case StepStage():
                 self._stage = stage
@@ -350,12 +335,11 @@ class _Planner:
         settings = stage.effective_settings(self._pipeline)
         plan = self._plan = settings.plan
         self._buffer_settings = settings.buffers
-        buffers = self._buffer_use.plan(
+        buffers = self._probe.buffer_use.plan(
             settings.buffers, self._named_buffers, gradients_everywhere=plan.gradients == "all"
         )
         periods = [settings.buffers.every, *(turn.every for turn in settings.turns)]
-        feeds, cycle = self._probe.feeds, plan.cycle(*periods)
-        steps = settings.steps if feeds is None else feeds.steps_of(stage.index, settings)
+        cycle, steps = plan.cycle(*periods), self._probe.feeds.steps_of(stage.index, settings)
         # What the last steps leave behind depends on how far they are in a cycle, not on how many came.
         planned_steps = cycle if steps is None else steps if steps <= cycle else cycle + steps % cycle
         last_step = None if steps is None else planned_steps
@@ -402,9 +386,9 @@ class _Planner:
         """The step of the stage that ends an epoch of its data first, and the steps in each epoch after it;
         None: not known. An epoch that an earlier stage began goes on, except in a stage that counts epochs.
         """
-        feed = self._probe.feeds and self._probe.feeds.for_stage(stage.index)
-        whole = feed and feed.steps_per_epoch(1)
-        if not feed or not whole or steps is None:
+        feed = self._probe.feeds.for_stage(stage.index)
+        whole = feed.steps_per_epoch(1)
+        if not whole or steps is None:
             return None
         per_epoch = -(-whole // settings.accumulate)
         used = self._used.get(feed, 0) if settings.epochs is None else 0
@@ -420,10 +404,8 @@ class _Planner:
             groups.setdefault((moment, route), Counter())[layouts] += 1
         found = []
         for (moment, route), counted in groups.items():
-            times, layouts = next(iter(counted.values())), None
-            if None not in counted:
-                layouts = tuple(layout for some in counted for layout in some or ())
-            key = moment, route, layouts, times
+            layouts = tuple(layout for some in counted for layout in some)
+            key = moment, route, layouts, next(iter(counted.values()))
             if key not in self._stage_exchanges:
                 self._stage_exchanges[key] = self._planned_exchange(*key)
             found.append(self._stage_exchanges[key])
@@ -432,22 +414,15 @@ class _Planner:
     def _planned_exchange(
         self, moment: Moment, route: Route, layouts: Layouts, times: int
     ) -> PlannedExchange:
-        missing, buckets, sent = self._probe.unknown_reasons, None, None
-        unknown = self._simulator.unknown_reason(self._stage, route)
-        if layouts is None:
-            reasons = {"gradient": missing.batch, "buffers": missing.batch, "optimizer": missing.optimizer}
-            unknown = reasons.get(route.kind) or missing.model
-        else:
-            buckets = tuple(self._simulator.simulate_bucket(self._stage, route, layout) for layout in layouts)
-            sent_parts = [one.sent and one.sent * times for one in buckets]
-            sent = total(sent_parts, self._simulator.ranks_represented)
+        buckets = tuple(self._simulator.simulate_bucket(self._stage, route, layout) for layout in layouts)
+        sent = total([one.sent * times for one in buckets], self._simulator.ranks_represented)
         number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
-        return PlannedExchange(number, moment, route, ranks, times, buckets, unknown, sent)
+        return PlannedExchange(number, moment, route, ranks, times, buckets, sent)
 
     def _sends(self, moment: Moment, actions: Iterable[Action]) -> tuple[PlannedSend, ...]:
         """What actions of the current stage send, without empty ones; what is compared is not counted."""
         routes = (found for action in actions for found in self._routes(action))
-        return tuple((moment, route, layouts) for route, layouts in routes if layouts != ())
+        return tuple((moment, route, layouts) for route, layouts in routes if layouts)
 
     def _routes(self, action: Action) -> Iterator[tuple[Route, Layouts]]:
         match action:
@@ -469,11 +444,9 @@ class _Planner:
                 else:
                     yield route, self._layouts(self._ema_tensors if route.ema else self._trained)
 
-    def _optimizer_state(self) -> dict[str, Tensor] | None:
-        """What of the optimizer's state is averaged, made as a run makes it; None: not known."""
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """What of the optimizer's state is averaged, made as a run makes it."""
         optimizer = self._probe.optimizer
-        if optimizer is None or self._turns is None:
-            return None
         for stage in self._pipeline.stages_with_steps():
             if stage.index <= self._stage_index and stage.effective_settings(self._pipeline).updates_weights:
                 self._turns.select(self._turns.of_stage[stage.index])
@@ -486,14 +459,11 @@ class _Planner:
         what is read. Inside a stage ranks are made equal only while an evaluation runs.
         """
         average = self._sends(moment, [EqualizeState("parameters")] if self._replicas.weights_differ else [])
-        if self._buffer_settings.when == "never":
-            return average
-        if self._probe.buffer_use is None and (self._named_buffers or self._model is None):
-            return ((moment, Route("buffers", "plain", "broadcast"), None), *average)
-        if not self._buffers_used:
+        if self._buffer_settings.when == "never" or not self._buffers_used:
             return average
         # Whole numbers that training changes are the same on all ranks, as far as one batch shows.
-        changed = [name for name in self._buffer_use.changing if can_be_averaged(self._named_buffers[name])]
+        changing = self._probe.buffer_use.changing
+        changed = [name for name in changing if can_be_averaged(self._named_buffers[name])]
         return (*self._sends(moment, [SendBuffers(tuple(changed))]), *average)
 
     def _stage_evaluations(
@@ -531,18 +501,16 @@ class _Planner:
         assert self._stage is not None, "a step is of a stage"
         if turns := self._stage.effective_settings(self._pipeline).turns:
             route = replace(route, turn=turns[turn].name)
-        known, caps = self._probe.gradient_buckets, self._pipeline.ddp.bucket_caps_bytes
-        layouts: Layouts = None
-        if known and self._turns is not None:
-            wanted, first = self._turns.by_stage[self._stage.index][turn], 0
-            for one in self._turns.exchanging(self._loaded):
-                layouts = known[one.key].layouts_for(caps)
-                if layouts is None:
-                    break
-                if one is wanted:
-                    return route, tuple(replace(one, index=first + one.index) for one in layouts)
-                first += len(layouts)
-        return route, layouts
+        found: list[BucketLayout] = []  # of this turn and of those before it, by number
+        wanted = self._turns.by_stage[self._stage.index][turn]
+        for one in self._turns.exchanging(self._loaded):
+            layouts = self._probe.gradient_buckets[one.key].layouts_for(self._pipeline.ddp.bucket_caps_bytes)
+            assert layouts is not None, "the probe suffices for the pipeline"
+            first = len(found)
+            found += [replace(layout, index=first + layout.index) for layout in layouts]
+            if one is wanted:
+                break
+        return route, tuple(found[first:])
 
     def _transfer_route(self, one: Transfer) -> tuple[Route, Layouts]:
         inside_host = one.among == "host"
@@ -556,13 +524,11 @@ class _Planner:
                 route = Route(kind, "plain", "sum", inside_host, hosts, part=one.partition)
         if one.what == "optimizer":
             return route, self._layouts(self._optimizer_state())
-        if self._trained is None:
-            return route, None
         return route, buckets_by_fragment(self._plan, self._trained, self._cap_bytes)[one.fragment].layouts
 
-    def _layouts(self, named: Mapping[str, Tensor] | None) -> Layouts:
-        """Of tensors in their buckets; None: not known."""
-        return None if named is None else TensorBuckets(named, self._cap_bytes).layouts
+    def _layouts(self, named: Mapping[str, Tensor]) -> Layouts:
+        """Of tensors in their buckets."""
+        return TensorBuckets(named, self._cap_bytes).layouts
 
 
 def _control_message_steps(sequence: StageActions, steps: int | None) -> Iterator[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import Choice, DataPair, LoadedPipeline
+from ddprun.config import Choice, LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
@@ -67,16 +67,6 @@ class WorldShape:
 
 
 @dataclass(frozen=True, slots=True)
-class UnknownReasons:
-    """Why something cannot be known without importing what the file names; empty where it is known."""
-
-    model: str = ""
-    data: str = ""
-    batch: str = ""  # for backward and forward passes: model, data and loss are wanted
-    optimizer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class CompileReport:
     """What torch.compile makes of the model in a training step."""
 
@@ -109,23 +99,20 @@ class GradientBuckets:
 class ModelProbe:
     """What is known about a run before it starts."""
 
-    model: nn.Module | None  # None: not known
+    model: nn.Module
     gradient_buckets: Mapping[tuple[str | None, ...], GradientBuckets]
-    """Of each turn that sends gradients, by its key; empty: not known, or none does."""
+    """Of each turn that sends gradients, by its key."""
 
-    buffer_use: BufferUse | None  # what rank 0's first batch does to the buffers; None: not known
-    optimizer: Optimizer | None  # None: not known
-    feeds: Feeds | None
-    unknown_reasons: UnknownReasons
+    buffer_use: BufferUse  # what rank 0's first batch does to the buffers
+    optimizer: Optimizer
+    feeds: Feeds
     device: torch.device
-    compiled: CompileReport | None  # None: the pipeline does not compile its model, or it is not known
+    compiled: CompileReport | None  # None: the pipeline does not compile its model
 
     def suffices_for(self, loaded: LoadedPipeline) -> bool:
         """Whether all is known that explaining another pipeline of the same model and data takes: one that
         differs in its hooks, its policies or the size of its buckets.
         """
-        if self.unknown_reasons.batch or self.model is None:
-            return True
         known, caps = self.gradient_buckets, loaded.pipeline.ddp.bucket_caps_bytes
         wanted = [turn.key for turn in build_turns(loaded, self.model).exchanging(loaded)]
         return all(key in known and known[key].layouts_for(caps) is not None for key in wanted)
@@ -150,52 +137,39 @@ def _one_rank_process_group() -> Iterator[None]:
 
 
 @_one_rank_process_group()  # a model or a loss may call collectives
-def probe_model(loaded: LoadedPipeline, world: WorldShape, *, allow_imports: bool) -> ModelProbe:
-    """Build what a rank of `world` builds, and look at it as a rank does. `allow_imports`: what the pipeline
-    names by an import path may be imported. Raises PipelineError for what only a run can see.
+def probe_model(loaded: LoadedPipeline, world: WorldShape) -> ModelProbe:
+    """Build what a rank of `world` builds, and look at it as a rank does; raises PipelineError for what only
+    a run can see.
     """
     pipeline = loaded.pipeline
-    unknown = UnknownReasons() if allow_imports else _unknown_without_imports(loaded)
     on_gpu = pipeline.launch.device != "cpu" and gpu_count()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     precision = Precision(pipeline.precision, device, channels_last=pipeline.channels_last)
-    if allow_imports:
-        prepare_imports(loaded.folder)
+    prepare_imports(loaded.folder)
     seeding.make_deterministic(device)
     seeding.seed_everything(pipeline.seed)
-    model = loss = feeds = optimizer = None
-    if not unknown.model:
-        model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
-    if not unknown.data:
-        data, _ = build.build_data(loaded)
-        feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
-        check_epoch_ends(loaded, feeds)
-    if model is not None:
-        if allow_imports or not is_external_code(pipeline.loss):
-            loss = build.build_loss(loaded)
-        model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
-        turns = build_turns(loaded, model)
-        if feeds is not None:
-            initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main, turns)
-        if not unknown.optimizer:
-            optimizer = build_optimizer(loaded, model, turns)
-            check_closure(loaded, optimizer)
-            settings_of_stages(loaded, model, turns, optimizer)  # refuses those of stages that do not fit
-        build.check_sync(loaded, turns, world.ranks)
+    model = build.place_model(loaded, build.build_model(loaded), device, precision.parameter_dtype)
+    data, _ = build.build_data(loaded)
+    feeds = open_feeds(loaded, data, rank=0, world_size=world.ranks, workers=0)
+    check_epoch_ends(loaded, feeds)
+    loss = build.build_loss(loaded)
+    model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
+    turns = build_turns(loaded, model)
+    initialize_lazy_parameters(model, Objective(loaded, loss, precision), feeds.main, turns)
+    optimizer = build_optimizer(loaded, model, turns)
+    check_closure(loaded, optimizer)
+    settings_of_stages(loaded, model, turns, optimizer)  # refuses those of stages that do not fit
+    build.check_sync(loaded, turns, world.ranks)
 
-    verdict = compiled = None
-    gradients = dict[tuple[str | None, ...], GradientBuckets]()
     compiling.check_dynamo_config(loaded)
-    if model is not None and feeds is not None and not unknown.batch:
-        objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
-        verdict = find_buffer_use(model, objective, feeds.main, turns, automatic=True)
-        if pipeline.compile is not None:
-            compiled = _compile_model(loaded, model, objective, feeds.main, turns)
-        exchanging = turns.select_each(turns.exchanging(loaded))
-        gradients = {
-            turn.key: _buckets(loaded, model, objective, feeds.main, turn.name) for turn in exchanging
-        }
-    return ModelProbe(model, gradients, verdict, optimizer, feeds, unknown, device, compiled)
+    objective = Objective(loaded, loss, precision, transform=build.build_transform(loaded))
+    verdict = find_buffer_use(model, objective, feeds.main, turns, automatic=True)
+    compiled = None
+    if pipeline.compile is not None:
+        compiled = _compile_model(loaded, model, objective, feeds.main, turns)
+    exchanging = turns.select_each(turns.exchanging(loaded))
+    gradients = {turn.key: _buckets(loaded, model, objective, feeds.main, turn.name) for turn in exchanging}
+    return ModelProbe(model, gradients, verdict, optimizer, feeds, device, compiled)
 
 
 def _compile_model(
@@ -220,31 +194,6 @@ def _compile_model(
 def is_external_code(choice: Choice) -> bool:
     """Whether a choice is somebody else's code."""
     return choice.source in ("dotted", "installed")
-
-
-def _unknown_without_imports(loaded: LoadedPipeline) -> UnknownReasons:
-    """What stays unknown if nothing of the user's is imported."""
-    pipeline = loaded.pipeline
-
-    def reason(**wanted: Choice | None) -> str:
-        chosen = {key: choice for key, choice in wanted.items() if choice is not None}
-        foreign = [f'"{key}: {one.name}"' for key, one in chosen.items() if is_external_code(one)]
-        verb = "is" if len(foreign) == 1 else "are"
-        return f"{' and '.join(foreign)} {verb} not imported" if foreign else ""
-
-    loader = pipeline.loader
-    data = {"data": pipeline.train_data(), "sampler": loader.sampler, "collate": loader.collate}
-    data["evaluate_collate"] = loader.evaluate_collate
-    if isinstance(pipeline.data, DataPair):
-        data["data.evaluate"] = pipeline.data.evaluate
-    data |= {f"{stage.path}.data": stage.data for stage in pipeline.stages_with_steps()}
-    by_name = pipeline.loss if pipeline.freeze or pipeline.groups else None  # they may name what a loss has
-    return UnknownReasons(
-        reason(model=pipeline.model, loss=by_name),
-        reason(**data),
-        reason(model=pipeline.model, loss=pipeline.loss, transform=pipeline.batch.transform, **data),
-        reason(optimizer=pipeline.optimizer),
-    )
 
 
 def _buckets(

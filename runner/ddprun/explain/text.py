@@ -36,9 +36,6 @@ def _head(explained: Explanation) -> Iterator[str]:
     if world.ranks > 1 and world.hosts == 1:
         advice = "Nothing goes between hosts. --nnodes 2 shows what would go between two."
         yield from paragraph("Hosts", advice)
-    if parameters is None or buffers is None:
-        yield from paragraph("Model", f"Its size is unknown: {explained.probe.unknown_reasons.model}.")
-        return
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
     name = pipeline.model.name
@@ -46,8 +43,6 @@ def _head(explained: Explanation) -> Iterator[str]:
     what = f"{name}: {format_count(len(parameters), 'parameter')}, "
     what += f"{format_count(values, 'value')}, {format_bytes(held)}; "
     what += f"{format_count(len(buffers), 'buffer')}, {format_bytes(more)}" if buffers else "no buffers"
-    if explained.probe.unknown_reasons.batch and is_external_code(pipeline.loss):
-        what += f'; not counting "loss: {pipeline.loss.name}", which is not imported'
     yield from paragraph("Model", what)
     yield from _compiled_graph_lines(explained)
     frozen = [one for one in parameters.values() if not one.requires_grad]
@@ -86,11 +81,7 @@ def _head(explained: Explanation) -> Iterator[str]:
 def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
     """What torch.compile makes of the model: its graphs, where they are cut, and where they break."""
     settings, compiled = explained.loaded.pipeline.compile, explained.probe.compiled
-    if settings is None:
-        return
-    if compiled is None:
-        reason = explained.probe.unknown_reasons.batch
-        yield from paragraph("Compile", f"Where graphs split is unknown: {reason}.")
+    if settings is None or compiled is None:
         return
     graphs, breaks = compiled.graphs, compiled.breaks
     broken = "without a graph break" if not breaks else f"with {format_count(len(breaks), 'graph break')}"
@@ -187,11 +178,8 @@ def _parameter_drift_text(stage: StageExplanation, settings: StepStageSettings) 
 def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
     use, held = explained.probe.buffer_use, explained.buffers
     chosen = f"{flow_yaml(setting.to_plain_data())}: "
-    if held == {}:
+    if not held:
         return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
-    if use is None or held is None:
-        reason = explained.probe.unknown_reasons.batch or explained.probe.unknown_reasons.model
-        return f"{chosen}whether any change is unknown: {reason}. They are not counted below."
     moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
         when = "They are sent before each forward pass."
@@ -229,12 +217,8 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
         part += _steps_phrase(_steps_with(exchange, stage), stage)
         if settings.accumulate > 1:
             part += f", in the last of its {settings.accumulate} micro-steps"
-        if exchange.buckets is not None:
-            part += f", in {format_count(len(exchange.buckets), 'bucket')}"
-        parts.append(part)
+        parts.append(f"{part}, in {format_count(len(exchange.buckets), 'bucket')}")
     what = f"Gradients {what}{':' if settings.turns else ','} {'; '.join(parts)}"
-    if exchanges[0].buckets is None:
-        return f"{what}. DDP's buckets are unknown: {exchanges[0].unknown_reason}."
     what += ", each sent as soon as backward has filled it, while backward continues."
     if stage.takes_closure:
         what += " The optimizer may call its closure for more passes in a step. Each sends all of it again: "
@@ -321,17 +305,17 @@ def _loss_text(settings: StepStageSettings) -> str:
 
 
 def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[str]:
-    if stage.end:
+    if stage.end and (sent := stage.sent_in_stage) is not None:
         what = _exchanges_phrase(stage.end)
         if stage.stage.name not in ("average", "broadcast"):
             what = f"first, if they have changed: {what}"
         yield from paragraph("", f"{_capital(what)}.")
         yield from _bucket_tables(stage.end)
-        yield from _sizes_table([_sizes_row("once", stage.sent_in_stage)])
+        yield from _sizes_table([_sizes_row("once", sent)])
         return
     before = [one.settings for one in explained.stages[: stage.index] if one.settings is not None]
     setting = before[-1].buffers if before else explained.loaded.pipeline.buffers
-    own = setting.when == "never" and explained.buffers != {}
+    own = setting.when == "never" and explained.buffers
     why = ": each rank has buffers of its own" if own else ""
     yield from paragraph("", f"Nothing is sent before it{why}.")
 
@@ -350,15 +334,13 @@ def _totals_table(stage: StageExplanation) -> Iterator[str]:
         some = stage.steps is not None and len(stage.evaluations) > 1
         label = f"each of {format_count(one.times, 'evaluation')}" if some else "an evaluation"
         rows.append(_sizes_row(label, one.sent))
-    if stage.steps is not None:
-        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", stage.sent_in_stage))
+    if stage.steps is not None and (whole := stage.sent_in_stage) is not None:
+        rows.append(_sizes_row(f"the stage: {format_count(stage.steps, 'step')}", whole))
     yield from _sizes_table(rows)
 
 
-def _sizes_row(label: str, sent: SentBytes | None, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
+def _sizes_row(label: str, sent: SentBytes, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
     """A table row: `sent` is sent in `steps` steps; the row says how much that is in `wanted` steps."""
-    if sent is None:
-        return (label, "unknown", "unknown", "unknown")
     return (label, *map(format_bytes, sent.sizes(steps, wanted).values()))
 
 
@@ -409,7 +391,7 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
     """What an exchange is; `with_buckets`: name its buckets, if it is of some only."""
     kind, source = exchange.route.kind, exchange.route.source
     ranks = _group_phrase(exchange.ranks, exchange.route.among)
-    if exchange.sent is not None and not any(one.legs for one in exchange.buckets or ()):
+    if not any(one.legs for one in exchange.buckets):
         return "nothing, because the hook is noop"
     if exchange.route.ema:
         of = f" of rank {source}, to" if exchange.route.through == "broadcast" else ", averaged over"
@@ -427,7 +409,7 @@ def _exchange_phrase(exchange: PlannedExchange, *, with_buckets: bool = True) ->
         "buffers": "the buffers,",
     }[kind]
     which = ""
-    if kind == "delta" and with_buckets and exchange.buckets is not None:
+    if kind == "delta" and with_buckets:
         first, last = exchange.buckets[0].bucket, exchange.buckets[-1].bucket
         which = f" (bucket {first})" if first == last else f" (buckets {first} to {last})"
     return f"{what} averaged over {ranks}{which}"
@@ -449,42 +431,34 @@ def _bucket_tables(
     by_route: dict[Any, list[PlannedExchange]] = {}
     known_routes = {exchange.route for exchange in shown}
     for exchange in (one for one in exchanges if one.route not in known_routes):
-        kind, part = exchange.route.kind, exchange.route.part
+        part = exchange.route.part
         if part is not None and any(replace(one, part=part) == exchange.route for one in by_route):
             continue  # another partition, into groups of the same sizes
-        if exchange.buckets is None and kind != "gradient":
-            kind_text = {"delta": "changes", "optimizer": "optimizer's state"}.get(kind, kind)
-            yield from paragraph("", f"The size of the {kind_text} is unknown: {exchange.unknown_reason}.")
-        elif exchange.buckets is not None and kind != "buffers":
+        if exchange.route.kind != "buffers":
             by_route.setdefault(exchange.route, []).append(exchange)
     for on_route in by_route.values():
         if len(by_route) > 1:
             yield from paragraph("", f"{_capital(_exchange_phrase(on_route[0], with_buckets=False))}:")
-        buckets = [bucket for exchange in on_route for bucket in exchange.buckets or ()]
+        buckets = [bucket for exchange in on_route for bucket in exchange.buckets]
         rows = []
         for one in buckets:
-            sent = "unknown" if one.sent is None else format_bytes(one.sent.per_rank)
-            sizes = one.dtype, f"{one.numel:,}", format_bytes(one.bytes)
-            rows.append((str(one.bucket), *sizes, sent, first_and_last(one.params)))
+            sizes = f"{one.numel:,}", format_bytes(one.bytes), format_bytes(one.sent.per_rank)
+            rows.append((str(one.bucket), one.dtype, *sizes, first_and_last(one.params)))
         rows = _omit_middle(rows, ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from labelled("", table([head, *rows], "><>>><"))
-        reason = next((exchange.unknown_reason for exchange in on_route if exchange.unknown_reason), "")
-        if reason:
-            yield from paragraph("", f"How they are sent is unknown: {reason}.")
         yield from _leg_lines(buckets)
 
 
 def _leg_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
-    """How buckets travel, as far as that is known; those that travel alike in one paragraph."""
+    """How buckets travel; those that travel alike in one paragraph."""
     alike: dict[tuple[tuple[str, str, GroupScope, int], ...], list[Bucket]] = {}
     for one in buckets:
-        if one.legs is not None:
-            way = tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs)
-            alike.setdefault(way, []).append(one)
+        way = tuple((leg.op, leg.dtype, leg.among, leg.ranks) for leg in one.legs)
+        alike.setdefault(way, []).append(one)
     for way, some in alike.items():
         which = "Each bucket" if len(alike) == 1 else f"Bucket {', '.join(str(one.bucket) for one in some)}"
-        columns = zip(*[one.legs or () for one in some], strict=True)
+        columns = zip(*[one.legs for one in some], strict=True)
         sizes = [format_bytes(sum(leg.bytes for leg in column)) for column in columns]
         legs = [
             f"{op} of {dtype} among {_group_phrase(ranks, among)} ({size})"

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddprun.config import BroadcastStage, LoadedPipeline, StepStage
 from ddprun.engine.stacks import build_stack
-from ddprun.explain.model_probe import WorldShape, is_external_code
+from ddprun.explain.model_probe import WorldShape
 from ddprun.sync.plan import Partition
 from ddprun.sync.synchronizer import QueueRequirements, queue_requirements
 from ddprun_hooks.buckets import BucketLayout
@@ -28,7 +28,6 @@ from ddprun_hooks.comm.groups import (
     merge_requirements,
 )
 from ddprun_hooks.comm.trace import BucketTrace, CollectiveTrace
-from ddprun_hooks.config.options import BUILT_IN, parse_spec
 from ddprun_hooks.errors import HooksError, HookSetupError
 from ddprun_hooks.payload import PayloadKind
 from ddprun_hooks.simulate import dummy_payload, simulate, simulated_group
@@ -81,11 +80,10 @@ class SentBytes:
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 
-def total(amounts: Iterable[SentBytes | None], ranks_represented: Sequence[int]) -> SentBytes | None:
-    """The sum; None if one of them is not known."""
-    known, zeros = list(amounts), (0,) * len(ranks_represented)
-    nothing = SentBytes(zeros, zeros, tuple(ranks_represented))
-    return None if None in known else sum(filter(None, known), nothing)
+def total(amounts: Iterable[SentBytes], ranks_represented: Sequence[int]) -> SentBytes:
+    """The sum."""
+    zeros = (0,) * len(ranks_represented)
+    return sum(amounts, SentBytes(zeros, zeros, tuple(ranks_represented)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +138,16 @@ class Bucket:
     numel: int
     bytes: int  # before any hook
     params: tuple[str, ...]
-    sent: SentBytes | None = None  # None: not known, as `legs`
-    legs: tuple[Leg, ...] | None = None
-    state: int | None = None  # bytes that hooks keep of it until the next; where ranks differ, the largest
+    sent: SentBytes
+    legs: tuple[Leg, ...]
+    state: int  # bytes that hooks keep of it until the next; where ranks differ, the largest
 
 
 class TrafficSimulator:
     """Simulates exchanges among ranks that do not run; raises PipelineError if they do not lie as needed."""
 
-    def __init__(
-        self, loaded: LoadedPipeline, world: WorldShape, device: torch.device, *, allow_imports: bool
-    ) -> None:
-        self._loaded, self._world, self._device, self._allow_imports = loaded, world, device, allow_imports
+    def __init__(self, loaded: LoadedPipeline, world: WorldShape, device: torch.device) -> None:
+        self._loaded, self._world, self._device = loaded, world, device
         needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.stages_with_steps():
             settings = stage.effective_settings(loaded.pipeline)
@@ -172,11 +168,6 @@ class TrafficSimulator:
         self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
         self._simulated_buckets: dict[tuple[str, Route, BucketLayout], Bucket] = {}
 
-    def unknown_reason(self, stage: StepStage | None, route: Route) -> str:
-        """Why it cannot be known what the hooks on a route send; empty if it can."""
-        names = self._unimported_hooks(stage) if stage is not None and route.uses_hooks else []
-        return f'"hooks: {names[0]}" is not imported' if names else ""
-
     def group(self, route: Route, index: int = 0) -> RankGroup:
         """The group on a route of the simulated rank of this index."""
         key = index, route.queue
@@ -190,11 +181,6 @@ class TrafficSimulator:
         """What it takes to carry a bucket that meets the hooks of `stage`, if the route has any; raises
         PipelineError for a hook that would break the run.
         """
-        nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
-        params = tuple(param.name for param in layout.params)
-        bucket = Bucket(layout.index, layout.dtype, layout.numel, nbytes, params)
-        if self.unknown_reason(stage, route):
-            return bucket
         stack = self._stack(stage, route)
         key = stack.description if route.uses_hooks else "", route, layout
         if key not in self._simulated_buckets:
@@ -220,7 +206,10 @@ class TrafficSimulator:
             groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
             legs = tuple(_merge_legs(traces, groups, self.ranks_represented))
             sent = _sent_bytes_by_rank(traces, self.ranks_represented)
-            self._simulated_buckets[key] = replace(bucket, sent=sent, legs=legs, state=state)
+            nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
+            params = tuple(param.name for param in layout.params)
+            size = layout.index, layout.dtype, layout.numel, nbytes
+            self._simulated_buckets[key] = Bucket(*size, params, sent, legs, state)
         return self._simulated_buckets[key]
 
     def _stack(self, stage: StepStage | None, route: Route) -> Stack:
@@ -233,22 +222,9 @@ class TrafficSimulator:
         return self._hook_stack(stage, inside_host=route.through == "host_hooks")
 
     def _hook_stack(self, stage: StepStage, *, inside_host: bool = False) -> Stack:
-        """The stage's hooks, made anew; plain all-reduce where they are not known. Raises PipelineError."""
-        if self._unimported_hooks(stage):
-            return Stack([])
+        """The stage's hooks, made anew; raises PipelineError."""
         hooks = stage.effective_settings(self._loaded.pipeline).hooks
         return build_stack(self._loaded, stage.key_path("hooks"), hooks, inside_host=inside_host)
-
-    def _unimported_hooks(self, stage: StepStage) -> list[str]:
-        """Names of the stage's hooks that are somebody else's code, legs included."""
-        found = []
-        for hook in () if self._allow_imports else stage.effective_settings(self._loaded.pipeline).hooks:
-            if is_external_code(hook):
-                found.append(hook.name)
-            elif hook.name == "hierarchical":
-                specs = [spec for leg in ("within", "across") for spec in hook.options.get(leg, ())]
-                found += [name for spec in specs if (name := parse_spec(spec)[0]) not in BUILT_IN]
-        return found
 
     def _check_placement(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""

@@ -118,7 +118,7 @@ def _fit_stack(
         if hooks > _MAX_HOOK_SHARE * left:
             stack.hook_costs = [cost * (_MAX_HOOK_SHARE * left / hooks) for cost in stack.hook_costs]
             hooks = _MAX_HOOK_SHARE * left
-        legs = [leg for bucket in buckets for leg in bucket.legs or ()]
+        legs = [leg for bucket in buckets for leg in bucket.legs]
         collectives = sum(collective_of(leg, world.hosts, stack, on_cpu=True).work_us for leg in legs)
         stack.collective_factor = (left - hooks) / collectives if collectives else 1.0
     measured = sum(one.step_us * one.steps for one in found) / steps

@@ -140,7 +140,7 @@ def forecast(
     model, *halves = models
     world, stages = explained.world, dict[int, StageForecast]()
     state_bytes = optimizer_bytes(explained.probe.optimizer)
-    for stage in filter(is_predictable, explained.stages):
+    for stage in (one for one in explained.stages if one.patterns):
         verdicts = list(_verdicts(explained, stage, model, links))
         memory = _memory(explained, stage, state_bytes)
         predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
@@ -156,18 +156,8 @@ def forecast(
     for number in hosts:
         other = again(explained.loaded, hosts=number)
         for index, found in stages.items():
-            if is_predictable(stage := other.stages[index]):
-                found.sweep.append((other.world, model.predict(stage, other.world, links)))
+            found.sweep.append((other.world, model.predict(other.stages[index], other.world, links)))
     return stages
-
-
-def is_predictable(stage: StageExplanation) -> bool:
-    """Whether the stage takes steps, and everything that they send is known."""
-    return bool(stage.patterns) and all(
-        exchange.buckets is not None and all(bucket.legs is not None for bucket in exchange.buckets)
-        for pattern in stage.patterns
-        for exchange in pattern.exchanges
-    )
 
 
 def _verdicts(
@@ -248,12 +238,12 @@ def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | No
     parameters, buffers = explained.parameters or {}, explained.buffers or {}
     trained = sum(one.nbytes for one in parameters.values() if one.requires_grad)
     exchanges = {id(one): one for pattern in stage.patterns for one in pattern.exchanges}.values()
-    states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets or ()]
+    states = [bucket.state for one in exchanges if one.route.uses_hooks for bucket in one.buckets]
     return {
         "weights": sum(one.nbytes for one in [*parameters.values(), *buffers.values()]),
         "gradients": trained if stage.stage.name == "train" else 0,
         "optimizer": optimizer,
-        "hooks": None if None in states else sum(filter(None, states)),
+        "hooks": sum(states),
         "ema": explained.ema_bytes or 0,
     }
 

@@ -73,7 +73,7 @@ class InstructionGenerator:
             yield AwaitTransfers("sync", delay)
         after = [exchange for exchange in exchanges if exchange.moment == "after_step"]
         if after:
-            nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets or ())
+            nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets)
             yield Compute(_CHANGE_US * nbytes, "sync_us")
             late_us = self._last_rank_wait_us(steps_since_exchange)
             yield from self._send(exchanges, "after_step", "sync", late_us)
@@ -89,14 +89,14 @@ class InstructionGenerator:
         self, exchanges: Sequence[PlannedExchange], moment: Moment, queue: str, late_us: float
     ) -> Iterator[Instruction]:
         for exchange in exchanges:
-            for bucket in (exchange.buckets or ()) if exchange.moment == moment else ():
+            for bucket in exchange.buckets if exchange.moment == moment else ():
                 yield self._transfer(exchange, bucket, queue, late_us)
 
     def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
         late_us, done = self._last_rank_wait_us(1), 0.0
         shares = self.costs.gradient_ready_shares
         for exchange in exchanges:
-            for bucket in (exchange.buckets or ()) if exchange.moment == "backward" else ():
+            for bucket in exchange.buckets if exchange.moment == "backward" else ():
                 ready = max([shares.get(name, 1.0) for name in bucket.params] or [1.0])
                 if ready > done:
                     yield Compute(whole_us * (ready - done), "backward_us")
@@ -115,7 +115,7 @@ class InstructionGenerator:
         """The transfer of a bucket, through the stage's hooks or past them."""
         stack = self.stack if exchange.route.uses_hooks else self.costs.default_stack
         phases: list[Compute | LastRankWait | SimulatedCollective] = []
-        legs, on_cpu = bucket.legs or (), self.costs.on_cpu
+        legs, on_cpu = bucket.legs, self.costs.on_cpu
         for index in range(len(legs) + 1):
             if index < len(stack.hook_costs):
                 phases.append(Compute(stack.hook_costs[index].at(bucket.bytes)))

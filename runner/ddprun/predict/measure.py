@@ -242,7 +242,7 @@ def _check_sends_the_same(run: Run, path: Path, stage: StageExplanation, costs: 
                 f"{run.folder}: bucket {number} is {its}, but in {path} it is {other}; the script and the "
                 "pipeline must have the same model and the same options of DDP"
             )
-    per_step = sum(share * bucket.sent.per_rank for bucket, share in sent if bucket.sent is not None)
+    per_step = sum(share * bucket.sent.per_rank for bucket, share in sent)
     if abs(costs.sent_bytes - per_step) > _SENT_TOLERANCE * per_step:
         raise CostsUnknownError(
             f"{run.folder}: a rank sent {format_bytes(costs.sent_bytes)} in a step, but in {path} it sends "

@@ -180,5 +180,5 @@ def _host_bytes_per_step(stage: StageExplanation, hosts: int) -> float:
     return sum(
         exchange.times_per_step * len(pattern.steps) / stage.cycle * host_bytes_by_level(leg, hosts)["across"]
         for pattern, exchange, bucket in stage.step_buckets()
-        for leg in bucket.legs or ()
+        for leg in bucket.legs
     )

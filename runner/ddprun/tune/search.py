@@ -28,7 +28,6 @@ from ddprun.explain.explain import Explanation, explain
 from ddprun.explain.model_probe import ModelProbe, WorldShape
 from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
-from ddprun.predict.forecast import is_predictable
 from ddprun.predict.links import Links
 from ddprun.predict.measure import cost_model_of_run, distinct_stacks_without_noop, run_measurement
 from ddprun.predict.model import CostModel
@@ -255,13 +254,10 @@ class Search:
                 if not candidate.changes:
                     raise
                 continue
-            if is_predictable(stage):
-                predicted = self._cost_model.predict(stage, self._world, self._links)
-                exchanges = [one for pattern in stage.patterns for one in pattern.exchanges]
-                layouts = [(one.moment, [bucket.params for bucket in one.buckets or ()]) for one in exchanges]
-                yield choose.PredictedCandidate(candidate, predicted, layouts)
-            elif not candidate.changes:
-                raise TuneError("what the file's own stage sends is not known, so nothing can be predicted")
+            predicted = self._cost_model.predict(stage, self._world, self._links)
+            exchanges = [one for pattern in stage.patterns for one in pattern.exchanges]
+            layouts = [(one.moment, [bucket.params for bucket in one.buckets]) for one in exchanges]
+            yield choose.PredictedCandidate(candidate, predicted, layouts)
 
     def _with_other_caps(
         self, best: Sequence[choose.PredictedCandidate], caps_mb: Sequence[Any]
