@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddprun.config import load
-from ddprun.explain import model_probe
+from ddprun.explain import model_probe, traffic
 from ddprun.explain.explain import explain
 from ddprun.explain.model_probe import GradientBuckets, ModelProbe
 from ddprun.explain.traffic import SentBytes
@@ -63,18 +63,18 @@ def buckets_of(probe: ModelProbe) -> GradientBuckets:
 
 
 def check(folder: Path, text: str, ranks: int) -> None:
-    """Every step of every stage, on every rank, to the byte."""
+    """Every step of every stage, over all ranks, to the byte."""
     run_dir = run_pipeline(folder, text, ranks)
     explained = explain(load(folder / "run.yaml"), hosts=1, ranks_per_host=ranks)
-    by_stage, by_step = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    by_stage, by_step = Counter[int](), Counter[int]()
     for line in lines(run_dir, "buckets"):
-        by_stage[line["stage"], line["rank"]] += line["wire_bytes"]
-        by_step[line["step"], line["rank"]] += line["wire_bytes"]
+        by_stage[line["stage"]] += line["wire_bytes"]
+        by_step[line["step"]] += line["wire_bytes"]
     said, done = 0, 0
     for stage in explained.stages:
         whole = stage.sent_in_stage
         assert whole is not None
-        assert list(whole.by_rank) == [by_stage[stage.index, rank] for rank in range(ranks)], stage.index
+        assert whole.all_ranks == by_stage[stage.index], stage.index
         said += whole.all_ranks
         overlaps = stage.settings is not None and stage.settings.sync.options.get("overlap_steps")
         for pattern in () if overlaps or stage.evaluations else stage.patterns:
@@ -82,8 +82,7 @@ def check(folder: Path, text: str, ranks: int) -> None:
                 for of in range(
                     step, stage.steps or 0, stage.cycle
                 ):  # in the last one, the stage's end counts
-                    found = [by_step[done + of, rank] for rank in range(ranks)]
-                    assert list(pattern.sent.by_rank) == found, (stage.index, of)
+                    assert pattern.sent.all_ranks == by_step[done + of], (stage.index, of)
         done += stage.steps or 0
     assert said == summary(run_dir)["wire_bytes"] > 0
 
@@ -186,7 +185,7 @@ def test_whole_stages_are_sums_of_steps(sync: str, buffers: str, tmp_path: Path)
         file.write_text(f"{CNN}stages: [train: {stage}]\n")
         (stage_explained,) = explain(load(file), hosts=2, ranks_per_host=2).stages
         each = {step: pattern for pattern in stage_explained.patterns for step in pattern.steps}
-        sent = SentBytes((0,) * 4, (0,) * 4, (1,) * 4)
+        sent = SentBytes(4)
         for step in range(1, steps + 1):
             sent += each[(step - 1) % stage_explained.cycle + 1].sent
         for exchange in (*stage_explained.begin, *(stage_explained.end or ())):
@@ -274,10 +273,18 @@ def test_ranks_that_send_alike_are_simulated_once(
     """The same comes out as of a simulation of every rank, for fewer ranks than there are."""
     file = tmp_path / "many.yaml"
     file.write_text(f"{CNN}stages:{MANY.format(stack=stack)}")
+    simulated = []
+
+    def recorded(*args: Any) -> dict[int, tuple[int, int]]:
+        simulated.append(representative_ranks(*args))
+        return simulated[-1]
+
+    representative_ranks = traffic._representative_ranks
+    monkeypatch.setattr(traffic, "_representative_ranks", recorded)
     few = explain(load(file), hosts=12, ranks_per_host=2)
-    assert len(few.stages[0].ranks_represented) < few.world.ranks == 24
+    assert len(simulated[0]) < few.world.ranks == sum(count for count, _ in simulated[0].values()) == 24
     every = {rank: (1, rank) for rank in range(24)}
-    monkeypatch.setattr("ddprun.explain.traffic._representative_ranks", lambda *_: every)
+    monkeypatch.setattr(traffic, "_representative_ranks", lambda *_: every)
     assert few.to_json_data() == explain(load(file), hosts=12, ranks_per_host=2).to_json_data()
 
 

@@ -112,7 +112,7 @@ class StageExplanation:
     exchanges: tuple[PlannedExchange, ...]  # all of them, by number
     takes_closure: bool = False  # the optimizer may call for more backward passes, which are not counted
     left_apart: bool = False  # the next stage wants ranks as they are: nothing makes them equal at the end
-    ranks_represented: tuple[int, ...]  # how many ranks each simulated one stands for
+    ranks: int  # of the run
 
     @property
     def index(self) -> int:
@@ -137,12 +137,12 @@ class StageExplanation:
             return None
         sent_parts = [exchange.sent for exchange in (*self.begin, *self.end)]
         sent_parts += [one.sent * one.times for one in self.evaluations]
-        return total([*sent_parts, self._sent_in_first_steps(self.steps or 0)], self.ranks_represented)
+        return total([*sent_parts, self._sent_in_first_steps(self.steps or 0)], self.ranks)
 
     def _sent_in_first_steps(self, count: int) -> SentBytes:
         cycle = self.cycle
         sent_parts = [one.sent * sum((count - at) // cycle + 1 for at in one.steps) for one in self.patterns]
-        return total(sent_parts, self.ranks_represented)
+        return total(sent_parts, self.ranks)
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -164,7 +164,6 @@ class StageExplanation:
                 "control_message_steps": json_value(self.control_message_steps),
                 "control_cycle": self.control_cycle,
                 "mean_step": cycle.sizes(self.cycle),
-                "thousand_steps": cycle.sizes(self.cycle, 1000),
             }
         return found | {
             "exchanges": [exchange.to_json_data() for exchange in self.exchanges],
@@ -286,7 +285,7 @@ def _initial_broadcast(probe: ModelProbe, simulator: TrafficSimulator) -> SentBy
     route = Route("parameters", "plain", "broadcast")
     layouts = TensorBuckets(held, BROADCAST_BUCKET_BYTES).layouts
     buckets = [simulator.simulate_bucket(None, route, layout) for layout in layouts]
-    return total([one.sent for one in buckets], simulator.ranks_represented)
+    return total([one.sent for one in buckets], simulator.world.ranks)
 
 
 class _Planner:
@@ -294,7 +293,7 @@ class _Planner:
 
     def __init__(self, loaded: LoadedPipeline, probe: ModelProbe, simulator: TrafficSimulator) -> None:
         self._loaded, self._pipeline, self._probe, self._simulator = loaded, loaded.pipeline, probe, simulator
-        self._cap_bytes = loaded.pipeline.ddp.largest_cap_bytes
+        self._ranks, self._cap_bytes = simulator.world.ranks, loaded.pipeline.ddp.largest_cap_bytes
         self._turns = build_turns(loaded, probe.model)
         self._trained = self._turns.trained  # by the stage
         self._named_buffers = dict(probe.model.named_buffers())
@@ -328,8 +327,8 @@ class _Planner:
             case _:
                 sends = self._sends_before_eval_or_save("once")
                 self._buffers_used &= self._buffer_settings.when == "never"
-        end, represented = self._group_into_exchanges(sends), self._simulator.ranks_represented
-        return StageExplanation(stage=stage, end=end, exchanges=end, ranks_represented=represented)
+        end = self._group_into_exchanges(sends)
+        return StageExplanation(stage=stage, end=end, exchanges=end, ranks=self._ranks)
 
     def _explain_step_stage(self, stage: StepStage) -> StageExplanation:
         settings = stage.effective_settings(self._pipeline)
@@ -361,7 +360,7 @@ class _Planner:
         patterns = []
         for sends, pattern_steps in steps_by_sends.items():
             found = self._group_into_exchanges(sends)
-            sent = total([one.sent for one in found], self._simulator.ranks_represented)
+            sent = total([one.sent for one in found], self._ranks)
             patterns.append(StepPattern(tuple(pattern_steps), found, sent))
         return StageExplanation(
             stage=stage,
@@ -377,7 +376,7 @@ class _Planner:
             exchanges=tuple(self._stage_exchanges.values()),
             takes_closure=settings.has_backward and self._takes_closure,
             left_apart=self._replicas.parameters != "common",
-            ranks_represented=self._simulator.ranks_represented,
+            ranks=self._ranks,
         )
 
     def _epoch_ends(
@@ -415,7 +414,7 @@ class _Planner:
         self, moment: Moment, route: Route, layouts: Layouts, times: int
     ) -> PlannedExchange:
         buckets = tuple(self._simulator.simulate_bucket(self._stage, route, layout) for layout in layouts)
-        sent = total([one.sent * times for one in buckets], self._simulator.ranks_represented)
+        sent = total([one.sent * times for one in buckets], self._ranks)
         number, ranks = len(self._stage_exchanges), self._simulator.group(route).size
         return PlannedExchange(number, moment, route, ranks, times, buckets, sent)
 
@@ -490,7 +489,7 @@ class _Planner:
         found = []
         for sends, often in times.items():
             exchanges = self._group_into_exchanges(sends)
-            sent = total([one.sent for one in exchanges], self._simulator.ranks_represented)
+            sent = total([one.sent for one in exchanges], self._ranks)
             found.append(EvaluationGroup(1 if steps is None else often, exchanges, sent))
         return tuple(found)
 

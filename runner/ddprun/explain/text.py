@@ -329,7 +329,6 @@ def _totals_table(stage: StageExplanation) -> Iterator[str]:
     rows = _omit_middle(rows, ("…", "", "", ""))
     if several:
         rows.append(_sizes_row("mean of all steps", stage.sent_per_cycle, stage.cycle))
-    rows.append(_sizes_row("1,000 steps", stage.sent_per_cycle, stage.cycle, 1000))
     for one in stage.evaluations:
         some = stage.steps is not None and len(stage.evaluations) > 1
         label = f"each of {format_count(one.times, 'evaluation')}" if some else "an evaluation"
@@ -339,9 +338,9 @@ def _totals_table(stage: StageExplanation) -> Iterator[str]:
     yield from _sizes_table(rows)
 
 
-def _sizes_row(label: str, sent: SentBytes, steps: int = 1, wanted: int = 1) -> tuple[str, ...]:
-    """A table row: `sent` is sent in `steps` steps; the row says how much that is in `wanted` steps."""
-    return (label, *map(format_bytes, sent.sizes(steps, wanted).values()))
+def _sizes_row(label: str, sent: SentBytes, steps: int = 1) -> tuple[str, ...]:
+    """A table row: `sent` is sent in `steps` steps; the row says how much that is in one."""
+    return (label, *map(format_bytes, sent.sizes(steps).values()))
 
 
 def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add, mul
 from typing import Literal, get_args
 
 import torch
@@ -42,48 +41,38 @@ GroupScope = Literal["all", "host", "across", "part"]
 
 @dataclass(frozen=True, slots=True)
 class SentBytes:
-    """Bytes that each simulated rank sends, in rank order."""
+    """Bytes that all ranks send together."""
 
-    by_rank: tuple[int, ...]
-    between_hosts: tuple[int, ...]  # the part that leaves each rank's host
-    ranks_represented: tuple[int, ...]  # how many ranks each stands for
+    ranks: int
+    all_ranks: int = 0
+    between_hosts: int = 0  # the part that leaves a rank's host
 
     def __add__(self, other: SentBytes) -> SentBytes:
-        by_rank = tuple(map(add, self.by_rank, other.by_rank))
-        between_hosts = tuple(map(add, self.between_hosts, other.between_hosts))
-        return replace(self, by_rank=by_rank, between_hosts=between_hosts)
+        all_ranks, between_hosts = self.all_ranks + other.all_ranks, self.between_hosts + other.between_hosts
+        return SentBytes(self.ranks, all_ranks, between_hosts)
 
     def __mul__(self, times: int) -> SentBytes:
-        by_rank = tuple(times * sent for sent in self.by_rank)
-        between_hosts = tuple(times * sent for sent in self.between_hosts)
-        return replace(self, by_rank=by_rank, between_hosts=between_hosts)
-
-    @property
-    def all_ranks(self) -> int:
-        """Bytes sent by all ranks together."""
-        return sum(map(mul, self.by_rank, self.ranks_represented))
+        return SentBytes(self.ranks, times * self.all_ranks, times * self.between_hosts)
 
     @property
     def per_rank(self) -> float:
         """Bytes that a rank sends, on average."""
-        return self.all_ranks / sum(self.ranks_represented)
+        return self.all_ranks / self.ranks
 
-    def sizes(self, steps: int = 1, wanted: int = 1) -> dict[str, float]:
-        """What `wanted` average steps send, in bytes, if `steps` of them send this amount."""
-        sent = (self.all_ranks, sum(map(mul, self.between_hosts, self.ranks_represented)))
-        all_ranks, between_hosts = (one * wanted / steps for one in sent)
+    def sizes(self, steps: int = 1) -> dict[str, float]:
+        """What an average step sends, in bytes, if `steps` of them send this amount."""
+        all_ranks, between_hosts = self.all_ranks / steps, self.between_hosts / steps
         sizes = {
-            "per_rank": all_ranks / sum(self.ranks_represented),
+            "per_rank": all_ranks / self.ranks,
             "all_ranks": all_ranks,
             "between_hosts": between_hosts,
         }
         return {name: int(sent) if sent.is_integer() else sent for name, sent in sizes.items()}
 
 
-def total(amounts: Iterable[SentBytes], ranks_represented: Sequence[int]) -> SentBytes:
-    """The sum."""
-    zeros = (0,) * len(ranks_represented)
-    return sum(amounts, SentBytes(zeros, zeros, tuple(ranks_represented)))
+def total(amounts: Iterable[SentBytes], ranks: int) -> SentBytes:
+    """The sum of what so many ranks send."""
+    return sum(amounts, SentBytes(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +136,7 @@ class TrafficSimulator:
     """Simulates exchanges among ranks that do not run; raises PipelineError if they do not lie as needed."""
 
     def __init__(self, loaded: LoadedPipeline, world: WorldShape, device: torch.device) -> None:
-        self._loaded, self._world, self._device = loaded, world, device
+        self._loaded, self.world, self._device = loaded, world, device
         needed: list[QueueRequirements] = []
         for stage in loaded.pipeline.stages_with_steps():
             settings = stage.effective_settings(loaded.pipeline)
@@ -159,10 +148,8 @@ class TrafficSimulator:
         )
         needs = merge_requirements(needs_by_queue.values())
         simulated = _representative_ranks(world, needs, _broadcast_sources(loaded))
-        self.ranks_represented = tuple(count for count, _ in simulated.values())
-        """How many ranks each simulated one stands for."""
-
         self._simulated_ranks, self._needs_by_queue = list(simulated), needs_by_queue
+        self._ranks_represented = [count for count, _ in simulated.values()]  # by each simulated one
         # For each simulated rank the index of one that sends the same in everything but broadcasts.
         self._equivalent_indices = [self._simulated_ranks.index(same) for _, same in simulated.values()]
         self._groups_by_queue: dict[tuple[int, QueueName], RankGroup] = {}
@@ -172,7 +159,7 @@ class TrafficSimulator:
         """The group on a route of the simulated rank of this index."""
         key = index, route.queue
         if key not in self._groups_by_queue:
-            placement = self._world.placement(self._simulated_ranks[index])
+            placement = self.world.placement(self._simulated_ranks[index])
             needs = self._needs_by_queue[route.queue]
             self._groups_by_queue[key] = simulated_group(route.queue, placement, needs)
         return route.group(self._groups_by_queue[key])
@@ -204,8 +191,8 @@ class TrafficSimulator:
                 raise self._loaded.error(path, str(error)) from None
             traces = [found[index] for index in indices]
             groups = _groups_by_name(self._groups_by_queue[indices[0], route.queue])
-            legs = tuple(_merge_legs(traces, groups, self.ranks_represented))
-            sent = _sent_bytes_by_rank(traces, self.ranks_represented)
+            legs = tuple(_merge_legs(traces, groups, self._ranks_represented))
+            sent = _sent_bytes(traces, self._ranks_represented)
             nbytes = layout.numel * getattr(torch, layout.dtype).itemsize
             params = tuple(param.name for param in layout.params)
             size = layout.index, layout.dtype, layout.numel, nbytes
@@ -228,7 +215,7 @@ class TrafficSimulator:
 
     def _check_placement(self, stage: StepStage, stack: Stack, needs: GroupRequirements) -> None:
         """Check that the ranks lie as a stage needs them; a fault names what of it needs them otherwise."""
-        placement = self._world.placement(0)
+        placement = self.world.placement(0)
         needs_of_hooks = {need: needs[need] for need in stack.requirements if need in needs}
         for key, wanted in (("hooks", needs_of_hooks), ("sync", needs)):
             try:
@@ -271,14 +258,15 @@ def _broadcast_sources(loaded: LoadedPipeline) -> set[int]:
     return {0, *chosen, *(stage.source for stage in stages if isinstance(stage, BroadcastStage))}
 
 
-def _sent_bytes_by_rank(
-    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks_represented: tuple[int, ...]
+def _sent_bytes(
+    traces: Sequence[BucketTrace[int] | CollectiveTrace[int] | None], ranks_represented: Sequence[int]
 ) -> SentBytes:
-    """What each simulated rank has sent; None: nothing."""
+    """What all ranks have sent, from what each simulated one has; None: nothing."""
+    pairs = list(zip(ranks_represented, traces, strict=True))
     return SentBytes(
-        tuple(0 if trace is None else trace.wire_bytes for trace in traces),
-        tuple(0 if trace is None else trace.between_hosts_bytes for trace in traces),
-        ranks_represented,
+        sum(ranks_represented),
+        sum(count * trace.wire_bytes for count, trace in pairs if trace is not None),
+        sum(count * trace.between_hosts_bytes for count, trace in pairs if trace is not None),
     )
 
 
@@ -293,7 +281,7 @@ def _groups_by_name(world: RankGroup) -> dict[str, tuple[GroupScope, int]]:
 def _merge_legs(
     traces: Sequence[BucketTrace[int]],
     groups: dict[str, tuple[GroupScope, int]],
-    ranks_represented: tuple[int, ...],
+    ranks_represented: Sequence[int],
 ) -> Iterator[Leg]:
     """The legs of all ranks, with those joined that are one collective on each. A rank may have fewer than
     others: one whose share of a bucket is empty sends nothing between hosts.
@@ -307,4 +295,4 @@ def _merge_legs(
             times[what] += 1
     for (op, group, dtype, _), row in rows.items():
         nbytes = max(leg.bytes for leg in row if leg is not None)
-        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes_by_rank(row, ranks_represented))
+        yield Leg(op, *groups[group], dtype, nbytes, _sent_bytes(row, ranks_represented))
