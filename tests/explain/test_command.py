@@ -76,20 +76,23 @@ def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
 
 
 PERIODS = {
-    "{local_sgd: {every: 8}}": ("Steps 8, 16, 24 …: the changes of parameters", "7 of every 8 steps"),
+    "{local_sgd: {every: 8}}": (
+        "Step 8 of every 8: the changes of parameters",
+        "steps 1, 2, 3 … 7 of every 8 0 B",
+    ),
     "{hierarchical_sgd: {within: 2, across: 8, hosts: 2}}": (
         "Steps 2, 4, 6 of every 8: the changes of parameters, averaged over the 2 ranks of each host",
-        "Steps 8, 16, 24 …: the changes of parameters, averaged over all 4 ranks",
+        "Step 8 of every 8: the changes of parameters, averaged over all 4 ranks",
     ),
     "{hierarchical_sgd: {across: 8, hosts: 2}}": (
         "Gradients are averaged over the 2 ranks of each host, in every step",
         "gradients are averaged inside a host only",
     ),
     "{diloco: {every: 6, fragments: 2, overlap_steps: 1}}": (
-        "Steps 3, 9, 15 …: the changes of parameters, averaged over all 4 ranks (buckets 1 to 2)",
+        "Step 3 of every 6: the changes of parameters, averaged over all 4 ranks (buckets 1 to 2)",
         "is applied exactly 1 step later",
     ),
-    "{broadcast: {every: 5, source: 2}}": ("Steps 5, 10, 15 …: the parameters of rank 2, as they are",),
+    "{broadcast: {every: 5, source: 2}}": ("Step 5 of every 5: the parameters of rank 2, as they are",),
     "{broadcast: {every: 1}}": ("Each rank changes its own, and all are equal again after the step.",),
     "{average: {every: 1}}": ("Every step: the changes of parameters",),
     "independent": (
@@ -143,7 +146,8 @@ def test_pairs_of_ranks(file: Path, capsys: Out) -> None:
     stages = ("--set", "stages=[{train: {steps: 50}}]", "--set", "sync={gossip: {every: 3}}")
     for ranks in ("3", "4"):
         out = folded(said(file, capsys, *stages, "--set", f"launch.nproc_per_node={ranks}"))
-        assert "Steps 3, 6, 9 …: the parameters as they are, averaged over the ranks of each group." in out
+        steps = "Steps 3, 6, 9 … 24 of every 24"
+        assert f"{steps}: the parameters as they are, averaged over the ranks of each group." in out
         assert out.count("all_reduce of float32 among the ranks of each group") == 1
         assert "averaged over all" in out.partition("End")[2]
 
@@ -154,7 +158,7 @@ def test_noop(file: Path, capsys: Out) -> None:
     out = folded(said(file, capsys, "--set", stages, "--set", "hooks=[noop]"))
     assert "Gradients go through the hooks, but to no other rank, in every step, in 2 buckets" in out
     assert "noop sends no gradients, so ranks diverge." in out
-    assert "Steps 2, 4: nothing, because the hook is noop." in out
+    assert "Step 2 of every 2: nothing, because the hook is noop." in out
     assert "Gradients are averaged" not in out
     assert "so once more: the parameters as they are, averaged over all 4 ranks." in out
 
@@ -378,15 +382,13 @@ def test_turns_are_told_apart(tmp_path: Path, capsys: Out) -> None:
         f"stages: [train: {{steps: 6, turns: {turns}}}]\nlaunch: {{nproc_per_node: 2}}\n"
     )
     out = folded(said(file, capsys))
-    when = (
-        "those of turn d in every step, in 1 bucket; those of turn g in steps 2, 4, 6, in 1 bucket, each sent"
-    )
-    assert f"Gradients are averaged over both ranks: {when} as soon" in out
+    when = "those of turn d in every step, in 1 bucket; those of turn g in step 2 of every 2, in 1 bucket"
+    assert f"Gradients are averaged over both ranks: {when}, each sent as soon" in out
     for turn, bucket in (("d", 0), ("g", 1)):
         row = f"parameters {bucket} float32 65 260 B 260 B {turn}.bias, {turn}.weight Each bucket: all_reduce"
         head = "averaged over both ranks: bucket dtype values bytes sent per rank"
         assert f"The gradients of turn {turn}, {head} {row} of float32 among both ranks (260 B)." in out
-    assert "steps 1, 3, 5 260 B 520 B 0 B the other step of every 2 520 B" in out
+    assert "step 1 of every 2 260 B 520 B 0 B step 2 of every 2 520 B" in out
     (stage,) = to_json_data(file, capsys)["stages"]
     assert [one["turn"] for one in stage["exchanges"]] == ["d", "g"]
     assert [(one["steps"], one["exchanges"]) for one in stage["patterns"]] == [([1], [0]), ([2], [0, 1])]

@@ -214,7 +214,7 @@ def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:
     parts = []
     for exchange in exchanges:
         part = f"those of turn {exchange.route.turn} in " if settings.turns else "in "
-        part += _steps_phrase(_steps_with(exchange, stage), stage)
+        part += steps_text(_steps_with(exchange, stage), stage.cycle, stage.steps)
         if settings.accumulate > 1:
             part += f", in the last of its {settings.accumulate} micro-steps"
         parts.append(f"{part}, in {format_count(len(exchange.buckets), 'bucket')}")
@@ -235,12 +235,10 @@ def _after_step_lines(stage: StageExplanation, settings: StepStageSettings) -> I
     for steps, some in by_steps.items():
         phrase = _exchanges_phrase(some)
         by_phrase[phrase] = tuple(sorted({*by_phrase.get(phrase, ()), *steps}))
-    lines = [f"{_steps_phrase(steps, stage)}: {phrase}." for phrase, steps in by_phrase.items()]
-    idle = stage.cycle - len({step for steps in by_steps for step in steps})
-    if not lines:
-        lines.append("Nothing is sent.")
-    elif idle:
-        lines.append(f"{_other_steps_phrase(idle, stage)}: nothing.")
+    lines = [
+        f"{steps_text(steps, stage.cycle, stage.steps)}: {phrase}." for phrase, steps in by_phrase.items()
+    ]
+    lines = lines or ["Nothing is sent."]
     for label, line in zip_longest(["After a step"], _omit_middle(lines), fillvalue=""):
         yield from paragraph(label, _capital(line))
     if overlap := settings.plan.overlap_steps:
@@ -321,13 +319,9 @@ def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> It
 
 
 def _totals_table(stage: StageExplanation) -> Iterator[str]:
-    several = len(stage.patterns) > 1
-    rows = [
-        _sizes_row(_steps_phrase(one.steps, stage, rest=several and one is stage.patterns[-1]), one.sent)
-        for one in stage.patterns
-    ]
+    rows = [_sizes_row(steps_text(one.steps, stage.cycle, stage.steps), one.sent) for one in stage.patterns]
     rows = _omit_middle(rows, ("…", "", "", ""))
-    if several:
+    if len(stage.patterns) > 1:
         rows.append(_sizes_row("mean of all steps", stage.sent_per_cycle, stage.cycle))
     for one in stage.evaluations:
         some = stage.steps is not None and len(stage.evaluations) > 1
@@ -354,21 +348,6 @@ def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]
 def _steps_with(exchange: PlannedExchange, stage: StageExplanation) -> tuple[int, ...]:
     """The steps of a cycle in which an exchange takes place."""
     return tuple(sorted(step for one in stage.patterns if exchange in one.exchanges for step in one.steps))
-
-
-def _other_steps_phrase(count: int, stage: StageExplanation) -> str:
-    """So many steps of a cycle, beside those that have been named."""
-    every = "every " if stage.steps is None or stage.steps > stage.cycle else ""
-    if count == 1:
-        return f"the other step of {every}{stage.cycle}"
-    return f"the other {count} of {every}{format_count(stage.cycle, 'step')}"
-
-
-def _steps_phrase(steps: Sequence[int], stage: StageExplanation, *, rest: bool = False) -> str:
-    """Which steps they are; `rest`: all others have been named before."""
-    if rest and len(steps) < stage.cycle:
-        return _other_steps_phrase(len(steps), stage)
-    return steps_text(steps, stage.cycle, stage.steps)
 
 
 def _choice_text(choice: Choice) -> str:
@@ -510,29 +489,12 @@ def _capital(text: str) -> str:
 
 
 def steps_text(steps: Sequence[int], cycle: int, last: int | None) -> str:
-    """Steps in words, such as `steps 8, 16, 24 …`: some of the first `cycle`, after which they repeat. `last`
+    """Steps in words, such as `step 8 of every 8`: some of the first `cycle`, after which they repeat. `last`
     is the last step of the stage; None: unknown.
     """
     if len(steps) == cycle:
         return "every step"
-    if last is not None and last <= cycle:
-        return _step_list(steps)
-    chosen = set(steps)
-    period = next(
-        period
-        for period in range(1, cycle + 1)
-        if cycle % period == 0 and all((step - 1 + period) % cycle + 1 in chosen for step in steps)
-    )
-    first = [step for step in steps if step <= period]
-    if len(first) > 1:
-        return f"{_step_list(first)} of every {period}"
-    found = range(first[0], last + 1 if last is not None else first[0] + 3 * period + 1, period)
-    return _step_list(found[:3], " …" if len(found) > 3 else "")
-
-
-def _step_list(steps: Sequence[int], more: str = "") -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    if len(steps) > 4:
-        return f"steps {', '.join(map(str, steps[:3]))} … {steps[-1]}"
-    return f"steps {', '.join(map(str, steps))}{more}"
+    named = [*map(str, steps)]
+    listed = ", ".join(named) if len(named) <= 4 else f"{', '.join(named[:3])} … {named[-1]}"
+    text = f"step{'s' if len(named) > 1 else ''} {listed}"
+    return text if last is not None and last <= cycle else f"{text} of every {cycle}"
