@@ -579,4 +579,4 @@ def test_a_contrastive_loss_over_all_ranks_is_that_of_all_their_samples(tmp_path
     assert losses[2, 4] == pytest.approx(losses[1, 8])
     assert losses[1, 4] != pytest.approx(losses[1, 8])
     explained = explain(load(tmp_path / "run24.yaml"), hosts=1, ranks_per_host=2)
-    assert "What model: made.Pairs sends itself, if it calls torch.distributed." in render_text(explained)
+    assert "Not counted   What your own code sends by torch.distributed" in render_text(explained)

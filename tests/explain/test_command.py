@@ -206,7 +206,6 @@ def test_evaluations_inside_a_stage_and_the_moving_average(file: Path, capsys: O
     averaged = ("--set", stages.replace("STEPS", "25"), "--set", "ema=0.9")
     out = folded(said(file, capsys, *averaged))
     assert "4 of them: the parameters as they are, averaged over all 4 ranks; 1 of them: nothing." in out
-    assert "Each rank holds an average of the trained parameters, 1.62 MB, and, while" in out
     found = to_json_data(file, capsys, *averaged)
     assert found["model"]["ema_bytes"] == 405_610 * 4
     assert [one["times"] for one in found["stages"][0]["evaluations"]] == [4, 1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ddprun.config import Choice, LoadedPipeline
+from ddprun.config import LoadedPipeline
 from ddprun.engine import build, compiling, seeding
 from ddprun.engine.data import Feed
 from ddprun.engine.feeds import Feeds, check_epoch_ends, open_feeds
@@ -189,11 +189,6 @@ def _compile_model(
         raise
     description = compiling.describe(blocks)
     return CompileReport(tuple(blocks), description, tuple(compiler.graphs), compiler.breaks)
-
-
-def is_external_code(choice: Choice) -> bool:
-    """Whether a choice is somebody else's code."""
-    return choice.source in ("dotted", "installed")
 
 
 def _buckets(

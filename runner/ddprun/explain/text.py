@@ -11,7 +11,6 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.config.sections import Replay
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
-from ddprun.explain.model_probe import is_external_code
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
 from ddprun.units import format_bytes, format_count
 
@@ -51,31 +50,13 @@ def _head(explained: Explanation) -> Iterator[str]:
         which = f"{len(frozen)} of them, {held_frozen}, require no gradient"
         unless = "they are sent only if something else makes them differ between ranks"
         yield from paragraph("Frozen", f"{which}: {unless}.")
-    if (average := explained.ema_bytes) is not None:
-        trained = format_bytes(sum(one.nbytes for one in parameters.values() if one.requires_grad))
-        yield from paragraph(
-            "Average",
-            f"ema: {pipeline.ema}. Each rank holds an average of the trained parameters, "
-            f"{format_bytes(average)}, and, while that is evaluated or saved, a copy of them, {trained}.",
-        )
     start = "Before the first step every rank takes rank 0's parameters and buffers, once"
     yield from paragraph("Start", f"{start}: {format_bytes(held + more)}.")
-    external = [
-        f"{key}: {one.name}"
-        for key, one in (("model", pipeline.model), ("loss", pipeline.loss))
-        if is_external_code(one)
-    ]
-    if external:
-        sends = "sends itself, if it calls" if len(external) == 1 else "send themselves, if they call"
-        what = f"What {' and '.join(external)} {sends} torch.distributed."
-        yield from paragraph("Not counted", what)
-    if pipeline.sync_batchnorm:
-        yield from paragraph("Not counted", "What sync_batchnorm exchanges in forward and backward passes.")
-    timings, audit = pipeline.timings, pipeline.audit
-    measured = {"timings.fidelity_every": timings.fidelity_every, "audit.every": audit.every}
-    keys = [f"{key}: {every}" for key, every in measured.items() if every]
-    if keys:
-        yield from paragraph("Not counted", f"What ranks exchange for measurements: {', '.join(keys)}.")
+    yield from paragraph(
+        "Not counted",
+        "What your own code sends by torch.distributed, and what ranks exchange for sync_batchnorm, "
+        "audit.every and timings.fidelity_every.",
+    )
 
 
 def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
