@@ -8,7 +8,6 @@ from typing import Any
 
 from ddprun.config import BufferSettings, Choice, StepStage, StepStageSettings
 from ddprun.config.resolved import flow_yaml
-from ddprun.config.sections import Replay
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
@@ -20,11 +19,10 @@ _ROWS = 12  # longer tables lose their middle; `--format json` has all
 
 def render_text(explained: Explanation, extra_lines: Mapping[int, Iterable[str]] | None = None) -> str:
     """The whole explanation, for a reader; `extra_lines`: further lines of stages, by their index."""
-    printed_before: dict[tuple[str, str], int] = {}
     parts: list[Iterable[str]] = [_head(explained)]
     for stage in explained.stages:
         extra = (extra_lines or {}).get(stage.index, ())
-        parts.append(chain(_stage_lines(stage, explained, printed_before), extra))
+        parts.append(chain(_stage_lines(stage, explained), extra))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -86,15 +84,7 @@ def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
         yield from paragraph("Graph break", f"{one.reason}{f' ({one.where})' if one.where else ''}.")
 
 
-def _stage_lines(
-    stage: StageExplanation, explained: Explanation, printed_before: dict[tuple[str, str], int]
-) -> Iterator[str]:
-    """`printed_before`: the stage in which each label and text was printed first."""
-
-    def paragraph_or_reference(label: str, text: str) -> Iterator[str]:
-        first = printed_before.setdefault((label, text), stage.index)
-        return paragraph(label, text if first == stage.index else f"As in stages[{first}].")
-
+def _stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[str]:
     settings, title = stage.settings, f"stages[{stage.index}]: {stage.stage.name}"
     if settings is None:
         yield title
@@ -108,10 +98,9 @@ def _stage_lines(
     if (one_round := settings.plan.round) is not None:
         size = f"{one_round.samples:,} samples of all ranks" if one_round.samples else ""
         work = size or f"about {one_round.seconds:g} s of work"
-        given = isinstance(explained.loaded.pipeline.loader.balance, dict | Replay)
-        many = "its share of batches" if given else "as many batches as its speed allows"
-        shares = f"Each step is a round of {work}: each rank takes {many} and updates its weights once per "
-        yield from paragraph("Round", f"{shares}batch. A rank's change is weighted by its samples.")
+        yield from paragraph(
+            "Round", f"Each step is a round of {work}. A rank's change is weighted by its samples."
+        )
 
     if "auto_bits" in str(settings.hook_specs):
         text = "auto_bits chooses a code for each bucket during the run. The bytes here are those of int8, "
@@ -119,41 +108,28 @@ def _stage_lines(
     if stage.begin:
         why = "Equal gradients keep ranks equal only if these are equal, too"
         yield from paragraph("Begin", f"Once: {_exchanges_phrase(stage.begin)}. {why}.")
-    yield from paragraph_or_reference("Forward", _parameter_drift_text(stage, settings))
-    yield from paragraph_or_reference("Buffers", _buffers_text(stage, settings.buffers, explained))
+    yield from paragraph("Forward", _parameter_drift_text(settings))
+    yield from paragraph("Buffers", _buffers_text(stage, settings.buffers, explained))
     if stage.stage.name == "train":
         yield from paragraph("Backward", _backward_text(stage, settings))
         yield from _bucket_tables(_exchanges_at(stage, "backward"))
     yield from _after_step_lines(stage, settings)
     yield from _end_lines(stage)
     yield from _evaluation_lines(stage)
-    yield from paragraph_or_reference("Control", _control_text(stage))
-    yield from paragraph_or_reference("Loss", _loss_text(settings))
+    yield from paragraph("Control", _control_text(stage))
+    yield from paragraph("Loss", _loss_text(settings))
     yield from _totals_table(stage)
 
 
-def _parameter_drift_text(stage: StageExplanation, settings: StepStageSettings) -> str:
+def _parameter_drift_text(settings: StepStageSettings) -> str:
     """That a forward pass sends no parameters, and why ranks' parameters stay equal or drift apart."""
     always = "No parameters are sent in a forward pass, in this stage or any other."
-    if settings.mutate is not None:
-        why = (
-            "mutate changes each rank's own at the stage's start, and after each synchronisation but the "
-            "last. DDP does not undo that: it sends gradients, not parameters."
-        )
-    elif settings.uses_noop:
-        why = "noop sends no gradients, so ranks diverge."
-    elif settings.plan.gradients == "all":
-        why = (
-            "All ranks start with the same values, and take every step by the same mean gradient, so they "
-            "stay equal."
-        )
-    elif stage.stage.name == "forward" and settings.update is None:
-        why = "Nothing changes them here."
-    elif settings.plan.period == 1:
-        why = "Each rank changes its own, and all are equal again after the step."
-    else:
-        why = "Each rank changes its own until ranks synchronise."
-    return f"{always} {why}"
+    if settings.uses_noop:
+        return f"{always} noop sends no gradients, so ranks diverge."
+    if settings.plan.gradients == "all" and settings.mutate is None:
+        why = "All ranks start with the same values, and take every step by the same mean gradient"
+        return f"{always} {why}, so they stay equal."
+    return f"{always} Each rank's changes stay its own until ranks synchronise."
 
 
 def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
@@ -273,14 +249,10 @@ def _control_text(stage: StageExplanation) -> str:
 
 
 def _loss_text(settings: StepStageSettings) -> str:
-    own = "Each rank has the loss of its own samples"
+    what = "It is not averaged: each rank has the loss of its own samples"
     if settings.plan.gradients == "all" and not settings.uses_noop:
-        what = f"DDP does not average it. {own}; gradients are averaged, so the step follows the mean loss."
-    elif settings.plan.gradients == "host" and not settings.uses_noop:
-        what = f"It is not averaged. {own}; gradients are averaged inside a host only."
-    else:
-        what = f"It is not averaged. {own}; no gradients are averaged."
-    return f"{what} The log's mean loss is computed separately; nothing depends on it."
+        what += "; gradients are averaged, so the step follows the mean loss"
+    return f"{what}. The log's mean loss is computed separately; nothing depends on it."
 
 
 def _stepless_stage_lines(stage: StageExplanation, explained: Explanation) -> Iterator[str]:
