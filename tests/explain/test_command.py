@@ -66,7 +66,7 @@ def test_the_text_of_a_plain_pipeline(file: Path, capsys: Out) -> None:
         assert line in out.splitlines(), line
     for words in (
         "No parameters are sent in a forward pass, in this stage or any other.",
-        "auto: the model has none. DDP's own broadcast before each forward pass would send nothing.",
+        "auto: the model has no buffers. None are sent in this stage. DDP's own broadcast would send 0 B",
         "Gradients are averaged over all 4 ranks, in every step, in 2 buckets",
         "It is not averaged: each rank has the loss of its own samples; gradients are averaged",
         "The log's mean loss is computed separately",
@@ -175,9 +175,9 @@ def test_every_pipeline_that_is_shipped(file: Path, capsys: Out) -> None:
 
 BUFFERS = {
     "auto": "None are sent in this stage. They are sent before evaluate and save.",
-    "every_forward": "They are sent before each forward pass. Training does not read them",
-    "{every: 3}": "They are sent after a step, as below.",
-    "never": "None are sent in this stage. Nor before evaluate and save: each rank keeps its own.",
+    "every_forward": "They are sent before each forward pass. They are sent before evaluate and save.",
+    "{every: 3}": "They are sent after a step, as below. They are sent before evaluate and save.",
+    "never": "None are sent in this stage. Each rank keeps its own. DDP's",
 }
 
 
@@ -187,8 +187,8 @@ def test_what_becomes_of_buffers(setting: str, tmp_path: Path, capsys: Out) -> N
     file = tmp_path / "cnn.yaml"
     file.write_text("model: {cnn: {inputs: [1, 8, 8], outputs: 10}}\ndata: digits\noptimizer: sgd\n")
     out = folded(said(file, capsys, "--set", f"buffers={setting}"))
-    assert "of 6 buffers 4 change in training (1.running_mean … 4.running_var (4), 384 B)" in out
-    assert "and training never reads them." in out
+    facts = "1.running_mean, 1.running_var and 2 more, 384 bytes"
+    assert f"4 of 6 buffers change in training ({facts}), and training never reads them." in out
     assert BUFFERS[setting] in out
     assert "DDP's own broadcast would send 400 B before each forward pass." in out
 

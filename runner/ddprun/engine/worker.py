@@ -248,6 +248,8 @@ def _announce(session: Session) -> None:
     # What the model's buffers do, and what follows from that under the file's settings.
     use = runtime.buffers.use
     automatic = pipeline.has_automatic_buffers
+    when = "sent before each forward pass" if use.read_in_training else "sent before evaluate and save"
+    verdict = f"{use.describe()}: {when if use.changing else 'nothing is sent'}"
     buffers = BufferUsage(
         found=automatic,
         changing=list(use.changing),
@@ -255,8 +257,8 @@ def _announce(session: Session) -> None:
         counters=list(use.counters),
         bytes=use.changing_bytes,
         read_in_training=use.read_in_training,
-        verdict=use.describe() if automatic else None,
+        verdict=verdict if automatic else None,
     )
     log_event(reporter.events, buffers)
     if automatic and (use.changing or use.constant):
-        reporter.note(f"buffers: {use.describe()}")
+        reporter.note(f"buffers: {verdict}")

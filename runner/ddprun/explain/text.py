@@ -133,31 +133,21 @@ def _parameter_drift_text(settings: StepStageSettings) -> str:
 
 
 def _buffers_text(stage: StageExplanation, setting: BufferSettings, explained: Explanation) -> str:
-    use, held = explained.probe.buffer_use, explained.buffers
-    chosen = f"{flow_yaml(setting.to_plain_data())}: "
-    if not held:
-        return f"{chosen}the model has none. DDP's own broadcast before each forward pass would send nothing."
+    use = explained.probe.buffer_use
     moments = {exchange.moment for exchange in stage.exchanges if exchange.route.kind == "buffers"}
     if "before_forward" in moments:
         when = "They are sent before each forward pass."
-        if not use.read_in_training:
-            when += " Training does not read them: `buffers: before_evaluate` would be enough."
     elif "after_step" in moments:
         when = "They are sent after a step, as below."
-    elif not use.changing:
-        when = "None are sent in this stage."
-    elif setting.when == "never":
-        when = "None are sent in this stage. Nor before evaluate and save: each rank keeps its own."
     else:
-        when = "None are sent in this stage. They are sent before evaluate and save."
-    change = "none changes in training, except counters."
-    if use.changing:
-        change = f"{len(use.changing)} {'changes' if len(use.changing) == 1 else 'change'} in training "
-        change += f"({first_and_last(use.changing)}, {format_bytes(use.changing_bytes)}), and training "
-        change += "reads them." if use.read_in_training else "never reads them."
-    all_bytes = format_bytes(sum(one.nbytes for one in held.values()))
+        when = "None are sent in this stage."
+    if use.changing and setting.when == "never":
+        when += " Each rank keeps its own."
+    elif use.changing:
+        when += " They are sent before evaluate and save."
+    all_bytes = format_bytes(sum(one.nbytes for one in explained.buffers.values()))
     ddp = f"DDP's own broadcast would send {all_bytes} before each forward pass."
-    return f"{chosen}of {format_count(len(held), 'buffer')} {change} {when} {ddp}"
+    return f"{flow_yaml(setting.to_plain_data())}: {use.describe()}. {when} {ddp}"
 
 
 def _backward_text(stage: StageExplanation, settings: StepStageSettings) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddprun.sync.audit import checksums
 from ddprun.sync.exchanger import ParameterExchanger, can_be_averaged
 from ddprun.sync.plan import BufferPlan, BufferSettings
+from ddprun.units import abbreviated_list
 from ddprun_hooks.comm.control import ControlChannel
 
 
@@ -47,17 +48,17 @@ class BufferUse:
         return BufferPlan(setting, sent, self.changing, self.read_in_training, gradients_everywhere)
 
     def describe(self) -> str:
+        """How many change in training, and whether training reads them."""
         total = len(self.changing) + len(self.constant) + len(self.counters)
         if not total:
-            return "the model has no buffers: nothing is sent"
+            return "the model has no buffers"
         if not self.changing:
-            return f"none of {total} buffers changes in training: nothing is sent"
-        names = self.changing[0] if len(self.changing) == 1 else f"{self.changing[0]} … {self.changing[-1]}"
-        facts = f"{names}, {self.changing_bytes} bytes"
-        what = f"{len(self.changing)} of {total} buffers change in training ({facts})"
-        if self.read_in_training:
-            return f"{what} and training reads them: sent before each forward pass"
-        return f"{what} and training does not read them: sent before evaluate and save"
+            return f"none of {total} buffers changes in training"
+        facts = f"{abbreviated_list(self.changing, 2)}, {self.changing_bytes} bytes"
+        reads = "reads" if self.read_in_training else "never reads"
+        return (
+            f"{len(self.changing)} of {total} buffers change in training ({facts}), and training {reads} them"
+        )
 
 
 def is_counter(buffer: Tensor) -> bool:
