@@ -15,9 +15,8 @@ from ddprun.explain.explain import Explanation, StageExplanation
 from ddprun.explain.model_probe import WorldShape
 from ddprun.predict.collectives import StackCosts, collective_of
 from ddprun.predict.costs import PARTS_WITHOUT_EXCHANGE, Costs, LastRankLateness, LinearCost, StageCosts
-from ddprun.predict.instructions import MICRO_STEP_PARTS, StepCosts, settings_of
 from ddprun.predict.links import Links
-from ddprun.predict.model import CostModel, hook_stack_id, sends_anything
+from ddprun.predict.model import MICRO_STEP_PARTS, CostModel, hook_stack_id, sends_anything, settings_of
 from ddprun.predict.timeline import Machine
 
 _MAX_HOOK_SHARE = 0.8  # of what a process computes for an exchange: their times hold waiting for a core, too
@@ -63,16 +62,15 @@ def fit_cost_model(explained: Explanation, costs: Costs, links: Links) -> CostMo
     if not on_cpu and by_key and (alone := own_work_us[True]["backward_us"]):
         longer = [found.parts["backward_us"] for alike in by_key.values() for _, found in alike]
         slowdown = max(1.0, sum(longer) / len(longer) / alone)
-    step_costs = StepCosts(on_cpu, own_work_us, ready_shares, lateness)
     cores = costs.cores if on_cpu else math.inf
-    model = CostModel(step_costs, cores, slowdown, balance_gain=gain)
+    model = CostModel(on_cpu, own_work_us, ready_shares, lateness, cores, slowdown, balance_gain=gain)
     stacks = {
         key: _fit_stack(model, world, links, alike[0][0], [found for _, found in alike], threads)
         for key, alike in by_key.items()
     }
     default = stacks.get("[]") or next(iter(stacks.values()), StackCosts())
     default = replace(default, hook_costs=default.hook_costs if "[]" in stacks else [])
-    return replace(model, costs=replace(step_costs, default_stack=default), stacks=stacks)
+    return replace(model, stacks=stacks, default_stack=default)
 
 
 def _micro_step_us_by_part(pairs: _MeasuredStages, core_share: float, *, on_cpu: bool) -> dict[str, float]:
@@ -102,7 +100,7 @@ def _fit_stack(
     threads: float,
 ) -> StackCosts:
     """What hooks and collectives of a stage's stack cost, from all stages of the run with it."""
-    costs, steps = model.costs, sum(one.steps for one in found)
+    steps = sum(one.steps for one in found)
     share = model.machine(world, links).core_share()
     stack = StackCosts()
     points = defaultdict[int, list[tuple[float, float]]](list)  # by the hook's place
@@ -111,8 +109,8 @@ def _fit_stack(
             points[place].append((nbytes, us * share))
     stack.hook_costs = list(map(LinearCost.fit, points.values()))
     buckets = [bucket for _, exchange, bucket in stage.step_buckets() if exchange.route.uses_hooks]
-    if costs.on_cpu and all(one.cpu_us for one in found):
-        own = sum(us * _part_counts(stage)[part] for part, us in costs.own_work_us[True].items()) * threads
+    if model.on_cpu and all(one.cpu_us for one in found):
+        own = sum(us * _part_counts(stage)[part] for part, us in model.own_work_us[True].items()) * threads
         left = max(0.0, sum(one.cpu_us * one.steps for one in found) / steps - own)
         hooks = sum(cost.at(bucket.bytes) for bucket in buckets for cost in stack.hook_costs)
         if hooks > _MAX_HOOK_SHARE * left:

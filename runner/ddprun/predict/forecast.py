@@ -17,10 +17,9 @@ from ddprun.engine.optimizers import TwoOptimizers
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
-from ddprun.predict.instructions import settings_of
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
-from ddprun.predict.model import LIMITS, CostModel, StepPrediction
+from ddprun.predict.model import LIMITS, CostModel, StepPrediction, settings_of
 from ddprun.units import format_bytes, format_duration
 from ddprun_hooks.config.options import parse_spec
 

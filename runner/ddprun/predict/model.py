@@ -1,15 +1,29 @@
 """The cost model: a stage's steps simulated, from its plan, the costs that a run has measured, and links."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ddprun.explain.explain import StageExplanation
+from ddprun.config import StepStageSettings
+from ddprun.engine.sequence import Moment
+from ddprun.explain.explain import PlannedExchange, StageExplanation
 from ddprun.explain.model_probe import WorldShape
-from ddprun.predict.collectives import StackCosts, host_bytes_by_level
-from ddprun.predict.instructions import InstructionGenerator, StepCosts, settings_of
+from ddprun.explain.traffic import Bucket
+from ddprun.predict.collectives import StackCosts, collective_of, control_message, host_bytes_by_level
+from ddprun.predict.costs import LastRankLateness
 from ddprun.predict.links import LinkLevel, Links
-from ddprun.predict.timeline import Machine, SimulatedStep, StepSimulator, WaitCause
+from ddprun.predict.timeline import (
+    AwaitTransfers,
+    BucketTransfer,
+    Compute,
+    Instruction,
+    LastRankWait,
+    Machine,
+    SimulatedCollective,
+    SimulatedStep,
+    StepSimulator,
+    WaitCause,
+)
 
 LIMITS = {
     "computation": "computation",
@@ -24,7 +38,11 @@ LIMITS = {
 }
 """What a step would gain most from having more, or less, of: in a prediction, and in words."""
 
+MICRO_STEP_PARTS = ("data_us", "forward_us", "backward_us")
+"""Parts of a step that come once in each of its micro-steps."""
+
 _KeyT = TypeVar("_KeyT")
+_CHANGE_US = 3e-3  # of a core, for each byte of parameters whose change is exchanged: to take and apply it
 _NEGLIGIBLE_EXPOSED_SHARE = 0.1  # of a step: what is exposed does not limit it
 
 
@@ -95,10 +113,19 @@ class StepPrediction:
 class CostModel:
     """Predicts steps from what a run has measured (`fit.py`)."""
 
-    costs: StepCosts
+    on_cpu: bool
+    own_work_us: Mapping[bool, Mapping[str, float]]
+    """Of each part of a micro-step, on a core that it has to itself: with DDP around the model, and without,
+    as in a stage that sends no gradients."""
+
+    gradient_ready_shares: Mapping[str, float]  # by parameter, as in `StageCosts`
+    lateness: LastRankLateness
     cores: float  # of a host; infinite where each rank computes on a device of its own
     overlap_slowdown: float = 1.0  # of computation beside an exchange, on such a device
     stacks: Mapping[str, StackCosts] = field(default_factory=dict)  # by `hook_stack_id`
+    default_stack: StackCosts = field(default_factory=StackCosts)
+    """What goes past all hooks, or through hooks that the run did not have."""
+
     balance_gain: float | None = None
     """The part of the slowest rank's work on samples that shares by speed would take off; None: not known."""
 
@@ -109,10 +136,10 @@ class CostModel:
         its policy. `stack`: costs in place of those known for its hooks.
         """
         if stack is None:
-            known = self.stacks.get(hook_stack_id(stage), self.costs.default_stack)
+            known = self.stacks.get(hook_stack_id(stage), self.default_stack)
             stack = known if sends_anything(stage) else StackCosts()
         machine = self.machine(world, links)
-        instructions = InstructionGenerator(self.costs, stage, world, stack, machine)
+        instructions = _InstructionGenerator(self, stage, world, stack, machine)
         simulator, delay = StepSimulator(machine), settings_of(stage).plan.overlap_steps
         by_step = {step: pattern for pattern in stage.patterns for step in pattern.steps}
         silent: dict[int, SimulatedStep] = {}  # by pattern: before and after it nothing is under way
@@ -155,14 +182,108 @@ class CostModel:
 
     def machine(self, world: WorldShape, links: Links) -> Machine:
         """What the ranks of a world share."""
-        workers = 2 if self.costs.on_cpu else 1
+        workers = 2 if self.on_cpu else 1
         return Machine(self.cores, world.ranks_per_host, links, workers, self.overlap_slowdown)
+
+
+@dataclass(frozen=True, slots=True)
+class _InstructionGenerator:
+    """What a rank's training thread does in the steps of a stage."""
+
+    model: CostModel
+    stage: StageExplanation
+    world: WorldShape
+    stack: StackCosts  # of the stage's hooks
+    machine: Machine
+
+    def of_step(
+        self, exchanges: Sequence[PlannedExchange], steps_since_exchange: int
+    ) -> Iterator[Instruction]:
+        """One step with these exchanges."""
+        settings, trains = settings_of(self.stage), self.stage.stage.name == "train"
+        delay = settings.plan.overlap_steps
+        work = self.model.own_work_us[settings.plan.gradients is not None]
+        for micro in range(settings.accumulate):
+            yield Compute(work["data_us"], "data_us")
+            if any(exchange.moment == "before_forward" for exchange in exchanges):
+                yield from self._send(exchanges, "before_forward", "buffers", 0.0)
+                yield AwaitTransfers("buffers")
+            yield Compute(work["forward_us"], "forward_us")
+            if trains and micro < settings.accumulate - 1:
+                yield Compute(work["backward_us"], "backward_us")
+        if trains:
+            yield from self._backward(exchanges, work["backward_us"])
+        yield Compute(work["optimizer_us"], "optimizer_us")
+        if delay:
+            yield AwaitTransfers("sync", delay)
+        after = [exchange for exchange in exchanges if exchange.moment == "after_step"]
+        if after:
+            nbytes = sum(bucket.bytes for exchange in after for bucket in exchange.buckets)
+            yield Compute(_CHANGE_US * nbytes, "sync_us")
+            late_us = self._last_rank_wait_us(steps_since_exchange)
+            yield from self._send(exchanges, "after_step", "sync", late_us)
+        if after and not delay:
+            yield AwaitTransfers("sync")
+        if settings.plan.gradients != "all":  # where each step has a control message, nobody waits for it
+            yield AwaitTransfers("control", settings.plan.control_delay_steps)
+            if after and self.world.ranks > 1:
+                yield control_message(self.world)
+        yield Compute(work["sync_us"] + work["other_us"], "sync_us")
+
+    def _send(
+        self, exchanges: Sequence[PlannedExchange], moment: Moment, queue: str, late_us: float
+    ) -> Iterator[Instruction]:
+        for exchange in exchanges:
+            for bucket in exchange.buckets if exchange.moment == moment else ():
+                yield self._transfer(exchange, bucket, queue, late_us)
+
+    def _backward(self, exchanges: Sequence[PlannedExchange], whole_us: float) -> Iterator[Instruction]:
+        late_us, done = self._last_rank_wait_us(1), 0.0
+        shares = self.model.gradient_ready_shares
+        for exchange in exchanges:
+            for bucket in exchange.buckets if exchange.moment == "backward" else ():
+                ready = max([shares.get(name, 1.0) for name in bucket.params] or [1.0])
+                if ready > done:
+                    yield Compute(whole_us * (ready - done), "backward_us")
+                    done = ready
+                yield self._transfer(exchange, bucket, "gradient", late_us)
+        yield Compute(whole_us * (1 - done), "backward_us")
+        yield AwaitTransfers("gradient")
+
+    def _last_rank_wait_us(self, steps: int) -> float:
+        """How long a rank waits for the last one: less if they share cores, which it then has."""
+        return self.model.lateness.expected_us(steps, self.world.ranks) * self.machine.core_share()
+
+    def _transfer(
+        self, exchange: PlannedExchange, bucket: Bucket, queue: str, late_us: float
+    ) -> BucketTransfer:
+        """The transfer of a bucket, through the stage's hooks or past them."""
+        stack = self.stack if exchange.route.uses_hooks else self.model.default_stack
+        phases: list[Compute | LastRankWait | SimulatedCollective] = []
+        legs, on_cpu = bucket.legs, self.model.on_cpu
+        for index in range(len(legs) + 1):
+            if index < len(stack.hook_costs):
+                phases.append(Compute(stack.hook_costs[index].at(bucket.bytes)))
+            if index == 0 and legs:
+                phases.append(LastRankWait(late_us))
+            if index < len(legs):
+                name, drifted = f"{queue} {index}", queue == "sync"
+                leg, hosts = legs[index], self.world.hosts
+                collective = collective_of(leg, hosts, stack, name, on_cpu=on_cpu, drifted=drifted)
+                phases.append(replace(collective, apart_us=late_us))
+        return BucketTransfer(f"{exchange.route.kind} {bucket.bucket}", tuple(phases), queue, on_cpu)
 
 
 def _means(times_us: Sequence[Mapping[_KeyT, float]]) -> dict[_KeyT, float]:
     """Of steps' times by key; what a step lacks counts as 0."""
     keys = dict.fromkeys(key for one in times_us for key in one)
     return {key: sum(one.get(key, 0.0) for one in times_us) / len(times_us) for key in keys}
+
+
+def settings_of(stage: StageExplanation) -> StepStageSettings:
+    """The settings of a stage that takes steps."""
+    assert stage.settings is not None, "only stages with steps are simulated"
+    return stage.settings
 
 
 def hook_stack_id(stage: StageExplanation) -> str:
