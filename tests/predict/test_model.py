@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddprun.config import load
 from ddprun.explain.explain import Explanation, explain
@@ -317,6 +318,23 @@ def test_memory_is_what_a_rank_holds(model: CostModel, cases: Explanation) -> No
     plain, int8 = (memory[list(STAGES).index(name)] for name in ("every_step", "int8"))
     assert list(plain.values()) == [weights, weights, weights, 0, 0]
     assert int8["hooks"] == weights
+
+
+class NamedAdam(torch.optim.Adam):
+    """It cannot be made of its parameters alone."""
+
+    def __init__(self, params: list[torch.Tensor], name: str) -> None:
+        super().__init__(params)
+        self.name = name
+
+
+def test_the_state_of_somebodys_own_optimizer_is_known_unless_it_grows_with_its_steps() -> None:
+    """It is made as a run makes it, and weights stay what they are."""
+    weights = torch.ones(10, requires_grad=True)
+    assert optimizer_bytes(NamedAdam([weights], "mine")) == 2 * 40 + 4
+    assert weights.tolist() == [1.0] * 10
+    assert optimizer_bytes(torch.optim.LBFGS([weights])) is None
+    assert optimizer_bytes(torch.optim.SparseAdam([weights])) is None
 
 
 def made_up(own_us: float, cpu_us: float, step_us: float) -> StageCosts:

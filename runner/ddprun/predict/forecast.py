@@ -2,24 +2,23 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ddprun.config import StepStage, load
 from ddprun.config.resolved import flow_yaml
-from ddprun.engine.optimizers import TwoOptimizers
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
 from ddprun.explain.text import labelled, paragraph, table
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
 from ddprun.predict.model import LIMITS, CostModel, StepPrediction, settings_of
+from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
 from ddprun.units import format_bytes, format_duration
 from ddprun_hooks.config.options import parse_spec
 
@@ -84,8 +83,8 @@ class StageForecast:
     links: Links
     hook_verdicts: Sequence[HookVerdict]
     memory: Mapping[str, int | None]  # bytes of each of `_MEMORY_PHRASES`; None: not known
-    sweep: list[tuple[WorldShape, StepPrediction]] = field(default_factory=list)  # on other numbers of hosts
-    balance_gain: float | None = None  # as in `CostModel`; None, too, where ranks cannot have such shares
+    sweep: Sequence[tuple[WorldShape, StepPrediction]]  # on other numbers of hosts
+    balance_gain: float | None  # as in `CostModel`; None, too, where ranks cannot have such shares
 
     def to_json_data(self) -> dict[str, Any]:
         """For `--format json`."""
@@ -137,25 +136,27 @@ def forecast(
     the predictions by the stage's index. `models` are as `cost_models_of_run` gives them.
     """
     model, *halves = models
-    world, stages = explained.world, dict[int, StageForecast]()
+    world, trained = explained.world, [stage for stage in explained.stages if stage.patterns]
+    again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
+    others = [again(explained.loaded, hosts=number) for number in hosts]
+    verdicts = {stage.index: list(_verdicts(explained, stage, model, links)) for stage in trained}
+    # It makes the state, so nothing is explained by this probe after it.
     state_bytes = optimizer_bytes(explained.probe.optimizer)
-    for stage in (one for one in explained.stages if one.patterns):
-        verdicts = list(_verdicts(explained, stage, model, links))
-        memory = _memory(explained, stage, state_bytes)
+    stages = {}
+    for stage in trained:
         predicted, *repeated = (one.predict(stage, world, links) for one in (model, *halves))
-        repeated_us = [one.step_us for one in repeated]
         can_balance = (
             settings_of(stage).plan.gradients == "all" and not explained.loaded.pipeline.loader.balance
         )
-        gain = model.balance_gain if can_balance else None
         stages[stage.index] = StageForecast(
-            predicted, repeated_us, links, verdicts, memory, balance_gain=gain
+            predicted=predicted,
+            repeated_us=[one.step_us for one in repeated],
+            links=links,
+            hook_verdicts=verdicts[stage.index],
+            memory=_memory(explained, stage, state_bytes),
+            sweep=[(at.world, model.predict(at.stages[stage.index], at.world, links)) for at in others],
+            balance_gain=model.balance_gain if can_balance else None,
         )
-    again = partial(explain, ranks_per_host=world.ranks_per_host, probe=explained.probe)
-    for number in hosts:
-        other = again(explained.loaded, hosts=number)
-        for index, found in stages.items():
-            found.sweep.append((other.world, model.predict(other.stages[index], other.world, links)))
     return stages
 
 
@@ -212,25 +213,15 @@ def break_even_rate(
     return low
 
 
-def optimizer_bytes(optimizer: Optimizer | None) -> int | None:
-    """The size of an optimizer's state after a step, found out without values; None: not known."""
-    if optimizer is None:
+def optimizer_bytes(optimizer: Optimizer) -> int | None:
+    """The size of an optimizer's state after a step, which it then has; None: not known."""
+    if requires_closure(optimizer):  # how much LBFGS keeps depends on its steps
         return None
-    if isinstance(optimizer, TwoOptimizers):
-        both = [optimizer_bytes(one) for one in optimizer.both]
-        return None if None in both else sum(filter(None, both))
-    groups = []
-    for group in optimizer.param_groups:
-        params = [torch.empty_like(param, device="meta") for param in group["params"] if param.requires_grad]
-        for param in params:
-            param.grad = torch.empty_like(param)
-        groups.append({**group, "params": params})
     try:
-        on_meta = type(optimizer)(groups)  # type: ignore[call-arg]  # it has defaults for the rest
-        on_meta.step()
-    except Exception:  # of an optimizer that wants more, or looks at values
+        initialize_optimizer_state(optimizer)
+    except Exception:  # of an optimizer that takes no dense gradients, or looks at values
         return None
-    return sum(one.nbytes for one in tree_leaves(list(on_meta.state.values())) if isinstance(one, Tensor))
+    return sum(one.nbytes for one in tree_leaves(list(optimizer.state.values())) if isinstance(one, Tensor))
 
 
 def _memory(explained: Explanation, stage: StageExplanation, optimizer: int | None) -> dict[str, int | None]:
