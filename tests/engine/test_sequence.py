@@ -163,3 +163,14 @@ def test_a_run_sends_in_the_order_of_its_sequence(tmp_path: Path) -> None:
     order = [line["kind"] for line in sorted(sent, key=lambda line: line["launch_us"])]
     assert [kind for kind, _ in groupby(order)] == [kind for kind, _ in groupby(names)]
     assert names == ["buffers", "buffers", "gradient", "delta"]
+
+
+def test_hosts_that_average_gradients_of_their_own_have_optimizers_of_their_own(tmp_path: Path) -> None:
+    """A stage that exchanges gradients after it averages their state first, among the same hosts, too."""
+    stages = "stages: [train: {steps: 2, sync: {hierarchical_sgd: {across: 2, hosts: 2}}}]"
+    found = sequence(tmp_path, stages, 2)
+    told(found, 2)
+    assert found.replicas.optimizer == "apart"
+    next_one = sequence(tmp_path, stages, 2, optimizer=found.replicas.optimizer)
+    assert list(next_one.begin()) == [EqualizeState("optimizer")]
+    assert next_one.replicas.optimizer == "common"

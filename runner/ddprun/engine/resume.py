@@ -194,7 +194,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
             state["ema"] = {**ema, "tensors": merged, "apart": False}
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
-    state["replicas"] = ["common", "common", None, own[0]["replicas"][3]]
+    state["replicas"] = ["common", "common", own[0]["replicas"][2]]
     totals = [Totals.of(one["telemetry"]["totals"]) for one in own]
     state["telemetry"] = {
         "totals": Totals.of_other_ranks(totals, rank, ranks).numbers(),

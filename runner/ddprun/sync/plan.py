@@ -357,7 +357,6 @@ class ReplicaConsistency:
 
     parameters: Consistency = "common"
     optimizer: Consistency = "common"
-    optimizer_hosts: int | None = None  # the ranks were split into, where those of each hold the same
     mutated_at: int = -1  # after how many steps of the run each rank changed its weights in a way of its own
     hosts: int | None = None  # into which the running stage splits the ranks; None: as launched
     averages_differ: bool = False  # the ranks' averages of the weights (`ema`)
@@ -380,30 +379,22 @@ class ReplicaConsistency:
             self.parameters = self.optimizer = "apart"
         elif effect == "common" and state_is_averaged and not noop:
             self.optimizer = "common"
-        elif plan.gradients and self.parameters == "apart":
+        elif plan.gradients != "all" or self.parameters != "common":
             self.optimizer = "apart"  # weight decay makes momentum of weights
-        elif plan.gradients == "host":
-            self.optimizer = _consistency_after(self.optimizer, "hosts_apart")
-            self.optimizer_hosts = plan.hosts
-        elif plan.gradients is None:
-            self.optimizer = "apart"
 
     def needs_state_averaging(self, plan: SyncPlan) -> bool:
         """Whether the optimizer's state must be averaged before ranks exchange gradients by this plan: equal
         gradients keep ranks equal only if their optimizers' state is.
         """
-        if plan.gradients is None or self.optimizer == "common":
-            return False
-        in_hosts = plan.gradients == "host" and self.optimizer == "host"
-        return not (in_hosts and self.optimizer_hosts == plan.hosts)
+        return plan.gradients is not None and self.optimizer != "common"
 
     def state_list(self) -> list[Any]:
         """As a checkpoint holds it."""
-        return [self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at]
+        return [self.parameters, self.optimizer, self.mutated_at]
 
     def load_state_list(self, state: Sequence[Any]) -> None:
         """Bring it back."""
-        self.parameters, self.optimizer, self.optimizer_hosts, self.mutated_at = state
+        self.parameters, self.optimizer, self.mutated_at = state
 
 
 def _consistency_after(before: Consistency, effect: Effect) -> Consistency:
