@@ -37,7 +37,7 @@ from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
 from ddprun.predict.links import Links, parse_links
-from ddprun.predict.measure import cost_model_of_run
+from ddprun.predict.measure import cost_models_of_run
 from ddprun.units import format_count
 
 EVERY = 200  # steps from one held-out loss to the next
@@ -119,7 +119,7 @@ def time_steps(method: Method) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"seconds": [], "computing": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = _timed_run(Path(scratch), method, None)
-        model = cost_model_of_run(folder, Links(), cores=cores() / HOSTS)
+        model = cost_models_of_run(folder, Links(), cores=cores() / HOSTS)[0]
         explained = explain(load(folder / "pipeline.yaml"), hosts=HOSTS, ranks_per_host=1)
     links = [parse_links(*link.words) for link in LINKS]
     steps = [model.predict(explained.stages[0], explained.world, link) for link in links]

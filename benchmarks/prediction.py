@@ -42,7 +42,7 @@ from ddprun.config import load
 from ddprun.explain.explain import explain
 from ddprun.host.processes import cores
 from ddprun.predict.links import Links, parse_links
-from ddprun.predict.measure import cost_model_of_run
+from ddprun.predict.measure import cost_models_of_run
 
 LOCAL = 2  # ranks on a host
 ON_ONE_HOST = ["[]", "[fp16]", "[shared_memory]"]
@@ -197,7 +197,7 @@ def predict(model: str, speeds: Mapping[str, Speed]) -> tuple[float, dict[str, l
         folder = Path(scratch)
         run_dir = run(folder, MODELS[model] + REST + turns(4, stages), None)
         control = keep_quiet(run_dir, len(stages))
-        cost_model = cost_model_of_run(run_dir, Links(), cores=cores() / HOSTS)
+        cost_model = cost_models_of_run(run_dir, Links(), cores=cores() / HOSTS)[0]
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         found = explain(load(folder / "cases.yaml"), hosts=HOSTS, ranks_per_host=LOCAL)
         return control, {
@@ -275,7 +275,7 @@ def predict_ranks(model: str) -> dict[str, list[tuple[float, str]]]:
     found: dict[str, list[tuple[float, str]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cost_model = cost_model_of_run(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())
+        cost_model = cost_models_of_run(run_here(folder, MODELS[model] + REST + 3 * turn, 2), Links())[0]
         (folder / "cases.yaml").write_text(MODELS[model] + REST + cases)
         for ranks in RANKS:
             explained = explain(load(folder / "cases.yaml"), hosts=1, ranks_per_host=ranks)

@@ -14,7 +14,7 @@ import pytest
 
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
-from ddprun.predict.measure import cost_model_of_run
+from ddprun.predict.measure import cost_models_of_run
 from ddprun.report import trace
 from ddprun.report.digest import digest_run
 from ddprun.report.sections import headline
@@ -149,7 +149,7 @@ def test_no_costs_are_taken_from_it(run_dir: Path) -> None:
     """A prediction is for one number of ranks."""
     said = r"the number of its ranks has changed \(2 to step 20, then 1 to step 32, then 3\)"
     with pytest.raises(CostsUnknownError, match=said):
-        cost_model_of_run(run_dir, Links())
+        cost_models_of_run(run_dir, Links())
 
 
 def test_a_summary_without_the_field_shows_its_number_of_ranks() -> None:

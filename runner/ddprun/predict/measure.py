@@ -84,7 +84,7 @@ def run_measurement(
     warning if other processes took the cores' time meanwhile, else "".
 
     `overrides` are added to those with which the pipeline was loaded. A run that takes longer than `limit_s`
-    is ended: what it has recorded until then tells the costs. Raises ShortRunError if it fails, and as
+    is ended: what it has recorded until then tells the costs. Raises MeasurementRunError if it fails, and as
     `measurement_stages_yaml` does.
     """
     settings = [*loaded.overrides, *overrides, f"stages={measurement_stages_yaml(loaded, stacks)}", *QUIET]
@@ -144,23 +144,15 @@ def identify_run(run_dir: Path) -> dict[str, str]:
     return {"run_dir": str(run_dir), "started": Run(run_dir).started.time}
 
 
-def cost_model_of_run(
-    run_dir: Path, links: Links, like: LoadedPipeline | None = None, *, cores: float | None = None
-) -> CostModel:
-    """The first model of `cost_models_of_run`."""
-    return cost_models_of_run(run_dir, links, like, cores=cores, halves=False)[0]
-
-
 def cost_models_of_run(
     run_dir: Path,
     links: Links,
     like: LoadedPipeline | None = None,
     *,
     cores: float | None = None,
-    halves: bool = True,
 ) -> list[CostModel]:
     """The cost model of a run in a folder, which had these links; `cores`: of a host, if not as recorded.
-    After it, with `halves`, those of each half, if the run takes the same stages twice, as a short run does.
+    After it those of each half, if the run takes the same stages twice, as a short run does.
     `like` says of an observed script what its records do not. Raises NoRunError, CostsUnknownError if its
     records do not tell, PipelineError if its file cannot be read.
     """
@@ -185,7 +177,7 @@ def cost_models_of_run(
     costs = costs if cores is None else replace(costs, cores=cores)
     parts, stages = [costs], ran.as_dict()["stages"]
     half = len(stages) // STAGE_REPETITIONS
-    if halves and stages == stages[:half] * STAGE_REPETITIONS and all(one.steps for one in costs.stages):
+    if stages == stages[:half] * STAGE_REPETITIONS and all(one.steps for one in costs.stages):
         nothing = [StageCosts()] * half
         parts += [replace(costs, stages=[*costs.stages[:half], *nothing])]
         parts += [replace(costs, stages=[*nothing, *costs.stages[half:]])]

@@ -29,7 +29,7 @@ from ddprun.explain.model_probe import ModelProbe, WorldShape
 from ddprun.launch.meeting import HostsError
 from ddprun.predict.costs import CostsUnknownError
 from ddprun.predict.links import Links
-from ddprun.predict.measure import cost_model_of_run, distinct_stacks_without_noop, run_measurement
+from ddprun.predict.measure import cost_models_of_run, distinct_stacks_without_noop, run_measurement
 from ddprun.predict.model import CostModel
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.tune import TuneError, choose
@@ -159,7 +159,7 @@ class Search:
 
     def run(self) -> SearchOutcome:
         """Measure, predict, run; what is done is kept, also if interrupted. Raises TuneError if the file as
-        it is cannot be run or predicted, what `cost_model_of_run` raises if costs are not to be had, and
+        it is cannot be run or predicted, what `cost_models_of_run` raises if costs are not to be had, and
         OSError.
         """
         self.folder, self._state = resume_or_create_search(
@@ -222,7 +222,7 @@ class Search:
         """The cost model of the run that `--from` names, or of a short one with all stacks of hooks."""
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
-            return cost_model_of_run(request.measured_run, Links(), loaded)
+            return cost_models_of_run(request.measured_run, Links(), loaded)[0]
         if self._state.costs is None:
             stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
             run_dir = next_numbered_folder(self.folder, "costs")
@@ -232,7 +232,7 @@ class Search:
             if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
                 self._progress(f"warning: {warning}")
             try:
-                model = cost_model_of_run(run_dir, Links())
+                model = cost_models_of_run(run_dir, Links())[0]
             except (CostsUnknownError, NoRunError) as error:
                 if time.monotonic() < began_us / 1e6 + limit_s:
                     raise
@@ -241,7 +241,7 @@ class Search:
             started_us = Run(run_dir).started.monotonic_us or began_us
             self.save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
             return model
-        return cost_model_of_run(self.folder / self._state.costs, Links())
+        return cost_models_of_run(self.folder / self._state.costs, Links())[0]
 
     def _predict(self, found: Sequence[Candidate]) -> Iterator[choose.PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
