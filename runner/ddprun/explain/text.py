@@ -58,7 +58,7 @@ def _head(explained: Explanation) -> Iterator[str]:
 
 
 def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
-    """What torch.compile makes of the model: its graphs, where they are cut, and where they break."""
+    """What torch.compile makes of the model: its graphs, and where they break."""
     settings, compiled = explained.loaded.pipeline.compile, explained.probe.compiled
     if settings is None or compiled is None:
         return
@@ -70,16 +70,6 @@ def _compiled_graph_lines(explained: Explanation) -> Iterator[str]:
     yield from paragraph("Compile", f"{made}, {broken}.")
     if not graphs:
         yield from paragraph("", "Nothing is compiled: a run would end with an error.")
-    rows = []
-    for number, graph in enumerate(graphs):
-        for part, names in enumerate(graph.parts):
-            rows.append((str(number), str(part), first_and_last(names) if names else "none that is trained"))
-    if any(len(graph.parts) > 1 for graph in graphs):
-        cut = "A graph yields all its gradients at its end, so each is cut where its gradients fill a bucket"
-        cut += ": sending one part's gradients overlaps with the backward pass of the part before."
-        yield from paragraph("", cut)
-        head = ("graph", "part", "parameters")
-        yield from labelled("", table([head, *_omit_middle(rows, ("…", "", ""))], ">><"))
     for one in breaks:
         yield from paragraph("Graph break", f"{one.reason}{f' ({one.where})' if one.where else ''}.")
 
