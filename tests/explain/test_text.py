@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddprun.explain.text import first_and_last, paragraph, steps_text, table
+from ddprun.explain.text import paragraph, steps_text, table
 from ddprun.units import format_bytes, format_count
 
 
@@ -49,9 +49,7 @@ def test_named_steps(steps: list[int], cycle: int, last: int | None, words: str)
 
 
 def test_lists_and_tables() -> None:
-    """Names lose their middle, columns are as wide as they have to be, paragraphs stay beside their label."""
-    assert first_and_last(["a", "b"]) == "a, b"
-    assert first_and_last(["a", "b", "c"]) == "a … c (3)"
+    """Columns are as wide as they have to be, paragraphs stay beside their label."""
     assert (format_count(1, "rank"), format_count(2000, "rank")) == ("1 rank", "2,000 ranks")
     assert table([("a", "bb"), ("ccc", "d")], "<>") == ["a    bb", "ccc   d"]
     lines = list(paragraph("Label", "word " * 40))

@@ -15,6 +15,7 @@ from torch import Tensor
 from ddprun.config import AverageStage, BroadcastStage, LoadedPipeline, Stage, StepStage, StepStageSettings
 from ddprun.engine.data import Feed
 from ddprun.engine.ema import initial_averages
+from ddprun.engine.optimizers import takes_closure
 from ddprun.engine.sequence import (
     Action,
     EqualizeState,
@@ -35,7 +36,6 @@ from ddprun.sync.exchanger import (
     averageable_state,
     can_be_averaged,
     initialize_optimizer_state,
-    requires_closure,
 )
 from ddprun.sync.plan import DueTransfers, ReplicaConsistency, SyncPlan, Transfer
 from ddprun.sync.synchronizer import buckets_by_fragment
@@ -302,8 +302,7 @@ class _Planner:
         self._ema_tensors: Mapping[str, Tensor] = {}  # without values
         if loaded.pipeline.ema is not None:
             self._ema_tensors = initial_averages(probe.model, "meta")
-        required = requires_closure(probe.optimizer)
-        self._takes_closure = required or "closure" in loaded.pipeline.optimizer.beside
+        self._takes_closure = takes_closure(loaded, probe.optimizer)
         self._replicas = ReplicaConsistency(optimizer_is_read=has_train_eval_modes(probe.optimizer))
         self._stage: StepStage | None = None  # whose hooks carry what is sent
         self._stage_index = 0

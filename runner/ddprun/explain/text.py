@@ -11,7 +11,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
-from ddprun.units import format_bytes, format_count
+from ddprun.units import abbreviated_list, format_bytes, format_count
 
 _WIDTH, _INDENT = 110, 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
@@ -27,12 +27,9 @@ def render_text(explained: Explanation, extra_lines: Mapping[int, Iterable[str]]
 
 
 def _head(explained: Explanation) -> Iterator[str]:
-    pipeline, world = explained.loaded.pipeline, explained.world
+    pipeline = explained.loaded.pipeline
     parameters, buffers = explained.parameters, explained.buffers
-    yield f"{pipeline.name}: {world}"
-    if world.ranks > 1 and world.hosts == 1:
-        advice = "Nothing goes between hosts. --nnodes 2 shows what would go between two."
-        yield from paragraph("Hosts", advice)
+    yield f"{pipeline.name}: {explained.world}"
     values = sum(one.numel() for one in parameters.values())
     held, more = (sum(one.nbytes for one in found.values()) for found in (parameters, buffers))
     name = pipeline.model.name
@@ -354,7 +351,7 @@ def _bucket_tables(
         rows = []
         for one in buckets:
             sizes = f"{one.numel:,}", format_bytes(one.bytes), format_bytes(one.sent.per_rank)
-            rows.append((str(one.bucket), one.dtype, *sizes, first_and_last(one.params)))
+            rows.append((str(one.bucket), one.dtype, *sizes, abbreviated_list(one.params, 2)))
         rows = _omit_middle(rows, ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
         yield from labelled("", table([head, *rows], "><>>><"))
@@ -410,11 +407,6 @@ def table(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
         for row in rows
     ]
-
-
-def first_and_last(names: Sequence[str]) -> str:
-    """The first and the last of many names, and their number."""
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def _capital(text: str) -> str:

@@ -95,14 +95,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The link inside a host, and the one by which each host reaches the others."""
+    """The link inside a host, and the one by which each host reaches the others; fields by `LinkLevel`."""
 
     within: Link = Link()
     across: Link = Link()
-
-    def at_level(self, level: LinkLevel) -> Link:
-        """The link of a level."""
-        return self.within if level == "within" else self.across
 
     def __str__(self) -> str:
         across = f"{self.across} between hosts"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddprun.predict.links import LinkLevel, Links
+from ddprun.predict.links import Link, LinkLevel, Links
 
 WaitCause = Literal["late", "hooks", "wire", "latency", "collectives"]
 """What a training thread waits for: the last rank to have a bucket ready; hooks; a link that is busy;
@@ -256,7 +256,8 @@ class StepSimulator:
         one.round += 1
         end = self._now
         for level, nbytes in collective.bytes_by_level.items():
-            link, free_us = self._machine.links.at_level(level), self._link_free_us[level]
+            link: Link = getattr(self._machine.links, level)
+            free_us = self._link_free_us[level]
             lead = 0.0
             if one.round == 1:
                 if all(other.round == 0 for other in self._active_transfers if other is not one):
@@ -276,7 +277,7 @@ class StepSimulator:
                 end = max(end, self._link_free_us[level])
         one.wire_until_us = end
         for level, count in collective.latency_counts.items():
-            link = self._machine.links.at_level(level)
+            link = getattr(self._machine.links, level)
             latency_us = 1e6 * link.latency_s * count / collective.rounds
             if collective.double_buffered:
                 sent = collective.bytes_by_level.get(level, 0.0) / collective.rounds
