@@ -87,7 +87,7 @@ def test_two_hosts_take_the_same_rounds(tmp_path: Path) -> None:
     assert "Winner, which keeps training the same: hooks=[]. It is " in found.stdout
     assert other.stdout == ""
     assert (tmp_path / "p.tuned.yaml").exists()
-    runs = list(tmp_path.glob("runs/tune/*/round-0/0/steps/rank-*.jsonl"))
+    runs = list(tmp_path.glob("runs/tune/*/round-1/0/steps/rank-*.jsonl"))
     assert len(runs) == 2
 
 

@@ -1,4 +1,4 @@
-"""`ddprun tune` as a command: short runs, the winner's file, and going on after Ctrl-C."""
+"""`ddprun tune` as a command: short runs, the winner's file, and Ctrl-C."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,19 +58,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
 
 
 @pytest.fixture
-def state(tuned: tuple[Path, Finished]) -> Iterator[Path]:
-    """The state of that search as if it had not finished; afterwards it is as it was."""
-    folder, _ = tuned
-    (state,) = folder.glob("runs/tune/*/state.json")
-    before, winner = state.read_text(), (folder / "p.tuned.yaml").read_text()
-    state.write_text(before.replace('"finished": true', '"finished": false'))
-    (folder / "p.tuned.yaml").unlink()
-    yield state
-    state.write_text(before)
-    (folder / "p.tuned.yaml").write_text(winner)
-
-
-@pytest.fixture
 def folder(tuned: tuple[Path, Finished], tmp_path: Path) -> Path:
     """A copy of that folder, without the winner's file."""
     found = Path(shutil.copytree(tuned[0], tmp_path / "work"))
@@ -81,7 +67,7 @@ def folder(tuned: tuple[Path, Finished], tmp_path: Path) -> Path:
 
 def measured(folder: Path) -> str:
     """The run that told the costs."""
-    (found,) = folder.glob("runs/tune/*/costs-0")
+    (found,) = folder.glob("runs/tune/*/costs")
     return str(found.relative_to(folder))
 
 
@@ -121,40 +107,12 @@ def test_the_winner_runs(tuned: tuple[Path, Finished], capsys: Out) -> None:
     assert done.code == 0, done.stderr
 
 
-def test_what_is_measured_is_not_measured_again(tuned: tuple[Path, Finished], state: Path) -> None:
-    """The same command on a search that has not finished takes its results as they are."""
-    folder, first = tuned
-    done = ddprun(*TUNE, cwd=folder)
-    assert done.code == 0, done.stderr
-    assert "continuing with what" in done.stderr
-    assert "a short run measures" not in done.stderr
-    assert sorted(path.name for path in state.parent.iterdir()) == ["costs-0", "round-0", "state.json"]
-    (before,) = [one for one in json.loads(first.stdout)["candidates"] if one["changes"] == {"hooks": []}]
-    times = f"{before['measured']['times_file']:.2f} times as fast"
-    again = f"Winner, which keeps training the same: hooks=[]. It is {times}"
-    assert again in " ".join(done.stdout.split())
-    assert "out: its cosine is" in done.stdout
-    assert (folder / "p.tuned.yaml").exists()
-
-
-def test_candidates_of_another_search_are_refused(tuned: tuple[Path, Finished], state: Path) -> None:
-    """A state that names what no search changes is somebody else's."""
-    folder, _ = tuned
-    text = state.read_text()
-    state.write_text(text.replace('"hooks": []', '"seed": 1'))
-    assert state.read_text() != text
-    done = ddprun(*TUNE, cwd=folder)
-    assert done.code == 1
-    assert "changes of seed, which a search does not change; remove it" in done.stderr
-    assert not (folder / "p.tuned.yaml").exists()
-
-
-def test_an_interrupt_and_going_on(tmp_path: Path) -> None:
-    """Exit code 130 in the midst of a round; the costs stay known, and the same command ends it."""
+def test_an_interrupt(tmp_path: Path) -> None:
+    """Exit code 130 in the midst of a round; the costs can be used again, by the option that is named."""
     made(tmp_path)
     with Running(*TUNE, cwd=tmp_path) as running:
         end = time.monotonic() + 90
-        while not any(path.stat().st_size for path in tmp_path.glob("runs/tune/*/round-0/*/steps/*.jsonl")):
+        while not any(path.stat().st_size for path in tmp_path.glob("runs/tune/*/round-1/*/steps/*.jsonl")):
             assert running.process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -162,14 +120,12 @@ def test_an_interrupt_and_going_on(tmp_path: Path) -> None:
         done = running.wait(60)
     assert done.code == 130, done.stderr
     assert "Traceback" not in done.stderr
-    assert re.search(
-        r"interrupted; runs/tune/p-\S+ keeps what was measured: the same command continues", done.stderr
-    )
+    option = re.search(r"interrupted; (--from \S+) uses the costs that were measured\n", done.stderr)
+    assert option is not None
     assert not (tmp_path / "p.tuned.yaml").exists()
-    again = ddprun(*TUNE, cwd=tmp_path)
+    again = ddprun(*TUNE, *option[1].split(), cwd=tmp_path)
     assert again.code == 0, again.stderr
     assert "a short run measures" not in again.stderr
-    assert len(list(tmp_path.glob("runs/tune/*"))) == 1
     assert (tmp_path / "p.tuned.yaml").exists()
 
 
@@ -270,12 +226,10 @@ def test_bad_input_is_one_clear_error(
 
 
 def test_too_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    """What is too short is named, and the same command with more minutes measures anew."""
+    """What is too short is named."""
     monkeypatch.chdir(made(tmp_path))
     assert main(["tune", "p.yaml", "--minutes=0.01"]) == 1
-    err = capsys.readouterr().err
-    assert "had 1 s, a third of --minutes, which is too short" in err
-    assert '"costs": null' in next(tmp_path.glob("runs/tune/*/state.json")).read_text()
+    assert "had 1 s, a third of --minutes, which is too short" in capsys.readouterr().err
 
 
 def test_a_run_that_tells_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:

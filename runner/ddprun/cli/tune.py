@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs") / "tune",
-    help="Folder for the short runs; the same command continues with what is there.",
+    help="Folder for the short runs.",
 )
 @format_option("text", "json", text="Text, or one JSON object with every candidate.")
 def tune(
@@ -96,8 +96,8 @@ def tune(
 
     All candidates are predicted from a short run on this machine. The best few then take turns with the
     unchanged file, and the winner is written as a pipeline file. "Change nothing" is an answer, too. Exit
-    code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails; 130 after Ctrl-C: the same
-    command continues. On several hosts, run the same command on each with --nnodes and --rdzv-endpoint.
+    code 0; 2 if the input is wrong; 1 if a run of the unchanged file fails; 130 after Ctrl-C. On several
+    hosts, run the same command on each with --nnodes and --rdzv-endpoint.
     """
     with as_bad_parameter("--link or --latency"):
         links = None if link is None and latency is None else parse_links(link, latency)
@@ -143,10 +143,10 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
                 return search.follow_first_host()
             outcome = search.run()
             written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
-            search.save_state(finished=True)
     except KeyboardInterrupt:
-        kept = f"; {search.folder} keeps what was measured: the same command continues" if search else ""
-        say(f"interrupted{kept}")
+        costs = search.costs_run if search is not None else None
+        again = f"; --from {shlex.quote(str(costs))} uses the costs that were measured" if costs else ""
+        say(f"interrupted{again}")
         return EXIT_INTERRUPTED
     except (PipelineError, HostsError):
         raise

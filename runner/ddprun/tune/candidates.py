@@ -57,7 +57,7 @@ class TunedStage:
         return None if candidate.changes and self.steps is not None and steps > self.steps else candidate
 
     def candidate_from_untrusted(self, changes: Mapping[str, Any]) -> "Candidate":
-        """The candidate with changes from a file or another host; raises ValueError if they make none."""
+        """The candidate with changes from another host; raises ValueError if they make none."""
         if not changes or not set(changes) <= set(self.paths_by_key.values()):
             raise ValueError(f"changes of {', '.join(changes) or 'nothing'}, which a search does not change")
         candidate = self.with_changes(changes)

@@ -8,8 +8,6 @@
    to be better than the best, or time is out.
 """
 
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddprun import __version__
 from ddprun.compare import runs as compare
 from ddprun.compare.hosts import HostCoordinator, HostMessage
 from ddprun.compare.runs import VariantRuns
@@ -42,7 +39,6 @@ from ddprun.tune.candidates import (
     values_to_try,
 )
 from ddprun.tune.rounds import judge_round, make_round_variants, steps_per_turn_and_run
-from ddprun.tune.state import FILE, Round, State, next_numbered_folder, resume_or_create_search
 from ddprun.units import format_count
 
 _MAX_ROUNDS = 5
@@ -68,18 +64,6 @@ class SearchRequest:
     floors: choose.QualityFloors
     minutes: float
     runs_folder: Path
-
-    def inputs_hash(self, world: WorldShape) -> str:
-        """SHA-256 of all that decides what is measured."""
-        inputs = {
-            "ddprun": __version__,
-            "pipeline": [str(self.loaded.path.resolve()), self.loaded.digest()],
-            "ranks": [world.hosts, world.ranks_per_host],
-            "links": repr(self.links),
-            "from": str(self.measured_run.resolve()) if self.measured_run is not None else None,
-            "vary": {key: flow_yaml(list(values)) for key, values in self.vary.items()},
-        }
-        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -139,10 +123,12 @@ class Search:
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
-        self.folder = request.runs_folder  # and below it, once the search has begun
+        self.folder = request.runs_folder / f"{loaded.pipeline.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._probes: list[ModelProbe] = [self._explained.probe]  # of the file, and of candidates
         self._cost_model: CostModel
-        self._state: State
+        self.costs_run = request.measured_run  # the run that the costs are from; None: not measured yet
+        self._run_start_s = 0.0  # how long one run takes to start here
+        self._rounds = 0  # so many were run
 
     def follow_first_host(self) -> int:
         """Take part in the rounds that the first of several hosts runs; gives the exit code."""
@@ -158,37 +144,18 @@ class Search:
         self._run_all(chosen, folder, message.turn_steps, message.steps)
 
     def run(self) -> SearchOutcome:
-        """Measure, predict, run; what is done is kept, also if interrupted. Raises TuneError if the file as
-        it is cannot be run or predicted, what `cost_models_of_run` raises if costs are not to be had, and
-        OSError.
+        """Measure, predict, run. Raises TuneError if the file as it is cannot be run or predicted, what
+        `cost_models_of_run` raises if costs are not to be had, and OSError.
         """
-        self.folder, self._state = resume_or_create_search(
-            self._request.runs_folder,
-            self._request.loaded.pipeline.name,
-            self._request.inputs_hash(self._world),
-            self._say,
-        )
-        self._spent_s = self._state.spent_s
-        if self._state.rounds or self._state.costs:
-            done = format_count(len(self._state.rounds), "round")
-            self._say(f"continuing with what {self.folder} holds: {done} of real runs")
-        try:
-            outcome = self._predict_candidates()
-            if not outcome.not_run_reason:
-                self._run_rounds(outcome)
-            return outcome
-        finally:
-            self.save_state()
-
-    def save_state(self, **changes: Any) -> None:
-        """Save what is known; `finished=True`: the same command starts a new search."""
-        spent_s = self._spent_s + time.monotonic() - self._start_time_s
-        self._state = self._state.model_copy(update={"spent_s": spent_s, **changes})
-        self._state.write(self.folder)
+        self.folder.mkdir(parents=True)
+        outcome = self._predict_candidates()
+        while not outcome.not_run_reason and self._run_round(outcome):
+            pass
+        return outcome
 
     @property
     def _left_s(self) -> float:
-        return 60 * self._request.minutes - self._spent_s - (time.monotonic() - self._start_time_s)
+        return 60 * self._request.minutes - (time.monotonic() - self._start_time_s)
 
     # By prediction.
 
@@ -223,25 +190,23 @@ class Search:
         request, loaded = self._request, self._request.loaded
         if request.measured_run is not None:
             return cost_models_of_run(request.measured_run, Links(), loaded)[0]
-        if self._state.costs is None:
-            stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
-            run_dir = next_numbered_folder(self.folder, "costs")
-            self._progress(f"a short run measures what steps cost here, in {run_dir}")
-            began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
-            overrides = self._local_overrides
-            if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
-                self._progress(f"warning: {warning}")
-            try:
-                model = cost_models_of_run(run_dir, Links())[0]
-            except (CostsUnknownError, NoRunError) as error:
-                if time.monotonic() < began_us / 1e6 + limit_s:
-                    raise
-                text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
-                raise TuneError(f"{text}, which is too short: {error}; give more --minutes") from None
-            started_us = Run(run_dir).started.monotonic_us or began_us
-            self.save_state(costs=run_dir.name, started_s=max(0.0, started_us - began_us) / 1e6)
-            return model
-        return cost_models_of_run(self.folder / self._state.costs, Links())[0]
+        stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
+        run_dir = self.folder / "costs"
+        self._progress(f"a short run measures what steps cost here, in {run_dir}")
+        began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
+        overrides = self._local_overrides
+        if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
+            self._progress(f"warning: {warning}")
+        try:
+            model = cost_models_of_run(run_dir, Links())[0]
+        except (CostsUnknownError, NoRunError) as error:
+            if time.monotonic() < began_us / 1e6 + limit_s:
+                raise
+            text = f"the short run that measures costs had {limit_s:.0f} s, a third of --minutes"
+            raise TuneError(f"{text}, which is too short: {error}; give more --minutes") from None
+        started_us = Run(run_dir).started.monotonic_us or began_us
+        self._run_start_s, self.costs_run = max(0.0, started_us - began_us) / 1e6, run_dir
+        return model
 
     def _predict(self, found: Sequence[Candidate]) -> Iterator[choose.PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
@@ -284,38 +249,11 @@ class Search:
 
     # By real runs.
 
-    def _run_rounds(self, outcome: SearchOutcome) -> None:
-        for done in self._state.rounds:
-            chosen = self._entries_of_round(outcome, done)
-            candidates = [one.candidate for one in chosen]
-            sides = self._sides(candidates, self.folder / done.folder, done.turn_steps, done.steps)
-            for side, code in zip(sides, done.codes, strict=True):
-                side.runs[0].code = code
-                compare.fill_from_records(side.runs[0], done.turn_steps)
-            outcome.add_round(chosen, sides)
-        while len(self._state.rounds) < _MAX_ROUNDS:
-            if not self._run_round(outcome):
-                return
-        outcome.end_reason = f"{format_count(_MAX_ROUNDS, 'round')} were run"
-
-    def _entries_of_round(self, outcome: SearchOutcome, done: Round) -> list[choose.PredictedCandidate]:
-        """The candidates of a round that was run before; raises TuneError if they are none of this search."""
-        names = {one.candidate.name: one for one in outcome.entries}
-        try:
-            if len(done.codes) != len(done.candidates) + 2:
-                raise ValueError("other runs than candidates")
-            found = list(map(self._tuned.candidate_from_untrusted, done.candidates))
-            missing = [candidate for candidate in found if candidate.name not in names]
-            names |= {one.candidate.name: one for one in self._predict(missing)}
-            return [names[candidate.name] for candidate in found]
-        except (ValueError, KeyError) as error:
-            raise TuneError(
-                f"{self.folder} is not from this search: its {FILE} has {error}; remove it, or name another "
-                "folder with --runs"
-            ) from None
-
     def _run_round(self, outcome: SearchOutcome) -> bool:
         """Run the next candidates; gives whether there were any, and time for them."""
+        if self._rounds == _MAX_ROUNDS:
+            outcome.end_reason = f"{format_count(_MAX_ROUNDS, 'round')} were run"
+            return False
         file_s, scale = outcome.baseline.predicted.step_us / 1e6, 1.0
         if outcome.baseline_trial is not None and outcome.baseline_trial.step_s is not None:
             scale = outcome.baseline_trial.step_s / file_s
@@ -338,8 +276,9 @@ class Search:
             outcome.end_reason = "--minutes leaves no time for more runs"
             return False
         turn, steps = lengths
-        folder, number = next_numbered_folder(self.folder, "round"), len(self._state.rounds) + 1
-        self._say(f"round {number}: {format_count(steps, 'step')} of the file as it is and of")
+        self._rounds += 1
+        folder = self.folder / f"round-{self._rounds}"
+        self._say(f"round {self._rounds}: {format_count(steps, 'step')} of the file as it is and of")
         for one in chosen:
             self._say(f"  {one.candidate.name}")
         changes = tuple(dict(one.candidate.changes) for one in chosen)
@@ -348,11 +287,7 @@ class Search:
             self._hosts.send_to_others(
                 HostMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
             )
-        sides = self._run_all([one.candidate for one in chosen], folder, turn, steps)
-        outcome.add_round(chosen, sides)
-        codes = tuple(1 if (code := side.runs[0].code) is None else code for side in sides)
-        done = Round(folder=folder.name, candidates=changes, codes=codes, turn_steps=turn, steps=steps)
-        self.save_state(rounds=(*self._state.rounds, done))
+        outcome.add_round(chosen, self._run_all([one.candidate for one in chosen], folder, turn, steps))
         return True
 
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
@@ -363,7 +298,7 @@ class Search:
 
     def _budget_s(self, runs: int) -> float:
         """How long steps of a round may take, without the start of so many runs."""
-        return _ROUND_TIME_SHARE * self._left_s - runs * self._state.started_s
+        return _ROUND_TIME_SHARE * self._left_s - runs * self._run_start_s
 
 
 def why_not_run(hosts: int, links: Links) -> str:
