@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddprun.config import ForwardStage, LoadedPipeline, TrainStage, load
-from ddprun.config.resolved import to_plain_data
+from ddprun.config.resolved import to_plain_data, written_yaml
 from ddprun.plugins import CLUSTERS
 
 Load = Callable[..., LoadedPipeline]
@@ -159,7 +159,9 @@ PIPELINE = st.fixed_dictionaries(
 
 @given(PIPELINE)
 def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any]) -> None:
-    """The resolved text says what the file says: it loads to an equal pipeline with the same digest."""
+    """The resolved text says what the file says: it loads to an equal pipeline with the same digest. Without
+    defaults, the text loads to the same keys and values.
+    """
     first = load(_written(tmp_path / "first.yaml", data))
     (tmp_path / "second.yaml").write_text(first.resolved_yaml(), encoding="utf-8")
     second = load(tmp_path / "second.yaml")
@@ -170,6 +172,8 @@ def test_resolved_loads_to_the_same_pipeline(tmp_path: Path, data: dict[str, Any
         assert to_plain_data(one) == to_plain_data(other)
         if isinstance(one, (TrainStage, ForwardStage)) and isinstance(other, (TrainStage, ForwardStage)):
             assert one.effective_settings(first.pipeline) == other.effective_settings(second.pipeline)
+    (tmp_path / "third.yaml").write_text(written_yaml(first.root), encoding="utf-8")
+    assert load(tmp_path / "third.yaml").root.data() == first.root.data() == data
 
 
 def _written(path: Path, data: dict[str, Any]) -> Path:

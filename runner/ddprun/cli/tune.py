@@ -23,7 +23,7 @@ from ddprun.cli.run import (
     rendezvous_flags,
 )
 from ddprun.config import LoadedPipeline, PipelineError, load
-from ddprun.config.overrides import parse_alternatives
+from ddprun.config.overrides import key_of, parse_alternatives
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict import MeasurementRunError
 from ddprun.predict.links import Links, parse_links
@@ -205,14 +205,16 @@ def _check_output(output: Path, loaded: LoadedPipeline) -> None:
 
 def _write_winner(outcome: "SearchOutcome", loaded: LoadedPipeline, output: Path) -> str:
     from ddprun.tune import write
-    from ddprun.tune.text import winner_changes, winner_file_comment
+    from ddprun.tune.text import winner_file_comment
 
-    command = f"ddprun tune {shlex.quote(str(loaded.path))}"
-    text = write.tuned_text(loaded, winner_changes(outcome), winner_file_comment(outcome, command))
+    assert outcome.winner is not None
+    kept = write.overrides_without_secrets(loaded)
+    settings = (word for text in kept for word in ("--set", text))
+    heading = winner_file_comment(outcome, shlex.join(["ddprun", "tune", str(loaded.path), *settings]))
+    text = write.tuned_text(loaded, (*kept, *outcome.winner.candidate.overrides), heading)
     write.save(text, output, permissions_from=loaded.path)
-    if left_out := write.secret_override_keys(loaded):
-        keys = ", ".join(left_out)
-        say(f"not written, because they hold secrets: --set {keys}; give them again")
+    if left_out := [key_of(text) for text in loaded.overrides if text not in kept]:
+        say(f"not written, because they hold secrets: --set {', '.join(left_out)}; give them again")
     else:
         load(output, (), loaded.folder)  # what `ddprun check` says of it
     return str(output)

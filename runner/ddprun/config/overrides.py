@@ -49,12 +49,6 @@ def key_of(text: str) -> str:
     return match[0] if match else ""
 
 
-def override_path(root: Node, text: str) -> KeyPath:
-    """Where an override's value is in a tree that it was applied to; a PipelineError if it is none."""
-    _, segments, _ = _parse_override(text, Source.from_text("--set", 1, text))
-    return tuple(segment for segment, _ in _join_import_path_segments(root, segments))
-
-
 def parse_alternatives(texts: Sequence[str], name: str) -> list[tuple[str, list[Any]]]:
     """Read options `name`, each `KEY=[A, B, C]`: keys as written, and values; raises a PipelineError."""
     found: list[tuple[str, list[Any]]] = []

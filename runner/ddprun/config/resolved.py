@@ -1,5 +1,7 @@
-"""A pipeline as it will run: every default filled in, each value's origin in a comment."""
+"""A pipeline as YAML: as it will run, every default filled in, or only what was written."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -50,11 +52,21 @@ def _keys_to_show(stage: Stage) -> list[str]:
 
 
 def resolved_yaml(pipeline: Pipeline, root: Node, secrets: Secrets) -> str:
-    """The pipeline as YAML, values' origins from `root`; it loads to the same, unless it holds a secret."""
-    return "\n".join(_lines(secrets.redact_all(to_plain_data(pipeline)), (), root)) + "\n"
+    """The pipeline as YAML, each value's origin, from `root`, in a comment; it loads to the same, unless it
+    holds a secret.
+    """
+    data = secrets.redact_all(to_plain_data(pipeline))
+    return "\n".join(_lines(data, (), partial(_origin, root))) + "\n"
 
 
-def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list[str]:
+def written_yaml(root: Node) -> str:
+    """The keys of a file and its overrides, without defaults; it loads to the same, so a password in a URL
+    stays as it is written.
+    """
+    return "\n".join(_lines(root.data(), (), lambda _: "")) + "\n"
+
+
+def _lines(value: dict[str, Any] | list[Any], path: KeyPath, comment: Callable[[KeyPath], str]) -> list[str]:
     """A mapping or a list in lines. What holds nothing nested is on one line with its key or dash."""
     in_list = isinstance(value, list)
     lines: list[str] = []
@@ -62,14 +74,14 @@ def _lines(value: dict[str, Any] | list[Any], path: KeyPath, root: Node) -> list
         head, at = "-" if in_list else f"{format_scalar(key)}:", (*path, key)
         holds_nested = isinstance(item, list) and any(isinstance(inner, (dict, list)) for inner in item)
         if not item or not (isinstance(item, dict) or holds_nested or (in_list and isinstance(item, list))):
-            lines.append(f"{head} {flow_yaml(item)}{_origin(at, root)}")
+            lines.append(f"{head} {flow_yaml(item)}{comment(at)}")
             continue
-        nested = [f"  {line}" for line in _lines(item, at, root)]
+        nested = [f"  {line}" for line in _lines(item, at, comment)]
         if in_list and isinstance(item, dict):
             nested[0] = f"- {nested[0].lstrip()}"
         else:
             chosen = isinstance(item, dict) and is_choice_path(path)
-            lines.append(head + (_origin(at, root) if chosen else ""))
+            lines.append(head + (comment(at) if chosen else ""))
         lines += nested
     return lines
 
@@ -84,7 +96,7 @@ def flow_yaml(value: Any) -> str:
     return format_scalar(value)
 
 
-def _origin(path: KeyPath, root: Node) -> str:
+def _origin(root: Node, path: KeyPath) -> str:
     found = find_nearest(root, path)
     missing = found.missing_path
     exact = not missing

@@ -12,7 +12,6 @@ from ddprun.explain.text import table
 from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
-from ddprun.tune.write import Change
 from ddprun.units import abbreviated_list, format_count, format_duration
 
 VERSION = 1
@@ -199,24 +198,6 @@ def _alternatives(outcome: SearchOutcome, entry: choose.PredictedCandidate) -> I
             yield "No candidate that keeps training the same was found to be faster."
 
 
-def winner_changes(outcome: SearchOutcome) -> list[Change]:
-    """The winner's changes, with what each gains by itself."""
-    entry = outcome.winner
-    assert entry is not None
-    found = []
-    for key, value in entry.candidate.changes.items():
-        comment = f"tuned: {_previous_value_text(outcome, key)}"
-        rest = {other: one for other, one in entry.candidate.changes.items() if other != key}
-        without = next(
-            (one for one in (outcome.baseline, *outcome.entries) if dict(one.candidate.changes) == rest), None
-        )
-        if without is not None:
-            times = f"{_step_time_text(without)}, not {_step_time_text(entry)}"
-            comment += f"; with that, a step is predicted to take {times}"
-        found.append(Change(key, value, comment))
-    return found
-
-
 def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     """What the file says of a key, or what holds where it says nothing."""
     file = outcome.baseline.candidate
@@ -240,7 +221,11 @@ def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
         low, high = trial.speed_ratio.low, trial.speed_ratio.high
         text += f"{trial.speed_ratio.mean:.2f} times as fast as before ({low:.2f} to {high:.2f}), measured."
     impact = training_impact_text(entry.candidate, trial)
-    return [*textwrap.wrap(f"{text} {impact}".rstrip(), 98, break_on_hyphens=False), ""]
+    changed = [
+        f"- {key}: {flow_yaml(value)} ({_previous_value_text(outcome, key)})"
+        for key, value in entry.candidate.changes.items()
+    ]
+    return [*textwrap.wrap(f"{text} {impact}".rstrip(), 98, break_on_hyphens=False), "Changed:", *changed]
 
 
 def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
