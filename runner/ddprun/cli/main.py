@@ -1,9 +1,7 @@
 """`ddprun`: the group of commands, and how its errors reach the terminal."""
 
 import os
-import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,10 @@ from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
 from ddprun.standard_streams import failure_of_stdout, protect_standard_streams, say
-from ddprun_hooks.config.messages import closest_match, format_message
 
 _RUN_COMMANDS = ("run", "resume")
 # Environment variables whose paths this process and its children keep, wherever the user's code goes.
 _PATH_VARIABLES = ("TMPDIR", "TEMP", "TMP", "TORCHELASTIC_ERROR_FILE")
-_SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
 class _Commands(click.Group):
@@ -67,60 +63,11 @@ class _Commands(click.Group):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Say what was probably meant where a word is neither a command nor a file."""
-        word = args[0]
-        command = self.get_command(ctx, word)
-        if command is None:
-            problem = '"{}" is neither a command nor a pipeline file'
-            if _is_key_value(word):
-                hint = f"write ddprun PIPELINE {_as_option(word)}"
-                raise click.UsageError(f"{problem.format(_without_secret(word))}: {hint}")
-            text = format_message(problem.format(word), suggestion=closest_match(word, self.commands))
-            raise click.UsageError(text)
-        if any("--set" in param.opts for param in command.params):
-            for given in filter(_is_key_value, _positional_arguments(args[1:], command)):
-                raise click.UsageError(f'"{_without_secret(given)}" is not a file: write {_as_option(given)}')
-        return super().resolve_command(ctx, args)
-
     def _is_implicit_run(self, args: Sequence[str]) -> bool:
         if args[0] in self.commands:
             return False
-        word = next(_positional_arguments(args, run.run), None)
-        if word is None or args[0].startswith("-"):
-            return True
-        return Path(word).suffix in SUFFIXES or os.sep in word or Path(word).exists()
-
-
-def _positional_arguments(args: Sequence[str], command: click.Command) -> Iterator[str]:
-    """The arguments that are neither an option of the command nor an option's value."""
-    with_value = {
-        name
-        for option in command.params
-        if isinstance(option, click.Option) and not option.is_flag
-        for name in option.opts
-    }
-    rest = iter(args)
-    for arg in rest:
-        if not arg.startswith("-"):
-            yield arg
-        elif arg.replace("_", "-") in with_value:
-            next(rest, None)
-
-
-def _without_secret(setting: str) -> str:
-    return Secrets().redact_line(setting)
-
-
-def _as_option(setting: str) -> str:
-    return f"--set {shlex.quote(_without_secret(setting))}"
-
-
-def _is_key_value(word: str) -> bool:
-    """Whether a word that should be a file is KEY=VALUE, as Hydra and others take it."""
-    return _SETTING.match(word) is not None and not Path(word).exists()
+        word = args[0]
+        return word.startswith("-") or Path(word).suffix in SUFFIXES or os.sep in word or Path(word).exists()
 
 
 @click.group(
@@ -171,8 +118,11 @@ def main(args: Sequence[str] | None = None) -> int:
         message = " ".join(Secrets().redact(error.format_message()).split()).rstrip(".")
         command, hint = "ddprun", ""
         if isinstance(error, click.UsageError):
+            message = Secrets().redact_line(message)  # which may quote KEY=VALUE
             command = error.ctx.command_path if error.ctx else command
             hint = f"; see `{command} --help`"
+            if "extra argument" in message and "=" in message:
+                hint = f"; write --set KEY=VALUE to change a value{hint}"
         if message[1:2].islower():
             message = message[0].lower() + message[1:]
         click.echo(f"{command}: {message}{hint}", err=True)

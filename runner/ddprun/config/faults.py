@@ -48,9 +48,10 @@ class PipelineFault:
     def redacted(self, redact_text: Redact, redact_line: Redact) -> "PipelineFault":
         """The fault with its words redacted, and without its line if that has anything to redact."""
         quoted = self.source_line if redact_line(self.source_line) == self.source_line else ""
-        given = {key: getattr(self, key) for key in ("file", "path", "problem", "allowed", "suggestion")}
+        given = {key: getattr(self, key) for key in ("path", "problem", "allowed", "suggestion")}
         words: dict[str, Any] = {key: redact_text(value) for key, value in given.items() if value}
-        return replace(self, **words, source_line=quoted)
+        # What is taken for the name of a file may be KEY=VALUE that lacks its --set.
+        return replace(self, file=redact_line(self.file), **words, source_line=quoted)
 
     def __str__(self) -> str:
         """The headline, and under it the quoted line with a caret at the column."""
