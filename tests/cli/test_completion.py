@@ -60,14 +60,13 @@ class Bash:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_tab_key_in_bash(tmp_path: Path) -> None:
-    """Pipeline files and folders, commands, keys without a space after them, kinds, names and clusters."""
-    for name in ("digits.yaml", "digital.yml", "digest.txt"):
+    """Files and folders, commands, keys, kinds, names and clusters."""
+    for name in ("digits.yaml", "digital.yml"):
         (tmp_path / name).touch()
     (tmp_path / "pipelines").mkdir()
     bash = Bash(tmp_path)
-    found = bash.complete("ddprun dig", "digits.yaml")
-    assert "digital.yml" in found
-    assert "digest.txt" not in found
+    assert "digital.yml" in bash.complete("ddprun dig", "digits.yaml")
+    assert "digital.yml" in bash.complete("ddprun check dig", "digits.yaml")
     assert "ddprun run pipelines/" in bash.complete("ddprun run pip", "pipelines/")
     assert "ddprun explain " in bash.complete("ddprun expl", "explain ")
     bash.complete("ddprun digits.yaml --set loader.batch", "--set loader.batch_size=")
@@ -79,11 +78,13 @@ def test_the_tab_key_in_bash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_their_script_and_the_same_words(tmp_path: Path, shell: str) -> None:
-    """Click's own for each of them."""
-    (tmp_path / "digits.yaml").touch()
+    """Click's own for each of them; that files are wanted, and the keys of `--set`."""
     script = ddprun(cwd=tmp_path, environment={"_DDPRUN_COMPLETE": f"{shell}_source"}, fresh=True)
     assert "_DDPRUN_COMPLETE" in script.stdout
-    asked = {"COMP_WORDS": "ddprun check dig", "COMP_CWORD": "dig" if shell == "fish" else "2"}
-    asked["_DDPRUN_COMPLETE"] = f"{shell}_complete"
-    found = ddprun(cwd=tmp_path, environment=asked, fresh=True)
-    assert "digits.yaml" in found.stdout
+    for line, word, expected in (
+        ("ddprun check dig", "dig", "file"),
+        ("ddprun check --set loader.batch", "loader.batch", "loader.batch_size="),
+    ):
+        position = word if shell == "fish" else str(len(line.split()) - 1)
+        asked = {"COMP_WORDS": line, "COMP_CWORD": position, "_DDPRUN_COMPLETE": f"{shell}_complete"}
+        assert expected in ddprun(cwd=tmp_path, environment=asked, fresh=True).stdout

@@ -23,7 +23,6 @@ from ddprun.cli import (
     submit,
     tune,
 )
-from ddprun.cli.completion import SUFFIXES, complete_pipeline_file
 from ddprun.config import PipelineError
 from ddprun.config.secrets import Secrets
 from ddprun.standard_streams import failure_of_stdout, protect_standard_streams, say
@@ -54,7 +53,7 @@ class _Commands(click.Group):
             formatter.write_dl(sorted(texts.items()))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        files = [] if incomplete.startswith("-") else complete_pipeline_file(incomplete)
+        files = [] if incomplete.startswith("-") else [CompletionItem(incomplete, type="file")]
         return [*files, *super().shell_complete(ctx, incomplete)]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -66,8 +65,8 @@ class _Commands(click.Group):
     def _is_implicit_run(self, args: Sequence[str]) -> bool:
         if args[0] in self.commands:
             return False
-        word = args[0]
-        return word.startswith("-") or Path(word).suffix in SUFFIXES or os.sep in word or Path(word).exists()
+        word, file = args[0], Path(args[0])
+        return word.startswith("-") or file.suffix in (".yaml", ".yml") or os.sep in word or file.exists()
 
 
 @click.group(
