@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
@@ -273,6 +273,18 @@ def test_colors(
     printed = capsys.readouterr().out
     assert ("\x1b[" in printed) == colored
     assert click.unstyle(printed) == f"{fault}\n"
+
+
+def test_progress_is_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    """However often something is going on."""
+    from ddprun.cli.printing import progress
+
+    seconds = iter((0.0, 0.1, 4.9, 5.0, 9.9, 10.0))
+    monkeypatch.setattr("ddprun.cli.printing.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    show = progress()
+    for number in range(6):
+        show(f"turn {number}")
+    assert capsys.readouterr().err == "ddprun: turn 0\nddprun: turn 3\nddprun: turn 5\n"
 
 
 def test_init_writes_a_good_pipeline(

@@ -12,7 +12,6 @@ import pytest
 
 from ddprun.cli import main
 from ddprun.config import load
-from ddprun.tune.search import Search
 from tests.ranks import Finished, Running, ddprun
 
 Out = pytest.CaptureFixture[str]
@@ -246,19 +245,3 @@ def test_a_rendezvous_that_is_none_is_bad_input(
     told = capsys.readouterr().err
     assert "--rdzv-endpoint" in told
     assert "'127.0.0.1:x' is not HOST:PORT, with a port up to 65535" in told
-
-
-def test_the_line_of_progress_ends_before_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    """On a terminal, where it is open until then."""
-
-    def fail(search: Search) -> None:
-        search._progress("going on")
-        raise search._request.loaded.error("hooks", "is refused")
-
-    monkeypatch.chdir(made(tmp_path))
-    monkeypatch.setattr("ddprun.cli.printing.is_terminal", lambda _: True)
-    monkeypatch.setattr(Search, "run", fail)
-    assert main(["tune", "p.yaml"]) == 2
-    assert "ddprun: going on\n" in capsys.readouterr().err

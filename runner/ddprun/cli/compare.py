@@ -139,8 +139,7 @@ def _compare(
 
     def run_all(name: str) -> Sequence["VariantRuns"]:
         folder = output or _RUNS / name
-        with printing.ProgressLine() as progress:
-            return comparing.run_all(variants, seeds, folder, turn, arguments, progress, hosts)
+        return comparing.run_all(variants, seeds, folder, turn, arguments, printing.progress(), hosts)
 
     if hosts is not None and not hosts.is_first:
         return hosts.follow_first_host(lambda message: run_all(message.folder))

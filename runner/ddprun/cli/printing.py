@@ -1,11 +1,13 @@
-"""Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands; a line of progress."""
+"""Faults as text for a terminal or a log, as JSON, and as GitHub's workflow commands; progress."""
 
+import math
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import click
 
@@ -13,6 +15,8 @@ from ddprun import EXIT_FAILURE
 from ddprun.config.faults import PipelineFault
 from ddprun.config.secrets import Secrets
 from ddprun.standard_streams import is_terminal, say
+
+_PROGRESS_EVERY_S = 5.0
 
 
 def use_color(stream: IO[str]) -> bool:
@@ -89,31 +93,14 @@ def _escape_data(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-class ProgressLine:
-    """A progress line of a block: overwritten on a terminal; elsewhere only every tenth text is printed."""
+def progress() -> Callable[[str], None]:
+    """A function that says what is going on now, but only every few seconds."""
+    last_s = -math.inf
 
-    def __init__(self) -> None:
-        self._terminal, self._count, self._open = is_terminal(sys.stderr), 0, False
-
-    def __call__(self, text: str) -> None:
-        """Say what is going on now."""
-        if self._terminal:
-            click.echo(f"\r\x1b[Kddprun: {text}", err=True, nl=False)
-            self._open = True
-        elif self._count % 10 == 0:
+    def say_now_and_then(text: str) -> None:
+        nonlocal last_s
+        if (now_s := time.monotonic()) >= last_s + _PROGRESS_EVERY_S:
+            last_s = now_s
             say(text)
-        self._count += 1
 
-    def print_above(self, text: str) -> None:
-        """A line that stays, above the others."""
-        if self._open:
-            click.echo("\r\x1b[K", err=True, nl=False)
-            self._open = False
-        say(text)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._open:
-            click.echo("", err=True)
+    return say_now_and_then

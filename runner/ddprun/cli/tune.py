@@ -137,12 +137,11 @@ def _search(request: "SearchRequest", output: Path, form: str, hosts: "HostCoord
     loaded, secrets = request.loaded, request.loaded.secrets
     search = None
     try:
-        with printing.ProgressLine() as progress:
-            search = Search(request, progress.print_above, progress, hosts)
-            if hosts is not None and not hosts.is_first:
-                return search.follow_first_host()
-            outcome = search.run()
-            written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
+        search = Search(request, say, printing.progress(), hosts)
+        if hosts is not None and not hosts.is_first:
+            return search.follow_first_host()
+        outcome = search.run()
+        written = _write_winner(outcome, loaded, output) if outcome.winner is not None else None
     except KeyboardInterrupt:
         costs = search.costs_run if search is not None else None
         again = f"; --from {shlex.quote(str(costs))} uses the costs that were measured" if costs else ""

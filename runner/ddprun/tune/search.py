@@ -46,7 +46,6 @@ _CANDIDATES_PER_ROUND = 5  # beside the file and its twin
 _MEASURING_TIME_SHARE = 0.35  # of the time: the short run that measures costs is ended then
 _ROUND_TIME_SHARE = 0.5  # of the time that is left: what a round may take
 _CANDIDATES_WITH_OTHER_CAPS = 8  # the best ones: for these, sizes of buckets are tried
-_PROGRESS_EVERY = 25  # candidates that are predicted
 
 Say = Callable[[str], None]
 
@@ -192,11 +191,11 @@ class Search:
             return cost_models_of_run(request.measured_run, Links(), loaded)[0]
         stacks = distinct_stacks_without_noop(candidate.settings.hook_specs for candidate in found)
         run_dir = self.folder / "costs"
-        self._progress(f"a short run measures what steps cost here, in {run_dir}")
+        self._say(f"a short run measures what steps cost here, in {run_dir}")
         began_us, limit_s = 1e6 * time.monotonic(), max(1.0, _MEASURING_TIME_SHARE * self._left_s)
         overrides = self._local_overrides
         if warning := run_measurement(loaded, stacks, run_dir, overrides=overrides, limit_s=limit_s):
-            self._progress(f"warning: {warning}")
+            self._say(f"warning: {warning}")
         try:
             model = cost_models_of_run(run_dir, Links())[0]
         except (CostsUnknownError, NoRunError) as error:
@@ -211,8 +210,7 @@ class Search:
     def _predict(self, found: Sequence[Candidate]) -> Iterator[choose.PredictedCandidate]:
         """Predict each candidate; those that only the attempt shows to be impossible are left out."""
         for number, candidate in enumerate(found, 1):
-            if len(found) > _PROGRESS_EVERY and number % _PROGRESS_EVERY == 1:
-                self._progress(f"predicting {number} of {len(found)} candidates")
+            self._progress(f"predicting {number} of {len(found)} candidates")
             try:
                 stage = self._explain(candidate).stages[self._tuned.stage.index]
             except PipelineError:
