@@ -1,4 +1,4 @@
-"""Sizes, rates, counts, times and names for a reader."""
+"""Sizes, rates, counts, times, names and tables for a reader."""
 
 from collections.abc import Sequence
 
@@ -55,3 +55,12 @@ def format_duration(seconds: float) -> str:
         if seconds * factor >= 0.9995 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
     raise AssertionError
+
+
+def format_table(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+    """Rows as lines; the first is the head. `alignment` has `<` or `>` for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
+        for row in rows
+    ]

@@ -239,27 +239,35 @@ def test_what_sends_nothing_or_diverges_is_not_chosen(tmp_path: Path) -> None:
 
 
 def test_the_table_has_four_forms(tmp_path: Path) -> None:
-    """Text and Markdown for readers, CSV and JSON with every number; no name is taken for markup."""
+    """Text and Markdown for readers, CSV and JSON with every number."""
     first = side(tmp_path, "first", [0.01] * 8)
     other = side(tmp_path, "other", [0.005] * 8, late=0)
     other.variant = Variant("[bold]a|b", Path("p.yaml"))
     table = comparison_rows([first, other])
-    lines = compare.render(table, "markdown", None).splitlines()
+    lines = compare.render(table, "markdown").splitlines()
     assert "|  | steps/s | times the first | exposed | sent per step | fidelity |  |" in lines
     cells = [r"[bold]a\|b", "100.0 ± 0.0", "2.00 (2.00 to 2.00)", "15%", "8.00 kB", "-"]
     assert f"| {' | '.join([*cells, 'faster, and learns the same'])} |" in lines
     assert "|  | seeds | loss | against the first |" in lines
     assert r"| [bold]a\|b | 1 | 0.0513 | +0 |" in lines
     assert lines[-1] == "- Choose [bold]a|b: it is the fastest that does not learn worse."
-    assert "[bold]a|b" in compare.render(table, "text", 160)
-    assert [row["variant"] for row in json.loads(compare.render(table, "json", None))] == [
-        "first",
-        "[bold]a|b",
+    lines = compare.render(table, "text").splitlines()
+    assert lines[:5] == [
+        "Speed: over 8 turns, with 95% intervals.",
+        "",
+        "               steps/s      times the first  exposed  sent per step  fidelity",
+        "first      100.0 ± 0.0  1.00 (1.00 to 1.00)       0%        8.00 kB         -  the first",
+        "[bold]a|b  100.0 ± 0.0  2.00 (2.00 to 2.00)      15%        8.00 kB         -  "
+        "faster, and learns the same",
     ]
-    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render(table, "csv", None)))] == [
-        "8",
-        "8",
+    assert lines[8:11] == [
+        "           seeds    loss  against the first",
+        "first          1  0.0513                  -",
+        "[bold]a|b      1  0.0513                 +0",
     ]
+    assert lines[-1] == "Choose [bold]a|b: it is the fastest that does not learn worse."
+    assert [row["variant"] for row in json.loads(compare.render(table, "json"))] == ["first", "[bold]a|b"]
+    assert [row["turns"] for row in csv.DictReader(io.StringIO(compare.render(table, "csv")))] == ["8", "8"]
 
 
 def test_all_combinations_are_named() -> None:

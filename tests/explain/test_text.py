@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddprun.explain.text import paragraph, steps_text, table
-from ddprun.units import format_bytes, format_count
+from ddprun.explain.text import paragraph, steps_text
+from ddprun.units import format_bytes, format_count, format_table
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_named_steps(steps: list[int], cycle: int, last: int | None, words: str)
 def test_lists_and_tables() -> None:
     """Columns are as wide as they have to be, paragraphs stay beside their label."""
     assert (format_count(1, "rank"), format_count(2000, "rank")) == ("1 rank", "2,000 ranks")
-    assert table([("a", "bb"), ("ccc", "d")], "<>") == ["a    bb", "ccc   d"]
+    assert format_table([("a", "bb"), ("ccc", "d")], "<>") == ["a    bb", "ccc   d"]
     lines = list(paragraph("Label", "word " * 40))
     assert lines[0].startswith("  Label         word")
     assert all(line.startswith(" " * 16) for line in lines[1:])

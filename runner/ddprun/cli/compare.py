@@ -1,6 +1,5 @@
 """`ddprun compare`."""
 
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from ddprun.cli.run import FlagValue, add_rendezvous_flags, format_option, overr
 from ddprun.config.overrides import parse_alternatives
 from ddprun.config.resolved import flow_yaml
 from ddprun.run_files import replace_atomically
-from ddprun.standard_streams import is_terminal, say
+from ddprun.standard_streams import say
 
 if TYPE_CHECKING:
     from ddprun.compare.hosts import HostCoordinator
@@ -162,7 +161,7 @@ def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds:
     from ddprun.report import blocks, html
 
     rows = comparing.comparison_rows(sides)
-    click.echo(comparing.render(rows, form, None if is_terminal(sys.stdout) else 160), nl=False)
+    click.echo(comparing.render(rows, form), nl=False)
     merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
     if merged_digests:
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]

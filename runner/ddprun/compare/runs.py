@@ -15,6 +15,7 @@ import random
 import signal
 import statistics
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -23,11 +24,6 @@ from itertools import product
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ddprun import TURNS_VARIABLE
 from ddprun.compare import learning
@@ -41,12 +37,13 @@ from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.telemetry.records import Summary
 from ddprun.telemetry.writer import nonfinite_to_none
-from ddprun.units import format_bytes, format_count
+from ddprun.units import format_bytes, format_count, format_table
 
 _CONFIDENCE = 0.95
 _DRAWS = 2000
 _MIN_TURNS = 6
 _TERMINATION_TIMEOUT_S = 15.0
+_TEXT_WIDTH = 110
 _SPEED_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "variant": ("", str),
     "steps_per_s": ("steps/s", "{:.1f}".format),
@@ -428,37 +425,31 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]], str]]:
     return [([*(head for head, _ in _SPEED_COLUMNS.values()), ""], speed, caption), learning.table(rows)]
 
 
-def render(rows: Sequence[Row], form: str, width: int | None) -> str:
-    """At least one row as text, json, csv or markdown; `width` of text: None is the terminal's."""
-    out = io.StringIO()
+def render(rows: Sequence[Row], form: str) -> str:
+    """At least one row as text, json, csv or markdown."""
     if form == "json":
         return json.dumps(nonfinite_to_none(list(rows)), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if form == "csv":
+        out = io.StringIO()
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         return out.getvalue()
-    sentences = learning.comparison_sentences(rows)
-    if form == "markdown":
-        for heads, cells, caption in tables(rows):
-            out.write(f"{caption}\n\n")
-            for line in (heads, ["---"] * len(heads), *cells):
-                escaped = " | ".join(cell.replace("|", "\\|") for cell in line)
-                out.write(f"| {escaped} |\n")
-            out.write("\n")
-        out.write("\n".join(f"- {sentence}" for sentence in sentences) + "\n")
-        return out.getvalue()
-    console = Console(file=out, highlight=False, width=width, force_terminal=width is None or None)
+    lines: list[str] = []
     for heads, cells, caption in tables(rows):
-        shown = Table(box=SIMPLE)
-        for index, head in enumerate(heads):
-            shown.add_column(head, justify="right" if index and head else "left")
-        for row in cells:
-            shown.add_row(*map(Text, row))
-        console.print(Text(caption), shown, sep="\n")
-    for sentence in sentences:
-        console.print(Text(sentence.replace("`", "")))
-    return out.getvalue()
+        lines += [caption, ""]
+        if form == "markdown":
+            for row in (heads, ["---"] * len(heads), *cells):
+                escaped = " | ".join(cell.replace("|", "\\|") for cell in row)
+                lines.append(f"| {escaped} |")
+        else:
+            alignment = "".join(">" if index and head else "<" for index, head in enumerate(heads))
+            lines += [line.rstrip() for line in format_table([heads, *cells], alignment)]
+        lines.append("")
+    for sentence in learning.comparison_sentences(rows):
+        text = textwrap.wrap(sentence.replace("`", ""), _TEXT_WIDTH, break_on_hyphens=False)
+        lines += [f"- {sentence}"] if form == "markdown" else text
+    return "\n".join(lines) + "\n"
 
 
 def _cell(key: str, row: Row) -> str:

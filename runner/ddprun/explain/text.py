@@ -11,7 +11,7 @@ from ddprun.config.resolved import flow_yaml
 from ddprun.engine.model_with_loss import ModelWithLoss
 from ddprun.explain.explain import Explanation, PlannedExchange, StageExplanation
 from ddprun.explain.traffic import Bucket, GroupScope, SentBytes
-from ddprun.units import abbreviated_list, format_bytes, format_count
+from ddprun.units import abbreviated_list, format_bytes, format_count, format_table
 
 _WIDTH, _INDENT = 110, 16
 _ROWS = 12  # longer tables lose their middle; `--format json` has all
@@ -268,7 +268,7 @@ def _sizes_row(label: str, sent: SentBytes, steps: int = 1) -> tuple[str, ...]:
 
 
 def _sizes_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    return labelled("Sent", table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
+    return labelled("Sent", format_table([("", "per rank", "all ranks", "between hosts"), *rows], "<>>>"))
 
 
 def _exchanges_at(stage: StageExplanation, moment: str) -> list[PlannedExchange]:
@@ -354,7 +354,7 @@ def _bucket_tables(
             rows.append((str(one.bucket), one.dtype, *sizes, abbreviated_list(one.params, 2)))
         rows = _omit_middle(rows, ("…", *[""] * 5))
         head = ("bucket", "dtype", "values", "bytes", "sent per rank", "parameters")
-        yield from labelled("", table([head, *rows], "><>>><"))
+        yield from labelled("", format_table([head, *rows], "><>>><"))
         yield from _leg_lines(buckets)
 
 
@@ -398,15 +398,6 @@ def labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
 def paragraph(label: str, text: str) -> Iterator[str]:
     """A paragraph beside a label."""
     return labelled(label, textwrap.wrap(text, _WIDTH - _INDENT, break_on_hyphens=False))
-
-
-def table(rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
-    """Rows as lines; the first is the head. `alignment` has `<` or `>` for each column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True))
-        for row in rows
-    ]
 
 
 def _capital(text: str) -> str:

@@ -14,12 +14,12 @@ from ddprun.config import StepStage, load
 from ddprun.config.resolved import flow_yaml
 from ddprun.explain.explain import Explanation, StageExplanation, explain
 from ddprun.explain.model_probe import WorldShape
-from ddprun.explain.text import labelled, paragraph, table
+from ddprun.explain.text import labelled, paragraph
 from ddprun.predict.links import Links, rate_text
 from ddprun.predict.measure import HookSpecs, distinct_stacks_without_noop
 from ddprun.predict.model import LIMITS, CostModel, StepPrediction, settings_of
 from ddprun.sync.exchanger import initialize_optimizer_state, requires_closure
-from ddprun.units import format_bytes, format_duration
+from ddprun.units import format_bytes, format_duration, format_table
 from ddprun_hooks.config.options import parse_spec
 
 _SLOWEST, _FASTEST = 1e4, 1e12  # bytes a second, between which a break-even is looked for
@@ -116,7 +116,7 @@ class StageForecast:
                 step, waiting = (format_duration(1e-6 * us) for us in (one.step_us, one.exposed_us))
                 efficiency = percent(one.efficiency)
                 rows.append((f"{at.hosts:,}", f"{at.ranks:,}", step, waiting, efficiency, one.limit))
-            yield from labelled("Sweep", table(rows, ">>>>><"))
+            yield from labelled("Sweep", format_table(rows, ">>>>><"))
 
 
 def stacks_to_measure(explained: Explanation) -> list[HookSpecs]:

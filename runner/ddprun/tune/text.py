@@ -8,11 +8,10 @@ from typing import Any
 
 from ddprun.config.resolved import flow_yaml, to_plain_data
 from ddprun.config.tree import find_nearest, parse_path
-from ddprun.explain.text import table
 from ddprun.tune import choose
 from ddprun.tune.candidates import CANDIDATE_KINDS, Candidate
 from ddprun.tune.search import SearchOutcome
-from ddprun.units import abbreviated_list, format_count, format_duration
+from ddprun.units import abbreviated_list, format_count, format_duration, format_table
 
 VERSION = 1
 
@@ -24,7 +23,7 @@ _MAX_NAMED_STACKS = 3  # stacks of hooks that were left out
 def render_text(outcome: SearchOutcome, written: str | None) -> str:
     """The result of the search, for a reader; `written`: the file that the winner was written to."""
     lines = list(_header_lines(outcome))
-    lines += ["", *table(_rows(outcome), "<>>>>>><"), ""]
+    lines += ["", *format_table(_rows(outcome), "<>>>>>><"), ""]
     for paragraph in _conclusion(outcome, written):
         lines += textwrap.wrap(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line.rstrip() for line in lines)
