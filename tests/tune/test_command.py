@@ -182,8 +182,8 @@ def test_hosts_that_are_not_here(folder: Path) -> None:
         in done.stdout
     )
     assert "What that costs in learning was not measured." in done.stdout
-    text = (folder / "slow.yaml").read_text()
-    assert "by prediction alone." in text
+    heading = " ".join((folder / "slow.yaml").read_text().replace("\n# ", " ").split())
+    assert "Nothing was run with it, because the 2 hosts do not take part" in heading
     assert load(folder / "slow.yaml").pipeline.hooks[0].name == "topk"
 
 

@@ -101,42 +101,42 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _conclusion(outcome: SearchOutcome, written: str | None) -> Iterator[str]:
-    entry, trial = outcome.winner, outcome.winning_trial
     if outcome.end_reason and outcome.trials:
         yield f"The search ended because {outcome.end_reason}."
-    if entry is None:
+    if outcome.winner is None:
         yield _no_winner_text(outcome)
         return
-    yield from _alternatives(outcome, entry)
-    before, after = outcome.baseline.us_per_sample, entry.us_per_sample
+    yield from _winner_sentences(outcome, outcome.winner)
+    if written is not None:
+        yield f"It is written to {written}."
+
+
+def _winner_sentences(outcome: SearchOutcome, winner: choose.PredictedCandidate) -> Iterator[str]:
+    """How fast the winner is, and what it does to training."""
+    trial = outcome.winning_trial
     headline = {
         "exact": "Winner, which keeps training the same",
         "lossy hooks": "Winner, with lossy hooks",
         "rare exchange": "Winner, which changes the algorithm (ranks synchronise every "
-        f"{entry.candidate.period} steps)",
-    }[entry.candidate.kind]
-    winner = f"{headline}: {entry.candidate.name}."
+        f"{winner.candidate.period} steps)",
+    }[winner.candidate.kind]
+    name = f"{headline}: {winner.candidate.name}."
     if trial is None:
-        step, baseline_step = _step_time_text(entry), _step_time_text(outcome.baseline)
+        step, baseline_step = _step_time_text(winner), _step_time_text(outcome.baseline)
+        gain = outcome.baseline.us_per_sample / winner.us_per_sample
         yield (
-            f"{winner} By prediction, a step takes {step} in place of {baseline_step}: "
-            f"{before / after:.2f} times as many samples a second. Nothing was run with it, because "
-            f"{outcome.not_run_reason}."
+            f"{name} By prediction, a step takes {step} in place of {baseline_step}: {gain:.2f} times as "
+            f"many samples a second. Nothing was run with it, because {outcome.not_run_reason}."
         )
     else:
         ratio = trial.speed_ratio
         assert ratio is not None, "a winner is faster"
-        noise = ""
-        if outcome.noise_factor is not None:
-            noise = f" The file's twin differs from it by up to {outcome.noise_factor - 1:.1%}."
         yield (
-            f"{winner} It is {ratio.mean:.2f} times as fast as the file as it is (95% interval "
-            f"{ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns).{noise}"
+            f"{name} It is {ratio.mean:.2f} times as fast as the file as it is (95% interval "
+            f"{ratio.low:.2f} to {ratio.high:.2f}, over {ratio.turns} turns)."
         )
-    if impact := training_impact_text(entry.candidate, trial):
+    if impact := _training_impact_text(winner.candidate, trial):
         yield impact
-    if written is not None:
-        yield f"It is written to {written}."
 
 
 def _no_winner_text(outcome: SearchOutcome) -> str:
@@ -152,7 +152,7 @@ def _no_winner_text(outcome: SearchOutcome) -> str:
     return "Change nothing: no candidate that was run is faster beyond noise."
 
 
-def training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> str:
+def _training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> str:
     """In words, what training loses; empty if gradients are averaged exactly in every step."""
     if candidate.kind == "exact":
         return ""
@@ -178,25 +178,6 @@ def training_impact_text(candidate: Candidate, trial: choose.Trial | None) -> st
     )
 
 
-def _alternatives(outcome: SearchOutcome, entry: choose.PredictedCandidate) -> Iterator[str]:
-    """The best of the kinds that lose less than the winner does."""
-    for kind in CANDIDATE_KINDS[: CANDIDATE_KINDS.index(entry.candidate.kind)]:
-        which = "Training stays the same" if kind == "exact" else "Ranks synchronise at every step"
-        if outcome.not_run_reason:
-            found = [one for one in outcome.entries if one.candidate.kind == kind]
-            best = choose.predicted_winner(outcome.baseline, found)
-            gain = outcome.baseline.us_per_sample / best.us_per_sample if best is not None else None
-        else:
-            of_kind = [one for one in outcome.trials if one.entry.candidate.kind == kind]
-            trial = choose.pick_winner(of_kind, outcome.floors)
-            best, gain = (None, None) if trial is None else (trial.entry, trial.speedup)
-        if best is not None:
-            times = f"{'predicted to be ' if outcome.not_run_reason else ''}{gain:.2f} times as fast"
-            yield f"{which} with {best.candidate.name}: {times} as the file."
-        elif kind == "exact":
-            yield "No candidate that keeps training the same was found to be faster."
-
-
 def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
     """What the file says of a key, or what holds where it says nothing."""
     file = outcome.baseline.candidate
@@ -209,22 +190,14 @@ def _previous_value_text(outcome: SearchOutcome, key: str) -> str:
 
 def winner_file_comment(outcome: SearchOutcome, command: str) -> list[str]:
     """Comment lines for the top of the winner's file."""
-    entry, trial = outcome.winner, outcome.winning_trial
-    assert entry is not None
-    text = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {outcome.world}: "
-    if trial is None:
-        gain = outcome.baseline.us_per_sample / entry.us_per_sample
-        text += f"{gain:.2f} times as fast as before, by prediction alone."
-    else:
-        assert trial.speed_ratio is not None
-        low, high = trial.speed_ratio.low, trial.speed_ratio.high
-        text += f"{trial.speed_ratio.mean:.2f} times as fast as before ({low:.2f} to {high:.2f}), measured."
-    impact = training_impact_text(entry.candidate, trial)
+    assert outcome.winner is not None
+    origin = f"Written by `{command}` on {time.strftime('%Y-%m-%d')}, for {outcome.world}."
+    text = " ".join([origin, *_winner_sentences(outcome, outcome.winner)])
     changed = [
         f"- {key}: {flow_yaml(value)} ({_previous_value_text(outcome, key)})"
-        for key, value in entry.candidate.changes.items()
+        for key, value in outcome.winner.candidate.changes.items()
     ]
-    return [*textwrap.wrap(f"{text} {impact}".rstrip(), 98, break_on_hyphens=False), "Changed:", *changed]
+    return [*textwrap.wrap(text, 98, break_on_hyphens=False), "Changed:", *changed]
 
 
 def to_json_data(outcome: SearchOutcome, written: str | None) -> dict[str, Any]:
