@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import stat
 import statistics
 import time
 from pathlib import Path
@@ -306,19 +307,24 @@ def test_steps_and_noop_keep_what_a_stage_says(tmp_path: Path) -> None:
         assert [hook.name for hook in settings.hooks] == (["noop"] if noop else ["fp16"])
 
 
+def connected(variable: str) -> socket.socket:
+    """A connection to the scheduler that the environment variable names."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(json.loads(variable)["address"])
+    return connection
+
+
 def test_only_one_run_works_at_a_time() -> None:
-    """Ranks come in any order; whoever does not know the secret is sent away, and whoever connects and says
-    nothing is not waited for, however often; a run may end in its turn.
+    """Ranks come in any order; whoever connects and says nothing is not waited for; a run may end in its
+    turn.
     """
     working: set[int] = set()
     seen: list[set[int]] = []
     ended: set[int] = set()
 
     def rank(variable: str, run: int, turns: int) -> None:
-        told = json.loads(variable)
-        with socket.create_connection(("127.0.0.1", told["port"])) as connection:
-            hello = {"secret": told["secret"], "run": run, "rank": 0, "ranks": 2}
-            connection.sendall(json.dumps(hello).encode() + b"\n")
+        with connected(variable) as connection:
+            connection.sendall(f"{run} 2\n".encode())
             for _ in range(turns):
                 connection.sendall(b"p")
                 if connection.recv(1) != b"g":
@@ -332,23 +338,17 @@ def test_only_one_run_works_at_a_time() -> None:
     async def take_turns() -> list[int]:
         order = []
         async with TimeSliceScheduler(turn_steps=5) as scheduler:
-            port = json.loads(scheduler.environment_value(0))["port"]
-            silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-            silent[0].sendall(b'{"secret')
+            silent = [connected(scheduler.environment_value(0)) for _ in range(40)]
             ranks = []
             for run, turns in enumerate((3, 5)):
                 scheduler.add_run(run, lambda run=run: 0 if run in ended else None)  # type: ignore[misc]
                 told = scheduler.environment_value(run)
                 ranks += [asyncio.create_task(asyncio.to_thread(rank, told, run, turns)) for _ in range(2)]
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b'{"secret": "x", "run": 0, "rank": 0, "ranks": 9}\n')
-                await asyncio.wait_for(scheduler.wait_until_all_idle(), 30)
-                while left := list(scheduler.waiting_runs()):
-                    for run in left:
-                        await scheduler.run_one_turn(run)
-                        order.append(run)
-                stranger.settimeout(20)
-                assert stranger.recv(1) == b""  # heard at the latest while turns were given
+            await asyncio.wait_for(scheduler.wait_until_all_idle(), 30)
+            while left := list(scheduler.waiting_runs()):
+                for run in left:
+                    await scheduler.run_one_turn(run)
+                    order.append(run)
             await asyncio.wait_for(asyncio.gather(*ranks), 20)
         for one in silent:
             assert one.recv(1) == b"", "no connection is left open"
@@ -358,6 +358,19 @@ def test_only_one_run_works_at_a_time() -> None:
     order = asyncio.run(take_turns())
     assert all(len(at_work) == 1 for at_work in seen)
     assert order == [0, 1, 0, 1, 0, 1, 1, 1]
+
+
+def test_other_users_cannot_connect() -> None:
+    """To the socket that runs of a comparison connect to, whatever TMPDIR is; afterwards it is gone."""
+
+    async def look() -> Path:
+        async with TimeSliceScheduler(turn_steps=5) as scheduler:
+            path = Path(json.loads(scheduler.environment_value(0))["address"])
+            assert path.is_socket()
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            return path
+
+    assert not asyncio.run(look()).parent.exists()
 
 
 def test_two_settings_are_compared(tmp_path: Path) -> None:

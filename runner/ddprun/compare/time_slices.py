@@ -1,16 +1,13 @@
 """The scheduler of a comparison: one run at a time works for a turn, the others wait."""
 
 import asyncio
-import hmac
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Self
 
-_HELLO_BYTES = 1024
-_HELLO_S = 5.0  # to say which rank it is; any user of this host can connect, so nothing waits for it
 _POLL_S = 0.2
 
 
@@ -31,13 +28,15 @@ class TimeSliceScheduler:
 
     def __init__(self, turn_steps: int) -> None:
         self._turn_steps = turn_steps
-        self._secret = secrets.token_hex(8)
+        # Only this user can connect to what is in it. TMPDIR may be too long for the path of a socket.
+        self._folder = TemporaryDirectory(prefix="ddprun-", dir="/tmp")
+        self._address = f"{self._folder.name}/socket"
         self._runs: dict[int, _ScheduledRun] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_HELLO_BYTES)
+        self._server = await asyncio.start_unix_server(self._serve, self._address)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -47,11 +46,11 @@ class TimeSliceScheduler:
             writer.transport.abort()
         while self._writers:
             await asyncio.sleep(0)
+        self._folder.cleanup()
 
     def environment_value(self, run: int) -> str:
         """The value of the environment variable that tells a run how to reach this scheduler."""
-        port = self._server.sockets[0].getsockname()[1]
-        return json.dumps({"port": port, "secret": self._secret, "run": run, "every": self._turn_steps})
+        return json.dumps({"address": self._address, "run": run, "every": self._turn_steps})
 
     def add_run(self, run: int, exit_code: Callable[[], int | None]) -> None:
         """Add a run that has been started; `exit_code` gives that of its process, None while it runs."""
@@ -84,11 +83,14 @@ class TimeSliceScheduler:
                 await asyncio.wait_for(self._changed.wait(), _POLL_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Listen to a rank: it says who it is, then `p` each time it waits for its turn."""
+        """Listen to a rank: it says of which run it is, then `p` each time it waits for its turn."""
         self._writers.add(writer)
         try:
-            if (scheduled := await self._authenticate(reader)) is None:
+            if not (hello := await reader.readline()):
                 return
+            run, ranks = map(int, hello.split())
+            scheduled = self._runs[run]
+            scheduled.ranks = ranks
             scheduled.connections.add(writer)
             with suppress(OSError):
                 while await reader.read(1) == b"p":
@@ -100,12 +102,3 @@ class TimeSliceScheduler:
         finally:
             self._writers.discard(writer)
             writer.close()
-
-    async def _authenticate(self, reader: asyncio.StreamReader) -> _ScheduledRun | None:
-        with suppress(OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
-            hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_S))
-            scheduled, ranks = self._runs[hello["run"]], int(hello["ranks"])
-            if hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()):
-                scheduled.ranks = ranks
-                return scheduled
-        return None

@@ -148,7 +148,7 @@ def _run(
         resume(session)
         discard_stale_best(session)
     local_ranks = ranks.environment.local_world_size
-    session.runtime.time_slices = ComparisonSliceClient.from_environment(ranks.rank, local_ranks)
+    session.runtime.time_slices = ComparisonSliceClient.from_environment(local_ranks)
     signals.report_replaced_handlers(session.reporter.report_handlers)
     gc.collect()  # now, and not in the middle of a step
     cursor = session.state.cursor
