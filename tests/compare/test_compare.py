@@ -189,6 +189,23 @@ def test_learning_is_judged_over_seeds(tmp_path: Path) -> None:
     )
 
 
+def test_one_loss_decides_how_well_a_variant_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out loss if all have it, else the training loss; never whichever shows a difference."""
+
+    def under(name: str, evaluated: tuple[int, ...], *above: float) -> VariantRuns:
+        made = [{"above": one, "evaluated": evaluated} for one in above]
+        return seeded(tmp_path, name, made, [0.01] * 8)
+
+    first, unclear = under("first", (20,), 0.5, 0.7, 0.6), under("unclear", (20,), 0.6, 0.6, 0.6)
+    trained = under("trained", (), 0.5, 0.7, 0.6)
+    monkeypatch.setattr(learning, "loss_after", lambda run, _: 1.0 if "first" in run.folder.name else 0.5)
+    (_, row) = comparison_rows([first, unclear])
+    assert (row["decided_by"], row["learning"]) == ("held_out_loss", "shows no clear difference in learning")
+    assert row["loss_difference_high"] < 0
+    for row in comparison_rows([first, unclear, trained])[1:]:
+        assert (row["decided_by"], row["learning"]) == ("loss", "learns better")
+
+
 def test_one_seed_does_not_tell_how_well_a_variant_learns(tmp_path: Path) -> None:
     """Unless its losses are equal; the option that would tell is named."""
     first = side(tmp_path, "first", [0.01] * 8, above=0.01)

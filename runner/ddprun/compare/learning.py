@@ -81,9 +81,10 @@ def judge_learning(variants: Sequence[Sequence[RunDigest]]) -> list[dict[str, An
     samples = min((one or 0 for one in seen), default=0)
     values = [_metric_values(runs, samples) for runs in variants]
     names = list(dict.fromkeys(name for known in values for name in known))
-    alike = len(set(seen)) == 1
-    # Held-out data that was evaluated after other numbers of samples is no match.
-    decisive = ("held_out_loss", "loss") if alike else ("loss",)
+    # Held-out data that was evaluated after other numbers of samples is no match. One quantity decides: two
+    # would be two chances for a difference that is none.
+    evaluated = all("held_out_loss" in known for runs, known in zip(variants, values, strict=True) if runs)
+    decisive = "held_out_loss" if evaluated and len(set(seen)) == 1 else "loss"
     # Of the first, which is not compared with itself, there are none.
     differences = [{}, *(_differences(values[0], known) for known in values[1:])]
     return [
@@ -130,19 +131,16 @@ def _differences(
 
 
 def _learning_verdict(
-    runs: Sequence[RunDigest], differences: Mapping[str, SeedDifferences], decisive: Sequence[str]
+    runs: Sequence[RunDigest], differences: Mapping[str, SeedDifferences], decisive: str
 ) -> dict[str, Any]:
-    """The verdict on the first decisive quantity that shows a difference, or else on the first one."""
+    """The verdict on the decisive quantity; none of a variant that has none, or is not compared."""
     if any(one.run.summary and one.run.summary.nonfinite for one in runs):
         return {"learning": NOT_FINITE, "decided_by": "loss", "seeds_needed": None}
-    found = {name: differences[name] for name in decisive if name in differences}
-    if not found:
+    if (found := differences.get(decisive)) is None:
         return {"learning": "", "decided_by": None, "seeds_needed": None}
-    telling = [name for name, one in found.items() if one.verdict() in (WORSE, BETTER)]
-    name = telling[0] if telling else next(iter(found))
-    verdict = found[name].verdict()
-    needed = found[name].seeds_needed if verdict == NO_CLEAR_DIFFERENCE else None
-    return {"learning": verdict, "decided_by": name, "seeds_needed": needed}
+    verdict = found.verdict()
+    needed = found.seeds_needed if verdict == NO_CLEAR_DIFFERENCE else None
+    return {"learning": verdict, "decided_by": decisive, "seeds_needed": needed}
 
 
 def loss_after(run: Run, samples: int) -> float | None:
