@@ -1,11 +1,10 @@
 """A round of a search: the file as it is, its twin, and candidates, run in turns (`compare/runs.py`)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddprun.compare import learning
 from ddprun.compare import runs as compare
-from ddprun.compare.runs import SeedRun, Variant, VariantRuns
+from ddprun.compare.runs import Variant, VariantRuns
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.measure import QUIET
 from ddprun.tune import TuneError
@@ -18,22 +17,16 @@ _MIN_TURN_STEPS = 2
 
 
 def make_round_variants(
-    tuned: TunedStage,
-    chosen: Sequence[Candidate],
-    folder: Path,
-    turn: int,
-    steps: int,
-    overrides: Sequence[str],
-) -> list[VariantRuns]:
-    """The runs of a round: the file, its twin, and the candidates; `overrides` are for all."""
+    tuned: TunedStage, chosen: Sequence[Candidate], turn: int, steps: int, overrides: Sequence[str]
+) -> list[Variant]:
+    """What runs in a round: the file, its twin, and the candidates; `overrides` are for all."""
     file = tuned.unchanged
     quiet = (*QUIET, f"timings.fidelity_every={turn}", *overrides)
-    sides = []
+    variants = []
     for index, candidate in enumerate((file, file, *chosen)):
         own = (*candidate.loaded.overrides, *short_run_overrides(candidate, tuned, steps))
-        variant = Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1)
-        sides.append(VariantRuns(variant, [SeedRun(folder / f"{index}")]))
-    return sides
+        variants.append(Variant(candidate.name, candidate.loaded.path, (*own, *quiet), twin=index == 1))
+    return variants
 
 
 def judge_round(

@@ -118,7 +118,6 @@ class Search:
         self._local_overrides = (
             () if request.ranks_per_host is None else (f"launch.nproc_per_node={request.ranks_per_host}",)
         )
-        self._sides = partial(make_round_variants, self._tuned, overrides=self._local_overrides)
         self._links = request.links or Links()
         if hosts is not None and request.links is None:
             self._links = hosts.measure_link(self._explained.probe.device) or Links()
@@ -279,9 +278,9 @@ class Search:
         self._say(f"round {self._rounds}: {format_count(steps, 'step')} of the file as it is and of")
         for one in chosen:
             self._say(f"  {one.candidate.name}")
-        changes = tuple(dict(one.candidate.changes) for one in chosen)
         if self._hosts is not None:
             name = f"{self.folder.name}/{folder.name}"
+            changes = tuple(dict(one.candidate.changes) for one in chosen)
             self._hosts.send_to_others(
                 HostMessage(folder=name, candidates=changes, turn_steps=turn, steps=steps)
             )
@@ -290,7 +289,7 @@ class Search:
 
     def _run_all(self, chosen: Sequence[Candidate], folder: Path, turn: int, steps: int) -> list[VariantRuns]:
         """Run the file as it is, its twin and candidates in turns, on this host or on its part of several."""
-        variants = [side.variant for side in self._sides(chosen, folder, turn, steps)]
+        variants = make_round_variants(self._tuned, chosen, turn, steps, self._local_overrides)
         arguments = ["--nnodes", "1"] if self._hosts is None else []
         return compare.run_all(variants, [None], folder, turn, arguments, self._progress, self._hosts)
 
