@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import tracemalloc
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,22 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
     text = page_of(digest_run(Run(folder)))
     assert len(text.encode()) < 2e6
     assert "more rows are not shown" in words(text)
+
+
+def test_memory_does_not_grow_with_ranks_times_steps(tmp_path: Path) -> None:
+    """Only the first ranks have curves, and with them a number for each step."""
+
+    def peak_bytes(ranks: int) -> int:
+        run = Run(make(tmp_path / str(ranks), ranks=ranks, steps=5))
+        run.__dict__["recorded_steps"] = array("q", range(1, 20_001))
+        tracemalloc.start()
+        try:
+            assert len(digest_run(run).rank_losses) == 8
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(40) < peak_bytes(8) + 2e6
 
 
 @pytest.mark.parametrize("turn", [False, True])

@@ -327,7 +327,7 @@ def _step_index(steps: Sequence[int], step: int) -> int | None:
 def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> RunDigest:
     """Read a run's records; the time of steps for which `is_timed` is false does not count."""
     steps = run.recorded_steps
-    rank_losses = [_StepMeans(steps) for _ in run.ranks]
+    rank_losses = [_StepMeans(steps) for _ in run.ranks[:_MAX_RANK_LOSS_CURVES]]
     columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
     groups: dict[str, dict[int, _StepMeans]] = {
         name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
@@ -339,10 +339,11 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
     shares = [SharesSpan(one) for one in run.shares]
-    for position, (rank, own_loss) in enumerate(zip(run.ranks, rank_losses, strict=True)):
+    for position, rank in enumerate(run.ranks):
         for line in run.step_records(rank):
             step, index = line.step, _step_index(steps, line.step)
-            own_loss.add(index, line.loss)
+            if position < _MAX_RANK_LOSS_CURVES:
+                rank_losses[position].add(index, line.loss)
             exchanged = line.mean_loss is not None or line.mean_values is not None
             if index is not None:
                 measured = (name for name, value in (line.values or {}).items() if value is not None)
@@ -382,7 +383,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         recorded_steps=[step for step, count in zip(steps, columns["step_us"].counts, strict=True) if count],
         stages=stages,
         loss=columns["mean_loss"].curve(stages),
-        rank_losses=[column.curve(stages) for column in rank_losses[:_MAX_RANK_LOSS_CURVES]],
+        rank_losses=[column.curve(stages) for column in rank_losses],
         values={name: column.curve(stages) for name, column in values.items()},
         parts_ms={part: columns[part].curve(stages, 1e-3) for part in PARTS},
         param_group_curves={
