@@ -1,4 +1,4 @@
-"""Predicted against measured: the steps of a stage and their buckets, and a difference that is not explained.
+"""Predicted against measured: the steps of a stage, their parts, and their buckets.
 
 What was predicted is a file that `ddprun explain --format json` printed. Both are means over steps. Nothing
 that the pipeline names is imported.
@@ -7,8 +7,8 @@ that the pipeline names is imported.
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,24 +17,29 @@ from pydantic import BaseModel, Field
 
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
-from ddprun.report.digest import RunDigest, StageDigest, straggler_episodes
+from ddprun.report.digest import RunDigest, StageDigest
 from ddprun.run_files import describe_invalid, parse_json
 from ddprun.telemetry.reader import steps_between
 from ddprun.telemetry.records import StepRecord
-from ddprun.units import format_count, format_duration, format_world_sizes
+from ddprun.units import format_duration, format_world_sizes
 
 StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
 The last is all of it."""
 
 MAX_PREDICTION_BYTES = 64 << 20  # largest size of a prediction file
-_MIN_LAST_RANK_SHARE = 0.75  # of the steps: in so many a rank must be the last to be named
-_NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: a larger difference wants a reason
-_MIN_EXPLAINED_SHARE = 0.5  # of a difference: what accounts for so much of it is its reason
-_NEAR_LARGEST_SHARE = 0.8  # of the largest difference of a bucket: the first that is as far off is named
+_NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
 _STARVED_CPU_SHARE = 0.8
-"""If ranks had a core for less than this share of the time in which they did not wait, that is the reason why
-a step takes longer, unless a rank is late."""
+"""If ranks had a core for less than this share of the time in which they did not wait, that is named where a
+step took longer."""
+
+PART_NAMES: dict[StepPart, str] = {
+    "own": "own work",
+    "hooks": "hooks",
+    "late": "waiting for the last rank",
+    "wire": "waiting for the wire",
+    "step": "step",
+}
 
 
 class PredictionFileError(Exception):
@@ -143,16 +148,6 @@ class PredictionFile(BaseModel):
 # `predict.costs`.
 
 
-class _BucketSample(NamedTuple):
-    """One bucket in one step of one rank, in microseconds since the step began."""
-
-    rank: int
-    step: int
-    ready_us: float
-    done_us: float
-    wait_for_last_us: float | None  # until the last rank has it ready; None: not known
-
-
 @dataclass(slots=True)
 class MeasuredStage:
     """A stage of a run: its steps that count, of those that the digest read."""
@@ -160,7 +155,7 @@ class MeasuredStage:
     digest: RunDigest
     stage: StageDigest
     step_records: dict[int, list[StepRecord]] = field(default_factory=dict)  # by rank
-    buckets: dict[str, list[_BucketSample]] = field(default_factory=lambda: defaultdict(list))
+    buckets: dict[str, list[BucketTimes]] = field(default_factory=lambda: defaultdict(list))
 
     def mean_step_parts_us(self, cycle: int) -> dict[StepPart, float]:
         """What a step is made of, in microseconds: means over ranks and whole cycles; empty without one."""
@@ -181,31 +176,6 @@ class MeasuredStage:
         if not seen:
             return None
         return BucketTimes(fmean(one.ready_us for one in seen), fmean(one.done_us for one in seen))
-
-    def mean_wait_and_last_rank(self, name: str) -> tuple[float, int | None]:
-        """How many microseconds ranks wait until the last of them has a bucket ready; and which rank is the
-        last in most steps, or None.
-
-        The time is the mean over the other ranks; over all ranks if the last one is not always the same.
-        """
-        by_step: dict[int, dict[int, float]] = defaultdict(dict)
-        last_ready_us: dict[int, float] = defaultdict(float)
-        seen = self.buckets.get(name, ())
-        for one in seen:
-            last_ready_us[one.step] = max(last_ready_us[one.step], one.ready_us)
-        for one in seen:
-            # A collective ends at a different time on each rank, and so does the next step begin. If ranks
-            # have a gradient bucket ready at different times for this reason alone, that costs nothing.
-            since_own_start = last_ready_us[one.step] - one.ready_us
-            waited_us = since_own_start if name.startswith("gradient") else one.wait_for_last_us
-            if waited_us is not None:
-                by_step[one.step][one.rank] = waited_us
-        if not by_step:
-            return 0.0, None
-        last, times = Counter(min(late, key=late.__getitem__) for late in by_step.values()).most_common(1)[0]
-        named = last if times >= _MIN_LAST_RANK_SHARE * len(by_step) else None
-        waited = [us for late in by_step.values() for rank, us in late.items() if rank != named]
-        return fmean(waited or [0.0]), named
 
     @property
     def cpu_share_while_working(self) -> float:
@@ -245,78 +215,19 @@ class MeasuredStage:
             return StageComparison(self.stage.name, [text])
         predicted_us, measured_us = one.predicted.step_us, measured["step"]
         text = f"A step was predicted to take {format_duration(1e-6 * predicted_us)}, and took "
-        text += f"{format_duration(1e-6 * measured_us)} ({_percent_change(predicted_us, measured_us)})."
+        text += f"{format_duration(1e-6 * measured_us)} ({measured_us / predicted_us - 1:+.0%})."
         if prediction.measured_run.get("started") == started.time:
             text += " The prediction was fitted to this very run, so it was bound to come close."
         predicted = one.predicted.bucket_times
         names = dict.fromkeys((*predicted, *self.buckets))
-        found = StageComparison(
+        parts = {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()}
+        return StageComparison(
             self.stage.name,
-            [text],
-            {part: (us, measured[part]) for part, us in one.predicted.step_parts.items()},
+            [text, _difference_sentence(parts, self.cpu_share_while_working)],
+            parts,
             {name: (predicted.get(name), self.mean_times(name)) for name in names},
             [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep],
         )
-        return replace(found, sentences=[text, self._difference_sentence(found)])
-
-    def _difference_sentence(self, found: StageComparison) -> str:
-        """A sentence on the first bucket, or else the step, that differs much, with the likely reason."""
-        done_us = {
-            name: (predicted.done_us, measured.done_us)
-            for name, (predicted, measured) in found.buckets.items()
-            if predicted and measured
-        }
-        late_us = {
-            name: after - before
-            for name, (before, after) in done_us.items()
-            if abs(after - before) > _NOTABLE_DIFFERENCE * before
-        }
-        predicted_us, measured_us = found.step_parts_us["step"]
-        us, bucket = measured_us - predicted_us, None
-        if late_us:
-            # What holds up one bucket holds up those behind it: the first of them is named.
-            least_us = _NEAR_LARGEST_SHARE * max(map(abs, late_us.values()))
-            bucket, us = next((name, us) for name, us in late_us.items() if abs(us) >= least_us)
-            text = f"{bucket[:1].upper()}{bucket[1:]} was done {_difference_text(us, 'later', 'earlier')} "
-            text += f"than predicted ({_percent_change(*done_us[bucket])})"
-            if len(late_us) > 1:
-                others = format_count(len(late_us) - 1, "other bucket")
-                text += f", and {others} by more than {_NOTABLE_DIFFERENCE:.0%}"
-        elif abs(us) > _NOTABLE_DIFFERENCE * predicted_us:
-            text = f"The step took {_difference_text(us, 'longer', 'less')} than predicted"
-        else:
-            text = "Neither the step nor a bucket differs from the prediction by more than"
-            return f"{text} {_NOTABLE_DIFFERENCE:.0%}."
-        least_us, sign = _MIN_EXPLAINED_SHARE * abs(us), math.copysign(1.0, us)
-        causes = self._candidate_causes(found, bucket)
-        reasons = (why for amount_us, why in causes if amount_us * sign >= least_us)
-        return f"{text}: {next(reasons, 'the records show no reason')}."
-
-    def _candidate_causes(self, found: StageComparison, bucket: str | None) -> Iterator[tuple[float, str]]:
-        """Causes that the records show: by how much later each makes the bucket, or the step, and a text."""
-        more_us = {part: measured - predicted for part, (predicted, measured) in found.step_parts_us.items()}
-        done_us = {name: measured.done_us for name, (_, measured) in found.buckets.items() if measured}
-        predicted_times, measured_times = found.buckets[bucket] if bucket else (None, None)
-        last_bucket = max(done_us, key=done_us.__getitem__, default="")
-        late_us, last = self.mean_wait_and_last_rank(bucket or last_bucket)
-        waited = format_duration(1e-6 * late_us)
-        text = f"ranks waited {waited} for the last one, which was not always the same rank"
-        if last is not None:
-            episodes = straggler_episodes(self.digest, self.stage)
-            causes = [f", late in {one.cause}" for one in episodes if one.rank == last]
-            text = f"rank {last} had it ready {waited} after the others{''.join(causes[:1])}"
-        yield (late_us - found.step_parts_us["late"][0] if bucket else more_us["late"]), text
-        if (share := self.cpu_share_while_working) < _STARVED_CPU_SHARE:
-            text = "ranks share too few cores: each had a core for"
-            yield math.inf, f"{text} {share:.0%} of the time in which it did not wait"
-        if predicted_times and measured_times:
-            us = measured_times.ready_us - predicted_times.ready_us
-            yield us, f"it was ready {_difference_text(us, 'later', 'earlier')}"
-        else:
-            us = more_us["own"]
-            yield us, f"ranks' own work took {_difference_text(us, 'longer', 'less')}"
-        for us, name in ((more_us["hooks"], "hooks"), (more_us["wire"], "the wire")):
-            yield us, f"{name} took {_difference_text(us, 'longer', 'less')}"
 
 
 def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
@@ -346,10 +257,9 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
             occurrences[bucket.step, name] += 1
             name = _numbered_name(name, occurrences[bucket.step, name])
             if lines[at].step in counted:
-                ready, start, all_ready = bucket.ready_us, lines[at].start_us, bucket.all_ready_us
-                waited = None if all_ready is None else max(0.0, all_ready - ready)
-                sample = _BucketSample(rank, lines[at].step, ready - start, bucket.done_us - start, waited)
-                found[lines[at].stage].buckets[name].append(sample)
+                start = lines[at].start_us
+                times = BucketTimes(bucket.ready_us - start, bucket.done_us - start)
+                found[lines[at].stage].buckets[name].append(times)
     return {index: one for index, one in found.items() if one.step_records}
 
 
@@ -362,9 +272,17 @@ def _numbered_name(name: str, occurrence: int) -> str:
     return name if occurrence == 1 else f"{name} ({occurrence})"
 
 
-def _difference_text(us: float, more: str, less: str) -> str:
-    return f"{format_duration(1e-6 * abs(us))} {more if us > 0 else less}"
-
-
-def _percent_change(before: float, after: float) -> str:
-    return f"{after / before - 1:+.0%}" if before else "+∞"
+def _difference_sentence(parts_us: Mapping[StepPart, tuple[float, float]], cpu_share: float) -> str:
+    """Whether the step differs much from its prediction, and which of its parts does most."""
+    more_us = {part: measured - predicted for part, (predicted, measured) in parts_us.items()}
+    total_us = more_us.pop("step")
+    if abs(total_us) <= _NOTABLE_DIFFERENCE * parts_us["step"][0]:
+        return f"The step differs from the prediction by no more than {_NOTABLE_DIFFERENCE:.0%}."
+    sign = math.copysign(1.0, total_us)
+    most = max(more_us, key=lambda part: more_us[part] * sign)
+    by = format_duration(1e-6 * abs(more_us[most]))
+    text = f"The part that {'grew' if total_us > 0 else 'shrank'} most is {PART_NAMES[most]}, by {by}."
+    if total_us > 0 and cpu_share < _STARVED_CPU_SHARE:
+        text += f" Ranks share too few cores: each had a core for {cpu_share:.0%} of the time in which it did"
+        text += " not wait."
+    return text

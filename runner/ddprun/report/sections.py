@@ -26,7 +26,7 @@ from ddprun.report.blocks import (
 from ddprun.report.charts import StyledCurve
 from ddprun.report.digest import PERCENTILES, Curve, RunDigest, Timeline, Traffic
 from ddprun.report.parts import STEP_PARTS
-from ddprun.report.predicted import StageComparison, StepPart
+from ddprun.report.predicted import PART_NAMES, StageComparison
 from ddprun.report.sentences import ending
 from ddprun.telemetry.reader import readable_event_name
 from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
@@ -50,13 +50,6 @@ _MACHINE_CHARTS = (
 _KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
 _NO_STEPS = "No step records."
 _MAX_UNFOLDED_BUCKETS = 30
-_PREDICTED_PART_NAMES: dict[StepPart, str] = {
-    "own": "own work",
-    "hooks": "hooks",
-    "late": "waiting for the last rank",
-    "wire": "waiting for the wire",
-    "step": "step",
-}
 
 
 def make_sections(
@@ -366,7 +359,7 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             yield from map(Text, one.sentences)
             heads = ["", "predicted, ms", "measured, ms", "difference, ms", "of the step"]
             rows = [
-                [_PREDICTED_PART_NAMES[part], *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
+                [PART_NAMES[part], *_predicted_measured_cells(*us, one.step_parts_us["step"][0])]
                 for part, us in one.step_parts_us.items()
             ]
             if rows:
