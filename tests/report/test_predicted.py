@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from ddprun.report.predicted import (
 from ddprun.telemetry.reader import Run
 from tests.engine.running import run_pipeline
 from tests.report.made_up import over_a_link
-from tests.report.pages import charts_in, words
+from tests.report.pages import words
 
 RATE = 10e6
 ENDS = [(10_000, 20_000), (30_000, 45_000), (40_000, 50_000), (47_000, 70_000)]
@@ -46,7 +45,6 @@ def predicted(**changed: Any) -> dict[str, Any]:
         "parts_us": {"backward_us": 49_000, "optimizer_us": 5000},
         "waits_us": {"wire": 20_000, "latency": 1000},
         "buckets": PREDICTED_BUCKETS,
-        "sweep": [],
     }
     stage = {"stage": 0, "kind": "train", "sync": "every_step", "hooks": [], "cycle": 1}
     whole = {"v": 1, "ranks": 2, "hosts": 2}
@@ -117,27 +115,6 @@ def test_a_prediction_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert stage.buckets == {f"gradient {n}": (ends, ends) for n, ends in enumerate(ENDS)}
     fewer = compared(folder, predicted(buckets=PREDICTED_BUCKETS[:3]))
     assert fewer.buckets["gradient 3"] == (None, ENDS[3])
-
-
-def test_other_numbers_of_ranks_are_a_chart(tmp_path: Path) -> None:
-    """Of those that the file has, with their numbers as a table."""
-    folder, file = over_a_link(tmp_path / "run"), tmp_path / "file.json"
-    rows = [{"ranks": 2 * 4**n, "step_us": 75_000 + 1_000 * n, "exposed_us": 1_000 * n} for n in range(7)]
-    stage = compared(folder, predicted(sweep=rows))
-    assert list(stage.sweep[6]) == [8192, 81_000, 6_000]
-    file.write_text(json.dumps(predicted(sweep=rows)))
-    assert main(["report", str(folder), "--predicted", str(file), "--no-trace"]) == 0
-    page = (folder / "report.html").read_text()
-    assert "A step on more ranks, predicted" in words(page)
-    assert re.search(r"<td[^>]*>8,?192</td>", page)
-    other = over_a_link(tmp_path / "other")
-    assert main(["report", str(folder), str(other), "--predicted", str(file), "--no-trace"]) == 0
-    charts = charts_in((folder / "report.html").read_text()).values()
-    drawn = [chart for one in charts for chart in one["choices"].values()]
-    axes = [axis for chart in drawn if (axis := chart["layout"]["yaxis"]).get("type") == "log"]
-    assert len(axes) == 2
-    for axis in axes:  # a range of a logarithmic axis is in powers of ten
-        assert [10**end for end in axis["range"]] == pytest.approx([1, 81], rel=0.3)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +198,6 @@ STEP = ("stages", 0, "predicted")
             "stages.0.predicted.waits_us.wire: Input should be greater",
         ),
         (changed(*STEP, "buckets", 1, "done_us", to=[]), "stages.0.predicted.buckets.1.done_us"),
-        (changed(*STEP, "sweep", to=[{"ranks": 0}]), "stages.0.predicted.sweep.0.ranks"),
         (changed(*STEP, "buckets", 1, "bucket", to="x" * 101), "stages.0.predicted.buckets.1.bucket: String"),
     ],
 )

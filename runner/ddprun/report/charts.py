@@ -155,27 +155,6 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
     return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
 
 
-def sweep_chart(rows: Sequence[Sequence[float]], heads: Sequence[str]) -> Chart:
-    """Times over the number of ranks, both on logarithmic scales."""
-    columns = list(zip(*rows, strict=True))
-    data = [
-        {
-            "x": columns[0],
-            "y": [value or None for value in column],
-            "name": name.removesuffix(", ms"),
-            "mode": "lines+markers",
-            "line": {"color": _COLOURS[style], "dash": _DASHES[style]},
-        }
-        for style, (name, column) in enumerate(zip(heads[1:], columns[1:], strict=True))
-    ]
-    layout = _layout("ranks", "ms")
-    layout["xaxis"] |= {"type": "log", "tickvals": columns[0], "ticktext": list(map(str, columns[0]))}
-    layout["yaxis"] |= {"type": "log", "rangemode": "normal", "dtick": 1}
-    known = [value for column in columns[1:] for value in column if value]
-    low, high = math.log10(min(known)), math.log10(max(known))
-    return {"data": data, "layout": layout, "values": ("yaxis", low, high)}
-
-
 def timeline_chart(step: Timeline) -> Chart:
     """What every rank did in one step: its training thread, and below it each bucket."""
     bars: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {"y": [], "base": [], "x": [], "text": []})

@@ -61,8 +61,6 @@ class StageComparison:
     sentences: Sequence[str]
     step_parts_us: Mapping[StepPart, tuple[float, float]] = field(default_factory=dict)
     buckets: Mapping[str, tuple[BucketTimes | None, BucketTimes | None]] = field(default_factory=dict)
-    sweep: Sequence[tuple[int, float, float]] = ()
-    """Predicted for other numbers of ranks: how many, a step, and how long it waits."""
 
 
 # A prediction in a file.
@@ -78,18 +76,11 @@ class _PredictedBucket(BaseModel):
     done_us: _Us
 
 
-class _PredictedSweepRow(BaseModel):
-    ranks: Annotated[int, Field(strict=True, gt=0, lt=2**31)]
-    step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
-    exposed_us: _Us
-
-
 class _PredictedTimes(BaseModel):
     step_us: Annotated[float, Field(strict=True, gt=0, lt=2**63)]
     parts_us: dict[str, _Us]
     waits_us: dict[str, _Us]
     buckets: list[_PredictedBucket]
-    sweep: Annotated[list[_PredictedSweepRow], Field(max_length=100)] = []
 
     @property
     def step_parts(self) -> dict[StepPart, float]:
@@ -226,7 +217,6 @@ class MeasuredStage:
             [text, _difference_sentence(parts, self.cpu_share_while_working)],
             parts,
             {name: (predicted.get(name), self.mean_times(name)) for name in names},
-            [(row.ranks, row.step_us, row.exposed_us) for row in one.predicted.sweep],
         )
 
 

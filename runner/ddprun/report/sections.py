@@ -375,12 +375,6 @@ def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: Nam
             if rows:
                 folded = "Each bucket" * (len(rows) > _MAX_UNFOLDED_BUCKETS)
                 yield Table(heads, rows, "Times count from the start of the step.", folded)
-            if one.sweep:
-                heads = ["ranks", "a step, ms", "waiting, ms"]
-                in_ms = [[ranks, us / 1000, waiting / 1000] for ranks, us, waiting in one.sweep]
-                label = "A step on more ranks, predicted"
-                yield Figure(label, {"": charts.sweep_chart(in_ms, heads)})
-                yield Table(heads, in_ms, folded_title=f"{label}: the numbers")
 
 
 def _predicted_measured_cells(
