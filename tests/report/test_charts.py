@@ -339,7 +339,7 @@ def test_memory_of_ranks_and_load_of_hosts_are_charts(tmp_path: Path) -> None:
 
 
 def test_odd_measurements_and_clocks_are_not_believed(tmp_path: Path) -> None:
-    """What else a record has is not read; a bound of clocks is a number."""
+    """What else a record has is not read; the error of clocks is a number."""
     folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
 
     def odd(record: dict[str, Any]) -> None:
@@ -353,7 +353,7 @@ def test_odd_measurements_and_clocks_are_not_believed(tmp_path: Path) -> None:
             out.write(json.dumps(event) + "\n")
     found = digest_run(Run(folder))
     assert found.machine.keys() == {"rss_bytes", "load"}
-    assert "Here they saved time" in words(page_of(found))
+    assert "went through, latency included" in words(page_of(found))
 
 
 def test_what_is_sent_twice_in_a_step_has_one_row(tmp_path: Path) -> None:

@@ -105,63 +105,6 @@ def test_a_run_is_told_stage_by_stage(tmp_path: Path) -> None:
     assert "stage 1, rank 0 10.5" in page
 
 
-@pytest.mark.parametrize(
-    ("slow", "part", "advice"),
-    [
-        (
-            0,
-            "exposed_wire_us",
-            "To try next, although it changes training: hooks as in stage 1, where a step took 10.0 ms; "
-            "synchronising less often (`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`).",
-        ),
-        (
-            1,
-            "exposed_hook_us",
-            "To try first, since nothing is lost: no hooks, as in stage 0 (saves at most 50% of a step).",
-        ),
-    ],
-)
-def test_advice_knows_what_other_stages_have_tried(tmp_path: Path, slow: int, part: str, advice: str) -> None:
-    """It names the stage that does so already, and how long a step took there."""
-    folder = make(tmp_path / "run", steps=40, stages=((), ("int8",)))
-    for file in (folder / "steps").iterdir():
-        records = [json.loads(line) for line in file.read_text().splitlines()]
-        for record in records[20 * slow : 20 * slow + 20]:
-            record["step_us"] += 10_000
-            record[part] += 10_000
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = sentences_by_stage(digest_run(Run(folder)))
-    assert list(told.values())[slow][-1] == advice
-
-
-@pytest.mark.parametrize(
-    ("part", "advice"),
-    [
-        ("exposed_wire_us", "To try next, although it changes training: sending less (`ddprun compare`"),
-        ("exposed_hook_us", "To try first, since nothing is lost: no hooks, or cheaper ones"),
-    ],
-)
-def test_advice_puts_nothing_down_to_hooks_that_the_policy_does(
-    tmp_path: Path, part: str, advice: str
-) -> None:
-    """A stage that seldom synchronises is fast with any hooks, and without any."""
-    stacks = ((), ("int8",)) if part == "exposed_wire_us" else (("int8",), ())
-    folder = make(tmp_path / "run", steps=40, stages=stacks)
-    for file in (folder / "steps").iterdir():
-        records = [json.loads(line) for line in file.read_text().splitlines()]
-        for record in records[:20]:
-            record["step_us"] += 10_000
-            record[part] += 10_000
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    events = folder / "events.jsonl"
-    seldom = '"stage": 1, "kind": "train", "sync": {"local_sgd": {"every": 8}}'
-    text = events.read_text().replace('"stage": 1, "kind": "train", "sync": "every_step"', seldom)
-    assert seldom in text
-    events.write_text(text)
-    told = sentences_by_stage(digest_run(Run(folder)))
-    assert next(iter(told.values()))[-1].startswith(advice)
-
-
 def test_what_tells_runs_apart_is_on_top(tmp_path: Path) -> None:
     """How each synchronises and through which hooks: the names of folders do not say it."""
     plain = make(tmp_path / "plain")
@@ -209,31 +152,34 @@ def test_words_of_records_do_not_command_a_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in told
 
 
-@pytest.mark.parametrize(("us_per_byte", "paid"), [(0.08, True), (0.48, False), (0.295, None)])
-def test_whether_hooks_paid_follows_from_their_break_even(
-    tmp_path: Path, us_per_byte: float, paid: bool | None
+@pytest.mark.parametrize(("us_per_byte", "limit", "pay"), [(0.08, "300", True), (0.48, "50", False)])
+def test_hooks_pay_over_links_slower_than_their_break_even(
+    tmp_path: Path, us_per_byte: float, limit: str, pay: bool
 ) -> None:
-    """Two hosts with 80 Mbit/s between them: what went through is a bound, and so is that without latency."""
-    found = digest_run(Run(with_hooks(over_a_link(tmp_path / "run"), us_per_byte)))
+    """Two hosts with 80 Mbit/s between them: where hooks pay, nobody is told to leave them out."""
+    folder = with_hooks(over_a_link(tmp_path / "run"), us_per_byte)
+    found = digest_run(Run(folder))
     balance = hook_balance(found, found.stages[0])
     assert balance is not None
     assert balance.break_even_bits_per_s == pytest.approx(24e6 / us_per_byte, rel=0.01)
-    least, most = balance.link_bits_per_s
-    assert least == pytest.approx(80e6, rel=0.01)
-    assert least * 1.05 < most < least * 1.2
-    assert balance.paid is paid
+    assert balance.sent_bits_per_s == pytest.approx(80e6, rel=0.01)
     (told,) = [text for text in sentences_by_stage(found)[""] if text.startswith("Hooks")]
     assert told.startswith(
         "Hooks (`int8`) sent 75% less than plain all-reduce, 4.88 MB a step and rank, and took"
     )
-    verdict = {
-        True: "Here they saved time",
-        False: "Here they cost more than they saved",
-        None: "The records cannot tell whether they saved time here",
-    }[paid]
-    assert verdict in told
-    if paid is False:
-        assert "80 Mbit/s went through, latency included, so they saved at most 488 ms." in told
+    went_through = "Here 80 Mbit/s went through, latency included."
+    assert told.endswith(f"they save time over links slower than {limit} Mbit/s. {went_through}")
+
+    def grow(record: dict[str, Any]) -> None:
+        record["step_us"] += 100_000
+        record["exposed_hook_us"] += 100_000
+
+    advice = " ".join(sentences_by_stage(digest_run(Run(rewrite(folder, "steps", grow))))[""])
+    assert ("no hooks, or cheaper ones" in advice) is not pay
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"hosts": ["a", "b"]', '"hosts": ["a", "a"]'))
+    on_one_host = " ".join(sentences_by_stage(digest_run(Run(folder)))[""])
+    assert "no hooks, or cheaper ones" in on_one_host, "there is no link"
 
 
 def test_nothing_is_said_of_hooks_where_records_cannot_tell(tmp_path: Path) -> None:
@@ -256,17 +202,6 @@ def test_nothing_is_said_of_hooks_where_records_cannot_tell(tmp_path: Path) -> N
     (folder / "events.jsonl").write_text(f"{events}{resumed}\n")
     found = digest_run(Run(folder))
     assert hook_balance(found, found.stages[0]) is None
-
-
-def test_between_ranks_of_one_host_hooks_are_never_said_to_have_paid(tmp_path: Path) -> None:
-    """There is no link; memory and cores carry plain sums faster than casts."""
-    folder = with_hooks(over_a_link(tmp_path / "run"), 0.08)
-    events = folder / "events.jsonl"
-    events.write_text(events.read_text().replace('"hosts": ["a", "b"]', '"hosts": ["a", "a"]'))
-    found = digest_run(Run(folder))
-    balance = hook_balance(found, found.stages[0])
-    assert balance is not None
-    assert balance.paid is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What stands out in a run: how it ended; of a stage, where its time went, who was late, whether hooks paid,
-what to try.
+"""What stands out in a run: how it ended; of a stage, where its time went, who was late, over which links
+its hooks pay, what to try.
 """
 
 import math
@@ -13,7 +13,6 @@ from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
 from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, log_file
-from ddprun.telemetry.records import ClockOffsets
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
 
@@ -25,9 +24,7 @@ _BALANCE_THRESHOLD = 0.1
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
 _STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
 _NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
-_LATENCIES = 8  # of a collective in latencies, at most: small ones take half as many between two hosts
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
-_SAVED, _COST_MORE = "Here they saved time", "Here they cost more than they saved"
 _STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
     "backward": "a look at the layers of that bucket, and at what else runs on the late rank's cores or GPU",
@@ -213,22 +210,12 @@ class HookBalance:
     saved_bits: float  # that plain all-reduce would have sent in addition
     sent_share: float  # of what plain all-reduce would have sent
     hook_us: float  # encoding and decoding
-    link_bits_per_s: tuple[float, float]
-    """Bounds of what the link carries, the highest of all stages. At least: what went through, latency
-    included. At most: the same without the longest latency that the clocks' comparison allows."""
+    sent_bits_per_s: float  # the highest rate of all stages, latency included: the link carries no less
 
     @property
     def break_even_bits_per_s(self) -> float:
         """The link over which the hooks cost as much as they save; over a faster one they cost more."""
         return 1e6 * self.saved_bits / self.hook_us
-
-    @property
-    def paid(self) -> bool | None:
-        """Whether the hooks saved more time than they took; None: the records do not tell."""
-        least, most = self.link_bits_per_s
-        if least >= self.break_even_bits_per_s:
-            return False
-        return True if most <= self.break_even_bits_per_s else None
 
 
 def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
@@ -237,7 +224,7 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     They can where gradients, or changes of parameters, go through one stack in collectives among all ranks,
     the same ranks in the whole run.
     """
-    ranks, hosts = len(digest.run.ranks), digest.run.started.hosts
+    ranks = len(digest.run.ranks)
     through = [one for one in stage.traffic if one.kind in ("gradient", "delta") and one.hooks]
     if len(through) != 1 or ranks < 2 or digest.run.world_sizes != [(1, ranks)]:
         return None
@@ -246,49 +233,27 @@ def hook_balance(digest: RunDigest, stage: StageDigest) -> HookBalance | None:
     if not (one.among_all_ranks and 0 < one.wire_bytes < plain_bytes and hook_us > 0 and one.wire_us):
         return None
     per_step = max(1, stage.sampled_step_count) * ranks
-    clocks = digest.run.events_of(ClockOffsets)
-    latency_us = _LATENCIES * max((us for one in clocks for us in one.error_us), default=math.inf)
-    several_hosts = len(set(hosts)) > 1
-    sent = [one for each in digest.stages for one in each.traffic if one.among_all_ranks and one.wire_us]
-    # A payload's latency is not the link's time; inside a host it is not known.
-    times_us = [one.wire_us - (latency_us * one.payloads if several_hosts else math.inf) for one in sent]
-    most = [8e6 * one.wire_bytes / us if us > 0 else math.inf for one, us in zip(sent, times_us, strict=True)]
+    rates = [one.bits_per_s or 0.0 for each in digest.stages for one in each.traffic if one.among_all_ranks]
     return HookBalance(
         hooks=one.hooks,
         saved_bits=8 * (plain_bytes - one.wire_bytes) / per_step,
         sent_share=one.wire_bytes / plain_bytes,
         hook_us=hook_us / per_step,
-        link_bits_per_s=(max(one.bits_per_s or 0.0 for one in sent), max(most)),
+        sent_bits_per_s=max(rates),
     )
 
 
 def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
-    """Whether the hooks paid here, and up to which link they do."""
+    """Up to which link the hooks pay, and what went through here."""
     if (balance := hook_balance(digest, stage)) is None:
         return
-    least, most = map(format_bit_rate, balance.link_bits_per_s)
     hooks, saved = ", ".join(f"`{name}`" for name in balance.hooks), format_bytes(balance.saved_bits / 8)
-    text = (
+    yield (
         f"Hooks ({hooks}) sent {1 - balance.sent_share:.0%} less than plain all-reduce, {saved} a step and "
         f"rank, and took {format_duration(balance.hook_us / 1e6)} to encode and decode: they save time over "
-        f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}."
+        f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}. Here "
+        f"{format_bit_rate(balance.sent_bits_per_s)} went through, latency included."
     )
-    without = _fastest_stage(digest, stage, with_hooks=False)
-    if without is not None and abs(without.step_ms / stage.step_ms - 1) > _NEGLIGIBLE_SHARE:
-        saved_time = stage.step_ms < without.step_ms
-        text += f" {_SAVED if saved_time else _COST_MORE}: a step took {stage.step_ms:.1f} ms, and "
-        text += f"{without.step_ms:.1f} ms without hooks in stage {without.index}."
-    elif stage.times.shares_by_category["hook"] + stage.times.shares_by_category["wire"] < _NEGLIGIBLE_SHARE:
-        text += " Here computation hid both the hooks and the transfer: the hooks made no difference."
-    elif balance.paid:
-        saved = format_duration(balance.saved_bits / balance.link_bits_per_s[1])
-        text += f" {_SAVED}: the link carries at most {most}, so they saved at least {saved}."
-    else:
-        saved = format_duration(balance.saved_bits / balance.link_bits_per_s[0])
-        unknown = "The records cannot tell whether they saved time here"
-        text += f" {unknown if balance.paid is None else _COST_MORE}: {least} went through, "
-        text += f"latency included, so they saved at most {saved}."
-    yield text
 
 
 def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
@@ -316,16 +281,16 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["other"] > _ADVICE_THRESHOLD:
         what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
         exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
-    balance = hook_balance(digest, stage)
-    if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not (balance and balance.paid):
-        without = _fastest_stage(digest, stage, with_hooks=False)
-        if without is None:
-            exact.append((shares["hook"], levers.cheaper_hooks))
-        elif without.step_ms < stage.step_ms:
-            exact.append((1 - without.step_ms / stage.step_ms, f"no hooks, as in stage {without.index}"))
+    balance, several_hosts = hook_balance(digest, stage), len(set(digest.run.started.hosts)) > 1
+    # Latency is no reason for hooks; inside a host it is most of what small payloads take.
+    pay = several_hosts and balance and balance.sent_bits_per_s < balance.break_even_bits_per_s
+    if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not pay:
+        exact.append((shares["hook"], levers.cheaper_hooks))
     if shares["wire"] > _ADVICE_THRESHOLD:
         exact += ((shares["wire"], what) for what in _lossless_comm_advice(digest, stage))
-        changing += _lossy_comm_advice(digest, stage)
+        if not stage.hooks:
+            changing.append(f"sending less ({levers.sending_less})")
+        changing.append(_sync_less_often_phrase(digest, stage))
     if exact:
         listed = "; ".join(
             f"{what} (saves at most {share:.0%} of a step)" for share, what in sorted(exact)[::-1]
@@ -364,29 +329,11 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
         yield f"{what}, since all gradients are in one bucket and nothing overlaps"
 
 
-def _lossy_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
-    if not stage.hooks:
-        if (fastest := _fastest_stage(digest, stage, with_hooks=True)) is None:
-            yield f"sending less ({Levers.of(digest.run).sending_less})"
-        elif fastest.step_ms < stage.step_ms:
-            yield f"hooks as in stage {fastest.index}, where a step took {fastest.step_ms:.1f} ms"
-    yield _sync_less_often_phrase(digest, stage)
-
-
-def _fastest_stage(digest: RunDigest, stage: StageDigest, *, with_hooks: bool) -> StageDigest | None:
-    """The fastest other stage with hooks, or without, of the same kind and policy, so that hooks differ."""
-    alike = [one for one in digest.stages if (one.kind, one.sync) == (stage.kind, stage.sync)]
-    found = [one for one in alike if one is not stage and bool(one.hooks) == with_hooks]
-    return min(found, key=lambda one: one.step_ms, default=None)
-
-
 def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
     name, options = stage.policy
     if options:
         now = ", ".join(f"{key}: {flow_yaml(value)}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
-    if other := next((one for one in digest.stages if one.policy[1]), None):
-        return f"synchronising less often, as in stage {other.index}"
     return f"synchronising less often ({Levers.of(digest.run).syncing_less})"
 
 
