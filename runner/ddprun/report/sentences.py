@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import harmonic_mean
-from typing import NamedTuple
 
 from ddprun.config.resolved import flow_yaml
 from ddprun.report.blocks import format_value
@@ -33,60 +32,43 @@ _STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
     "other": "a look at what the late rank's script does besides forward, backward and optimizer",
     "communication": "a look at the late rank's link, and at hooks that work on its training thread",
 }
-
-
 _CAUSES_OF_SHARES = ("data", "forward", "backward")  # what takes longer with more samples
 
-
-class Levers(NamedTuple):
-    """What advice suggests, in the words of what a reader can change."""
-
-    workers: str
-    bucket_cap: str  # with room for the number of MB
-    sending_less: str
-    syncing_less: str
-    cheaper_hooks: str
-    work_between_steps: str
-    less_computation: str
-    balance: str | None  # for ranks that are not equally fast
-
-    @classmethod
-    def of(cls, run: Run) -> "Levers":
-        """Those of a pipeline, or of a script that `ddprun.observe` records."""
-        return _IN_A_SCRIPT if run.is_observed else _IN_A_PIPELINE
-
-
-_IN_A_PIPELINE = Levers(
-    workers="more `loader.workers`",
-    bucket_cap="`ddp: {{bucket_cap_mb: {}}}`",
-    sending_less="`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`",
-    syncing_less="`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`",
-    cheaper_hooks="no hooks, or cheaper ones, which `ddprun compare` measures",
-    work_between_steps=(
-        "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation"
+# What advice suggests, in the words of what a reader can change: in a pipeline, and in a script that
+# `ddprun.observe` records.
+_LEVERS = {
+    "workers": ("more `loader.workers`", "a larger `num_workers` of the `DataLoader`"),
+    "bucket_cap": ("`ddp: {{bucket_cap_mb: {}}}`", "`DistributedDataParallel(bucket_cap_mb={})`"),
+    "sending_less": (
+        "`ddprun compare` with `--vary 'hooks=[[], [fp16], [int8]]'`",
+        '`hooks=["fp16"]` in `ddprun.observe`',
     ),
-    less_computation=(
-        "`compile: true` may make steps faster, and changes only rounding; more ranks, a larger "
-        "`loader.batch_size` and `precision: bf16` change training."
+    "syncing_less": (
+        "`accumulate: 2`, or `sync: {local_sgd: {every: 8}}`",
+        "more backward passes under `no_sync` before each optimizer step",
     ),
-    balance="`loader.balance`, which gives slow ranks fewer samples",
-)
-_IN_A_SCRIPT = Levers(
-    workers="a larger `num_workers` of the `DataLoader`",
-    bucket_cap="`DistributedDataParallel(bucket_cap_mb={})`",
-    sending_less='`hooks=["fp16"]` in `ddprun.observe`',
-    syncing_less="more backward passes under `no_sync` before each optimizer step",
-    cheaper_hooks="no hooks, or cheaper ones",
-    work_between_steps=(
+    "cheaper_hooks": (
+        "no hooks, or cheaper ones, which `ddprun compare` measures",
+        "no hooks, or cheaper ones",
+    ),
+    "work_between_steps": (
+        "less work between steps: `sync_us` holds audits, fidelity, buffer exchanges and mutation",
         "`every=10` in `ddprun.observe`, since `sync_us` holds broadcasts of buffers and what ddprun does "
-        "between steps"
+        "between steps",
     ),
-    less_computation=(
+    "less_computation": (
+        "`compile: true` may make steps faster, and changes only rounding; more ranks, a larger "
+        "`loader.batch_size` and `precision: bf16` change training.",
         "`torch.compile` may make steps faster, and changes only rounding; more ranks, a larger batch and "
-        "`torch.autocast` change training."
+        "`torch.autocast` change training.",
     ),
-    balance=None,
-)
+    "balance": ("`loader.balance`, which gives slow ranks fewer samples", ""),
+}
+
+
+def _lever(run: Run, name: str) -> str:
+    """What advice suggests, for a pipeline or for a script."""
+    return _LEVERS[name][run.is_observed]
 
 
 def ending(run: Run) -> str | None:
@@ -258,26 +240,26 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
 
 def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
     """What to try: first what loses nothing, with what it gains at most; then what changes training."""
-    shares, levers = stage.times.shares_by_category, Levers.of(digest.run)
+    shares, levers = stage.times.shares_by_category, {name: _lever(digest.run, name) for name in _LEVERS}
     exact, changing = list[tuple[float, str]](), list[str]()
     worst = late_ranks[0] if late_ranks else None
     if worst and _straggler_wait_share(digest, stage, worst) <= _MIN_STRAGGLER_WAIT_SHARE * shares["wait"]:
         worst = None  # another rank is the last one each time
     if shares["wait"] > _ADVICE_THRESHOLD:
         if worst is not None:
-            what = f"{levers.workers}, or a look at the late rank's disk"
+            what = f"{levers['workers']}, or a look at the late rank's disk"
             exact.append((shares["wait"], _STRAGGLER_ADVICE.get(worst.cause, what)))
         else:
             changing.append(_sync_less_often_phrase(digest, stage))
     late_by_samples = worst is not None and worst.cause in _CAUSES_OF_SHARES
     all_exchange = {one.policy[0] for one in digest.stages} == {"every_step"} and not digest.shares
     gain = _balance_gain(stage) if late_by_samples and all_exchange else 0.0
-    if levers.balance and gain > _BALANCE_THRESHOLD:
-        exact.append((gain, levers.balance))
+    if levers["balance"] and gain > _BALANCE_THRESHOLD:
+        exact.append((gain, levers["balance"]))
     if shares["data"] > _ADVICE_THRESHOLD:
-        exact.append((shares["data"], f"{levers.workers}, since the training thread waits for its data"))
+        exact.append((shares["data"], f"{levers['workers']}, since the training thread waits for its data"))
     if shares["sync"] > _ADVICE_THRESHOLD:
-        exact.append((shares["sync"], levers.work_between_steps))
+        exact.append((shares["sync"], levers["work_between_steps"]))
     if shares["other"] > _ADVICE_THRESHOLD:
         what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
         exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
@@ -285,11 +267,11 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     # Latency is no reason for hooks; inside a host it is most of what small payloads take.
     pay = several_hosts and balance and balance.sent_bits_per_s < balance.break_even_bits_per_s
     if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not pay:
-        exact.append((shares["hook"], levers.cheaper_hooks))
+        exact.append((shares["hook"], levers["cheaper_hooks"]))
     if shares["wire"] > _ADVICE_THRESHOLD:
         exact += ((shares["wire"], what) for what in _lossless_comm_advice(digest, stage))
         if not stage.hooks:
-            changing.append(f"sending less ({levers.sending_less})")
+            changing.append(f"sending less ({levers['sending_less']})")
         changing.append(_sync_less_often_phrase(digest, stage))
     if exact:
         listed = "; ".join(
@@ -300,7 +282,7 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
         yield f"To try next, although it changes training: {'; '.join(dict.fromkeys(changing))}."
     if not exact and not changing:
         yield (
-            f"Communication is hidden or small. {levers.less_computation}"
+            f"Communication is hidden or small. {levers['less_computation']}"
             if shares["compute"] > 0.8
             else "Nothing stands out: no single change is likely to gain much."
         )
@@ -325,7 +307,7 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
             yield "the hook `hierarchical`, since hosts have several ranks"
     if len(gradients) == 1 and (size := gradients[0].bytes / gradients[0].payloads) > _MIN_SPLIT_BYTES:
         cap = format_value(float(f"{size / 4 / 2**20:.1g}"))
-        what = Levers.of(digest.run).bucket_cap.format(cap)
+        what = _lever(digest.run, "bucket_cap").format(cap)
         yield f"{what}, since all gradients are in one bucket and nothing overlaps"
 
 
@@ -334,7 +316,7 @@ def _sync_less_often_phrase(digest: RunDigest, stage: StageDigest) -> str:
     if options:
         now = ", ".join(f"{key}: {flow_yaml(value)}" for key, value in options.items())
         return f"a longer period of `{name}` (`{now}` now)"
-    return f"synchronising less often ({Levers.of(digest.run).syncing_less})"
+    return f"synchronising less often ({_lever(digest.run, 'syncing_less')})"
 
 
 def _straggler_wait_share(digest: RunDigest, stage: StageDigest, late: StragglerTotal) -> float:
