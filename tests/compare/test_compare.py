@@ -24,6 +24,7 @@ from ddprun.compare.runs import (
     Variant,
     VariantRuns,
     comparison_rows,
+    fill_from_records,
     load_variant,
     make_variants,
     noise_factor,
@@ -112,6 +113,17 @@ def test_turns_of_a_moment_are_compared_with_each_other(tmp_path: Path) -> None:
     found = speed_ratio(first, other)
     assert found is not None
     assert (found.low, found.mean, found.high) == pytest.approx((1.25, 1.25, 1.25))
+
+
+def test_speed_is_of_all_seeds(tmp_path: Path) -> None:
+    """A mean over their steps, whichever lacks a rank."""
+    one, two = seeded(tmp_path, "some", [{"ranks": 1}, {"ranks": 2}], [0.01] * 8), tmp_path / "some-1"
+    for file in (two / "steps").iterdir():
+        file.write_text(file.read_text().replace('"step_us": 10000', '"step_us": 30000'))
+    one.runs[1].digest = digest_run(Run(two))
+    for runs in (one.runs, one.runs[::-1]):
+        (row,) = comparison_rows([VariantRuns(one.variant, runs)])
+        assert row["steps_per_s"] == pytest.approx(50)
 
 
 def test_losses_are_compared_after_equal_samples(tmp_path: Path) -> None:
@@ -424,9 +436,12 @@ def test_two_settings_are_compared(tmp_path: Path) -> None:
     assert of_turns == of_one
     assert other != [loss for _, loss in of_one]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "a band reaches from the lowest seed" in page
-    speeds = format_with_equal_decimals(row["steps_per_s"] for row in table)
-    assert "".join(f"<td>{speed}</td>" for speed in speeds) in page, "one speed"
+    assert "everything else on this page of the first one" in page
+    first_seeds = [SeedRun(tmp_path / "out" / f"{number}-seed-0") for number in range(3)]
+    for one in first_seeds:
+        fill_from_records(one, turn_steps=10)
+    speeds = format_with_equal_decimals(one.digest and one.digest.steps_per_s for one in first_seeds)
+    assert "".join(f"<td>{speed}</td>" for speed in speeds) in page
     steps = list(Run(tmp_path / "out" / "0-seed-0").step_records(1))
     assert max(line.step_us for line in steps[1:]) < 2e6, "waiting for a turn is none of a step's time"
 

@@ -13,7 +13,7 @@ import pytest
 
 from ddprun.report import html
 from ddprun.report.blocks import Table, format_with_equal_decimals
-from ddprun.report.digest import Curve, SlowStep, digest_run, merge_seed_digests
+from ddprun.report.digest import Curve, SlowStep, digest_run
 from ddprun.report.sentences import sentences_by_stage
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
@@ -366,13 +366,3 @@ def test_what_is_sent_twice_in_a_step_has_one_row(tmp_path: Path) -> None:
     for chart in choices.values():
         rows = chart["layout"]["yaxis"]["categoryarray"]
         assert len(set(rows)) == len(rows) == 6
-
-
-def test_a_rank_without_records_under_one_seed(tmp_path: Path) -> None:
-    """Runs under several seeds are one all the same, whichever lacks a rank."""
-    one, two = (digest_run(Run(make(tmp_path / f"{ranks}", ranks=ranks))) for ranks in (1, 2))
-    for some in ((one, two), (two, one)):
-        merged = merge_seed_digests(some)
-        assert [us["steps"] for us in merged.times.total_us_by_rank] == [40, 20]
-        assert merged.steps_per_s == pytest.approx(100)
-        assert "rank 0" in words(page_of(merged))

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from ddprun.compare.runs import Variant, VariantRuns
 
 _RUNS = Path("runs") / "compare"
-_SEEDS_NOTE = (
-    "Below, step times, losses and held-out metrics are means over all seeds, and a band reaches from the "
-    "lowest seed to the highest; everything else is from the first seed."
-)
+_SEEDS_NOTE = "The comparison is of all seeds, and everything else on this page of the first one."
 
 
 @add_rendezvous_flags
@@ -162,13 +159,13 @@ def _print_and_write_report(sides: Sequence["VariantRuns"], folder: Path, seeds:
 
     rows = comparing.comparison_rows(sides)
     click.echo(comparing.render(rows, form), nl=False)
-    merged_digests = [(side.variant.name, one) for side in sides if (one := side.merged_digest()) is not None]
-    if merged_digests:
+    first_seeds = [(side.variant.name, side.digests[0]) for side in sides if side.digests]
+    if first_seeds:
         shown: list[blocks.Block] = [blocks.Table(*one) for one in comparing.tables(rows)]
         if seeds > 1:
             shown.append(blocks.Text(_SEEDS_NOTE, "note"))
         page_path = folder / "report.html"
-        page = html.page(merged_digests, (learning.comparison_sentences(rows), shown))
+        page = html.page(first_seeds, (learning.comparison_sentences(rows), shown))
         try:
             with replace_atomically(folder, page_path.name) as file:
                 file.write(page.encode(errors="replace"))

@@ -32,7 +32,7 @@ from ddprun.compare.learning import Row
 from ddprun.compare.time_slices import TimeSliceScheduler
 from ddprun.config import LoadedPipeline, load
 from ddprun.launch.launcher import overrides_variable
-from ddprun.report.digest import RunDigest, digest_run, merge_seed_digests
+from ddprun.report.digest import RunDigest, StepTimes, digest_run
 from ddprun.run_files import open_file
 from ddprun.telemetry.reader import NoRunError, Run
 from ddprun.telemetry.records import Summary
@@ -157,10 +157,6 @@ class VariantRuns:
     def digests(self) -> list[RunDigest]:
         """Of the runs that left records."""
         return [run.digest for run in self.runs if run.digest is not None]
-
-    def merged_digest(self) -> RunDigest | None:
-        """Its runs as one; None if none of them left records."""
-        return merge_seed_digests(self.digests) if self.digests else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,16 +392,18 @@ def comparison_rows(sides: Sequence[VariantRuns]) -> list[dict[str, Any]]:
 
 
 def _speed_columns(side: VariantRuns) -> dict[str, Any]:
-    if (found := side.merged_digest()) is None or found.steps_per_s is None:
+    times = sum((digest.times for digest in side.digests), StepTimes([]))
+    if times.steps_per_s is None:
         return dict.fromkeys(("steps_per_s", "spread", "exposed_share", "wire_bytes_per_step", "cosine"))
     rates = sorted(1 / seconds for seconds in side.step_s_by_seed_and_turn.values())
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
-    cosines = [value for curve in found.fidelity.get("cosine", {}).values() for value in curve.means]
+    curves = [curve for digest in side.digests for curve in digest.fidelity.get("cosine", {}).values()]
+    cosines = [value for curve in curves for value in curve.means]
     return {
-        "steps_per_s": found.steps_per_s,
+        "steps_per_s": times.steps_per_s,
         "spread": (quantile(rates, 0.75) - quantile(rates, 0.25)) / 2 if rates else None,
-        "exposed_share": found.times.exposed_share,
+        "exposed_share": times.exposed_share,
         "wire_bytes_per_step": sum(one.wire_bytes or 0 for one in summaries) / steps if steps else None,
         "cosine": sum(cosines) / len(cosines) if cosines else None,
     }

@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
 from itertools import groupby, zip_longest
@@ -183,6 +183,11 @@ class StepTimes:
         return {category: total / (us["step_us"] or 1.0) for category, total in totals.items()}
 
     @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second, from the mean time of a step; None: no time is known."""
+        return 1e6 / step_us if (step_us := self.mean_parts_us["step_us"]) else None
+
+    @property
     def exposed_share(self) -> float:
         """The share of a step's time that is communication not hidden behind computation."""
         return sum(self.shares_by_category[category] for category in ("hook", "wait", "wire"))
@@ -275,9 +280,8 @@ class RunDigest:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Steps per second, from the mean time of a step: the speed that all reports of a run give."""
-        step_us = self.times.mean_parts_us["step_us"]
-        return 1e6 / step_us if step_us else None
+        """The speed that all reports of a run give."""
+        return self.times.steps_per_s
 
     @property
     def samples_per_s(self) -> float | None:
@@ -405,30 +409,6 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         shown = _steps_to_show(found.recorded_steps, columns["step_us"], columns["exposed_wait_us"])
         found.timelines = list(_timelines(run, shown))
     return found
-
-
-def merge_seed_digests(digests: Sequence[RunDigest]) -> RunDigest:
-    """Runs of one pipeline under several seeds as one: the first, with all times and the mean losses."""
-    first, *others = digests
-    stages = [
-        replace(stage, times=sum((one.stages[n].times for one in others if n < len(one.stages)), stage.times))
-        for n, stage in enumerate(first.stages)
-    ]
-    held_out = {
-        name: _mean_curve([one.held_out[name] for one in digests if name in one.held_out])
-        for name in first.held_out
-    }
-    loss = _mean_curve([one.loss for one in digests])
-    return replace(first, stages=stages, loss=loss, held_out=held_out)
-
-
-def _mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Means over curves at the steps that all have, and the lowest and the highest of their means."""
-    if len(curves) == 1:
-        return curves[0]
-    means = [curve.mean_by_step for curve in curves]
-    shared = [step for step in means[0] if all(step in known for known in means)]
-    return Curve.of((step, [known[step] for known in means]) for step in shared)
 
 
 def _held_out(run: Run) -> dict[str, Curve]:
