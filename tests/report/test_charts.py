@@ -30,7 +30,7 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
     groups = {"group 0: head.*, *.bias", "group 1: the rest"}
     assert groups in labels, "learning rates"
     assert {"all gradients", *groups} in labels, "norms of gradients"
-    assert {"buckets of 2.00 kB"} in labels
+    assert {"mean over buckets"} in labels
     for chart in (*charts, *over_steps(charts_in(page_of(one, two)))):
         shapes = [(shape["name"], shape["x0"]) for shape in chart["layout"]["shapes"]]
         assert shapes == [
@@ -57,24 +57,18 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
 
 
 def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
-    """A line for each size of buckets, with a gap between stages."""
+    """The mean over buckets, with a gap between stages."""
     folder = everything(tmp_path / "run")
-    buckets = folder / "buckets" / "rank-00000.jsonl"
-    records = [json.loads(line) for line in buckets.read_text().splitlines()]
-    for record in records:
-        record["bytes"] *= 1 + record["bucket"]
+
+    def differ(record: dict[str, Any]) -> None:
         if "fidelity" in record and record["bucket"]:
             record["fidelity"]["cosine"] = 0.5
-    for rank in (0, 1):
-        file = folder / "buckets" / f"rank-{rank:05}.jsonl"
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = digest_run(Run(folder))
-    sizes = found.fidelity["cosine"]
-    assert list(sizes) == ["buckets of 2.00 kB", "buckets of 4.00 kB"]
-    assert sizes["buckets of 2.00 kB"].means == pytest.approx([1.0] * 5 + [0.9] * 5 + [0.8] * 5)
-    assert set(sizes["buckets of 4.00 kB"].means) == {0.5}
-    drawn = [chart for chart in over_steps(charts_in(page_of(found))) if len(chart["data"]) == 2]
-    (line, _) = next(chart["data"] for chart in drawn if chart["data"][0]["name"] == "buckets of 2.00 kB")
+
+    found = digest_run(Run(rewrite(folder, "buckets", differ)))
+    assert found.fidelity["cosine"].means == pytest.approx([0.75] * 5 + [0.7] * 5 + [0.65] * 5)
+    assert set(found.fidelity["relative_l2"].means) == {0.1}
+    charts = over_steps(charts_in(page_of(found)))
+    line = next(chart["data"][0] for chart in charts if chart["data"][0]["name"] == "mean over buckets")
     gaps = [x for x, y in zip(line["x"], line["y"], strict=True) if y is None]
     assert gaps == [0.5, 20.5, 40.5]
 

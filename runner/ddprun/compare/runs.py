@@ -398,7 +398,7 @@ def _speed_columns(side: VariantRuns) -> dict[str, Any]:
     rates = sorted(1 / seconds for seconds in side.step_s_by_seed_and_turn.values())
     summaries = [run.summary for run in side.runs if run.summary is not None]
     steps = sum(one.steps for one in summaries)
-    curves = [curve for digest in side.digests for curve in digest.fidelity.get("cosine", {}).values()]
+    curves = [digest.fidelity["cosine"] for digest in side.digests if "cosine" in digest.fidelity]
     cosines = [value for curve in curves for value in curve.means]
     return {
         "steps_per_s": times.steps_per_s,

@@ -29,16 +29,13 @@ from ddprun.telemetry.records import (
     StepRecord,
     Straggler,
 )
-from ddprun.units import format_bytes
 
 _MAX_CURVE_POINTS = 200
 _MAX_BUCKET_RECORDS = 200_000  # that are read, about
 _TIMELINES, _TIMELINE_RANKS = 10, 64
 _TIMELINE_ROWS = 200  # of all ranks together; of more buckets those that are under way for longest
-_MAX_RANK_LOSS_CURVES = 8
+_MAX_RANK_CURVES = 8  # the first ranks have curves of their own
 _MAX_PARAM_GROUPS = 8  # whose learning rates and gradient norms are curves
-_MAX_BUCKET_SIZE_RANGES = 5  # whose fidelity is a curve
-_MAX_MACHINE_CURVES, _MAX_MACHINE_POINTS = 8, 200
 _MAX_SLOW_STEPS = 30
 _SLOW_STEP = 2.0  # times the median of its like
 _AMONG_ALL_RANKS = re.compile(r"(world|deltas)\.\d+")
@@ -265,7 +262,7 @@ class RunDigest:
     param_group_curves: dict[str, list[Curve]]  # `lr` and `group_grad_norms` of the first groups
     grad_norm: Curve  # of all gradients together
     held_out: dict[str, Curve]  # each metric of the evaluations
-    fidelity: dict[str, dict[str, Curve]] = field(default_factory=dict)  # each measure, by size of buckets
+    fidelity: dict[str, Curve] = field(default_factory=dict)  # each measure, mean over buckets
     bucket_completions: dict[int, GradientCompletion] = field(default_factory=dict)  # empty if not recorded
     timelines: list[Timeline] = field(default_factory=list)  # of some steps
     sampled_steps: frozenset[int] = frozenset()  # whose bucket records were read
@@ -296,7 +293,7 @@ class _StepMeans:
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = steps
         self.sums = array("d", bytes(8 * len(steps)))
-        self.counts = array("l", bytes(array("l").itemsize * len(steps)))
+        self.counts = array("i", bytes(array("i").itemsize * len(steps)))
 
     def add(self, index: int | None, value: float | None) -> None:
         # While a run is going on, records of later steps than `steps` come.
@@ -331,7 +328,7 @@ def _step_index(steps: Sequence[int], step: int) -> int | None:
 def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> RunDigest:
     """Read a run's records; the time of steps for which `is_timed` is false does not count."""
     steps = run.recorded_steps
-    rank_losses = [_StepMeans(steps) for _ in run.ranks[:_MAX_RANK_LOSS_CURVES]]
+    rank_losses = [_StepMeans(steps) for _ in run.ranks[:_MAX_RANK_CURVES]]
     columns = {name: _StepMeans(steps) for name in ("mean_loss", "grad_norm", *_STEP_AND_PARTS)}
     groups: dict[str, dict[int, _StepMeans]] = {
         name: defaultdict(lambda: _StepMeans(steps)) for name in ("lr", "group_grad_norms")
@@ -339,15 +336,18 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
     values: dict[str, _StepMeans] = defaultdict(lambda: _StepMeans(steps))
     kinds: list[_StepKind] = [(False, ())] * len(steps)
     known_kinds: dict[_StepKind, _StepKind] = {}  # each once in memory
-    machine: dict[str, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    machine: dict[str, dict[int, _StepMeans]] = defaultdict(lambda: defaultdict(lambda: _StepMeans(steps)))
     stages_by_index: dict[int, StageDigest] = {}
     start_events = {one.stage: one for one in run.events_of(StageStarted)}
     shares = [SharesSpan(one) for one in run.shares]
     for position, rank in enumerate(run.ranks):
         for line in run.step_records(rank):
             step, index = line.step, _step_index(steps, line.step)
-            if position < _MAX_RANK_LOSS_CURVES:
+            if position < _MAX_RANK_CURVES:
                 rank_losses[position].add(index, line.loss)
+                for name in MachineRecord.__struct_fields__:
+                    if (value := getattr(line.machine, name, None)) is not None:
+                        machine[name][rank].add(index, value)
             exchanged = line.mean_loss is not None or line.mean_values is not None
             if index is not None:
                 measured = (name for name, value in (line.values or {}).items() if value is not None)
@@ -357,10 +357,6 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
                 column.add(index, getattr(line, name))
             for name, value in (line.mean_values or {}).items():
                 values[name].add(index, value)
-            if position < _MAX_MACHINE_CURVES:
-                for name in MachineRecord.__struct_fields__:
-                    if (value := getattr(line.machine, name, None)) is not None:
-                        machine[name][rank].append((step, value))
             for name, known in groups.items():
                 for group, value in enumerate((getattr(line, name) or ())[:_MAX_PARAM_GROUPS]):
                     known[group].add(index, value)
@@ -397,7 +393,7 @@ def digest_run(run: Run, is_timed: Callable[[int], bool] = lambda _: True) -> Ru
         grad_norm=columns["grad_norm"].curve(stages),
         held_out=_held_out(run),
         machine={
-            name: {rank: _thin_to_maxima(points) for rank, points in by_rank.items()}
+            name: {rank: column.curve(stages) for rank, column in by_rank.items()}
             for name, by_rank in machine.items()
         },
         shares=shares,
@@ -426,13 +422,6 @@ def _covered_us(intervals: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered
-
-
-def _thin_to_maxima(points: Sequence[tuple[int, float]]) -> Curve:
-    """The highest of as many equal groups of points as a curve of a machine has."""
-    length = math.ceil(len(points) / _MAX_MACHINE_POINTS)
-    groups = [points[first : first + length] for first in range(0, len(points), length)]
-    return Curve.of((group[-1][0], [max(value for _, value in group)]) for group in groups)
 
 
 def _add_step_times(
@@ -480,7 +469,6 @@ def _read_buckets(digest: RunDigest) -> None:
     traffic: dict[_TrafficKey, Traffic] = {}
     buckets: dict[tuple[_TrafficKey, int], Traffic] = {}
     completions: dict[int, GradientCompletion] = {}
-    sizes: set[int] = set()
     for rank in run.ranks:
         on_wire: dict[_TrafficKey, list[tuple[float, float]]] = defaultdict(list)
         for line in run.bucket_records(rank, sampled.__contains__):
@@ -492,7 +480,6 @@ def _read_buckets(digest: RunDigest) -> None:
             wire = [(max(leg.start_us, all_ready), leg.done_us) for leg in line.legs]
             one.wire_us += _covered_us(wire)
             on_wire[key] += wire
-            sizes.add(line.bytes)
             ready = [at for at in line.params_ready_us or () if at is not None]
             if ready and (last_gradient := line.completed_by) is not None:
                 bucket = completions.setdefault(line.bucket, GradientCompletion(tuple(line.params)))
@@ -505,28 +492,19 @@ def _read_buckets(digest: RunDigest) -> None:
         stage.traffic = [one for key, one in traffic.items() if key[0] == stage.index]
         stage.buckets = [buckets[place] for place in sorted(buckets) if place[0][0] == stage.index]
     digest.bucket_completions = dict(sorted(completions.items()))
-    _read_fidelity(digest, sorted(sizes))
+    _read_fidelity(digest)
 
 
-def _read_fidelity(digest: RunDigest, sizes: Sequence[int]) -> None:
-    """Make a fidelity curve for each size of bucket; if there are very many, for a few ranges of sizes."""
-    recorded = digest.recorded_steps
-    columns: dict[tuple[str, int], _StepMeans] = {}
-    sizes_by_range: dict[int, set[int]] = defaultdict(set)
+def _read_fidelity(digest: RunDigest) -> None:
+    """Make a curve of each measure that the run has."""
+    columns = {name: _StepMeans(digest.recorded_steps) for name in ("cosine", "relative_l2")}
     for rank in digest.run.ranks:
         for line in digest.run.bucket_records(rank, holding=b'"fidelity"'):
-            number = bisect_left(sizes, line.bytes)
-            if len(sizes) > _MAX_BUCKET_SIZE_RANGES:
-                number = number * _MAX_BUCKET_SIZE_RANGES // len(sizes)
-            sizes_by_range[number].add(line.bytes)
-            for name in ("cosine", "relative_l2"):
-                column = columns.setdefault((name, number), _StepMeans(recorded))
-                column.add(_step_index(recorded, line.step), getattr(line.fidelity, name, None))
-    for (name, number), column in sorted(columns.items()):
-        if any(column.counts):
-            ends = min(sizes_by_range[number]), max(sizes_by_range[number])
-            label = f"buckets of {' to '.join(dict.fromkeys(map(format_bytes, ends)))}"
-            digest.fidelity.setdefault(name, {})[label] = column.curve(digest.stages)
+            for name, column in columns.items():
+                index = _step_index(digest.recorded_steps, line.step)
+                column.add(index, getattr(line.fidelity, name, None))
+    curves = {name: column.curve(digest.stages) for name, column in columns.items()}
+    digest.fidelity = {name: curve for name, curve in curves.items() if curve.steps}
 
 
 def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:

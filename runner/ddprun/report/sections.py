@@ -476,7 +476,7 @@ def _machine_section(digest: RunDigest) -> Iterator[Block]:
         lines: dict[str, StyledCurve] = {}
         for rank, curve in digest.machine.get(key, {}).items():
             host = hosts[rank] if key == "load" and rank < len(hosts) else f"rank {rank}"
-            values = [value / scale for value in curve.means]
+            values = [value / scale for value in curve.highest]
             lines.setdefault(host, StyledCurve(Curve(curve.steps, values, values, values), len(lines)))
         if lines:
             yield from _curves_over_steps(f"{label} over steps", unit, lines, [("", digest)])
@@ -489,8 +489,8 @@ def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
         "relative_l2": (f"{distance}, as a share of the latter's norm", "relative L2 error"),
     }
     draw = partial(charts.curve_chart, breaks=charts.stage_starts(digest))
-    for measure, curves in digest.fidelity.items():
-        lines = {name: StyledCurve(curve, index) for index, (name, curve) in enumerate(curves.items())}
+    for measure, curve in digest.fidelity.items():
+        lines = {"mean over buckets": StyledCurve(curve, 0)}
         yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
     if not digest.fidelity:
         yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
