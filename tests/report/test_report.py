@@ -12,7 +12,7 @@ import torch
 
 from ddprun.cli import main
 from ddprun.host.device import device_name
-from ddprun.report.blocks import Table, Text
+from ddprun.report.blocks import Table
 from ddprun.report.digest import digest_run
 from ddprun.report.sections import make_sections
 from ddprun.telemetry.reader import Run
@@ -57,19 +57,11 @@ def test_the_first_screen_says_where_the_time_went_before_any_table(tmp_path: Pa
         "0.2 ranks 2 on 1 host, cpu over gloo mean loss, last known 0.05" in told
     )
     for row in (
-        "model mlp: {hidden: [8]} parameters exchanged 1,000 optimizer SGD: {lr: 0.1} seed 7",
-        "batch 32 samples a rank, 2 times a step",
+        "model mlp: {hidden: [8]} loader batch_size: 32 optimizer SGD: {lr: 0.1} accumulate 2 seed 7",
+        "buffers the model has no buffers: nothing is sent",
         f"pipeline.yaml {' '.join(keys.split())}",
     ):
         assert row in told
-
-
-def test_a_batch_of_constant_size_is_told(tmp_path: Path) -> None:
-    """Its size, and the most that a rank takes of it at a time."""
-    folder = make(tmp_path / "run")
-    (folder / "pipeline.yaml").write_text("loader: {batch_size: 32, global_batch: 100}\n")
-    found = words(page_of(digest_run(Run(folder))))
-    assert "batch 32 samples a rank and micro-step at most, 100 a step" in found
 
 
 @pytest.mark.parametrize("text", ["model: [", "- a list", "a: &x [*x]", "\0"])
@@ -77,7 +69,11 @@ def test_a_pipeline_file_that_is_none_is_no_error(tmp_path: Path, text: str) -> 
     """And one behind a link is not read."""
     folder = make(tmp_path / "run")
     (folder / "pipeline.yaml").write_text(text)
-    assert "samples a rank" not in words(page_of(digest_run(Run(folder))))
+    found = digest_run(Run(folder))
+    assert "<main" in page_of(found)
+    facts = make_sections([("", found)], [])["The run"][0]
+    assert isinstance(facts, Table)
+    assert "model" not in [name for name, _ in facts.rows]
     (tmp_path / "secret").write_text("model: secret")
     (folder / "pipeline.yaml").unlink()
     (folder / "pipeline.yaml").symlink_to(tmp_path / "secret")
@@ -180,7 +176,7 @@ stages:
         "running_mean",
         "Started once",
         "local_sgd: {every: 3",
-        "samples a rank",
+        "loader batch_size: 8",
         "Resident memory of each rank's process",
         "Load average of each host",
         f"GPU or processor of rank 0 {device_name(torch.device('cpu')) or ''}",
@@ -297,8 +293,8 @@ def test_a_browser_draws_every_chart_and_asks_for_nothing(tmp_path: Path, runs: 
     assert {", ".join(f"{length}px" for length in one.split() if length != "0") for one in legends} <= drawn
 
 
-def test_shares_over_time_and_what_they_gained(tmp_path: Path) -> None:
-    """Each with its samples per second; the last ones against equal ones of the same stage."""
+def test_shares_over_time(tmp_path: Path) -> None:
+    """Each with its samples per second."""
     folder = make(tmp_path / "run", stages=((), ()))
     told = [(0, 1, [8, 8]), (0, 6, [12, 4]), (1, 11, [16, 16]), (1, 16, [24, 8])]
     with (folder / "events.jsonl").open("a") as file:
@@ -312,7 +308,7 @@ def test_shares_over_time_and_what_they_gained(tmp_path: Path) -> None:
             *_, (_, _, samples) = (one for one in told if one[1] <= line["step"])
             line |= {"samples": samples[rank], "step_us": 8_000 if samples[0] > samples[1] else 10_000}
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table, gain = make_sections([("", digest_run(Run(folder)))], [[]])["Shares of samples"]
+    (table,) = make_sections([("", digest_run(Run(folder)))], [[]])["Shares of samples"]
     assert isinstance(table, Table)
     assert [[*row] for row in table.rows] == [
         [1, "8, 8", 5, 1600.0],
@@ -320,4 +316,17 @@ def test_shares_over_time_and_what_they_gained(tmp_path: Path) -> None:
         [11, "16, 16", 5, 3200.0],
         [16, "24, 8", 5, 4000.0],
     ]
-    assert gain == Text("Samples per second with the last shares, compared with equal ones: +25%.")
+
+
+def test_held_out_metrics_are_charts_with_tables(tmp_path: Path) -> None:
+    """The loss, too; of one evaluation the headline has the numbers."""
+    found = digest_run(Run(make(tmp_path / "run", evaluated=(10, 20))))
+    blocks = make_sections([("", found)], [])["Held-out data"]
+    tables = [block for block in blocks if isinstance(block, Table)]
+    assert [[*table.heads, *map(list, table.rows)] for table in tables] == [
+        ["step", "held-out", [10, 0.2], [20, 0.1]],
+        ["step", "held-out", [10, 0.9], [20, 0.9]],
+    ]
+    once = digest_run(Run(make(tmp_path / "once", evaluated=(10,))))
+    assert make_sections([("", once)], [])["Held-out data"] == []
+    assert "held-out loss 0.2 held-out accuracy 0.9" in words(page_of(once))

@@ -91,7 +91,6 @@ class Traffic:
     decode_us: int = 0
     wire_us: float = 0.0  # in which something was on the wire: a collective that all ranks had ready
     payloads: int = 0
-    numel: int = 0
     among_all_ranks: bool = True  # each collective was
 
     def add(self, record: BucketRecord) -> None:
@@ -104,7 +103,6 @@ class Traffic:
         self.decode_us += record.decode_us
         self.payloads += 1
         self.steps.add(record.step)
-        self.numel += record.numel
         self.among_all_ranks &= all(_AMONG_ALL_RANKS.fullmatch(leg.group) for leg in record.legs)
 
     @property

@@ -33,15 +33,13 @@ from ddprun.telemetry.records import BufferUsage, StageStarted, Started, Summary
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import abbreviated_list, format_bit_rate, format_bytes, format_count, format_world_sizes
 
-_MAX_ERRORS = _MAX_EVALUATIONS = 30
+_MAX_ERRORS = 30
 _MAX_HELD_OUT_POINTS = 200
-_MAX_STAGES_IN_CELL = 6
 _MAX_BARS = 24
 _CURVE_ROWS = 12  # in the table of a chart's numbers
 _MAX_TIMELINE_BARS = 2000  # in all steps of which the reader chooses one
 _MAX_CELL = 200  # characters
 _MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS = 4, 600  # of a bucket, and of all buckets together
-_TRAINED = ("gradient", "delta")
 _MACHINE_CHARTS = (
     ("rss_bytes", "Resident memory of each rank's process", "MB", 1e6),
     ("device_bytes", "Device memory that each rank's allocator holds", "MB", 1e6),
@@ -72,7 +70,6 @@ def make_sections(
         "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
         "Stragglers": _per_run_section(_stragglers_section),
         "Shares of samples": _per_run_section(_shares_section, lambda digest: digest.shares),
-        "Buffers": _per_run_section(_buffers_section),
         "Errors and restarts": _per_run_section(_errors_section),
     }
     return {title: list(make(runs)) for title, make in makers.items()}
@@ -169,19 +166,17 @@ def _run_facts(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     if started.device_name is not None:
         yield "GPU or processor of rank 0", started.device_name
     yield from _configuration(digest)
-    if digest.stages:
-        shown_stages = [stage.description for stage in digest.stages[:_MAX_STAGES_IN_CELL]]
-        more = ["…"] * (len(digest.stages) > _MAX_STAGES_IN_CELL)
-        yield "stages that take steps", "; ".join([*shown_stages, *more])
+    stages = "; ".join(stage.description for stage in digest.stages)
+    yield "stages that take steps", shorten(stages, _MAX_CELL) or None
     yield "steps", summary.steps
     yield "samples, all ranks", summary.samples
     if (best := summary.best) is not None:
         step, file = format_value(best.get("step")), best.get("file")
         yield f"best {best.get('metric')}", f"{format_value(best.get('value'))} after step {step}, in {file}"
-    if digest.recorded_steps:
-        yield "exposed communication", f"{digest.times.exposed_share:.0%} of step time"
     if summary.wire_bytes is not None:
         yield "sent by all ranks", format_bytes(summary.wire_bytes)
+    for one in run.events_of(BufferUsage)[:1]:
+        yield "buffers", one.verdict
     yield from (summary.versions or {}).items()
     yield "started", _format_event_time(started.time)
 
@@ -191,20 +186,12 @@ def _configuration(digest: RunDigest) -> Iterator[tuple[str, Any]]:
     text = digest.run.pipeline_text
     root, _ = parse_yaml(text, Source.from_text("pipeline.yaml", 0, text))
     keys = root.data() if root is not None and isinstance(root.value, dict) else {}
-    trained = ([one for one in stage.buckets if one.kind in _TRAINED] for stage in digest.stages)
-    sent = max((sum(one.numel // one.payloads for one in buckets) for buckets in trained), default=0)
-    for key in ("model", "data", "loss", "optimizer", "precision", "seed"):
-        if key in keys:
-            text = flow_yaml(keys[key])
-            yield key, shorten(text[1:-1] if isinstance(keys[key], Mapping) else text, _MAX_CELL)
-        if key == "model" and sent:
-            yield "parameters exchanged", sent
-    loader, accumulate = keys.get("loader"), keys.get("accumulate", 1)
-    if isinstance(loader, Mapping) and isinstance(loader.get("batch_size"), int):
-        times = f", {accumulate} times a step" * (accumulate != 1)
-        if isinstance(size := loader.get("global_batch"), int):
-            times = f" and micro-step at most, {size:,} a step"
-        yield "batch", f"{loader['batch_size']:,} samples a rank{times}"
+    for key in ("model", "data", "loader", "loss", "optimizer", "accumulate", "precision", "seed"):
+        value = keys.get(key)
+        if isinstance(value, Mapping):
+            value = {option: given for option, given in value.items() if given is not None}
+        if value is not None:
+            yield key, shorten(flow_yaml(value).removeprefix("{").removesuffix("}"), _MAX_CELL)
 
 
 def _format_event_time(time: Any) -> Any:
@@ -243,23 +230,13 @@ def _held_out_line(runs: NamedDigests, index: int, metric: str) -> dict[str, Sty
 
 
 def _held_out_section(runs: NamedDigests) -> Iterator[Block]:
-    """A chart of each metric but those that are beside the curves of training; and all numbers."""
-    beside_loss = {"loss", *(name for _, digest in runs for name in digest.values)}
-    metrics = list(dict.fromkeys(name for _, digest in runs for name in digest.held_out))
-    for metric in metrics:
+    """A chart of each metric that was measured several times; of others the headline has the number."""
+    for metric in dict.fromkeys(name for _, digest in runs for name in digest.held_out):
         lines: dict[str, StyledCurve] = {}
         for index in range(len(runs)):
             lines |= _held_out_line(runs, index, metric)
-        if metric not in beside_loss and any(len(line.curve.steps) > 1 for line in lines.values()):
+        if any(len(line.curve.steps) > 1 for line in lines.values()):
             yield from _curves_over_steps(f"Held-out {metric} over steps", metric, lines, runs)
-    rows: list[list[Any]] = []
-    for name, digest in runs:
-        curves = [digest.held_out.get(metric, Curve([], [], [], [])) for metric in metrics]
-        rows += [[*[name] * (len(runs) > 1), *row] for row in _rows_by_step(curves)]
-    if rows:
-        last = rows[-_MAX_EVALUATIONS:]
-        caption = f"The last {len(last)} of {len(rows)} evaluations." if len(last) < len(rows) else ""
-        yield Table([*["run"] * (len(runs) > 1), "step", *metrics], last, caption)
 
 
 def _param_groups_section(runs: NamedDigests) -> Iterator[Block]:
@@ -526,12 +503,6 @@ def _shares_section(digest: RunDigest) -> Iterator[Block]:
         for one in digest.shares
     ]
     yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
-    spans = [one for one in digest.shares if one.shares.stage == digest.shares[-1].shares.stage]
-    timed = [(one.shares.samples, one.samples_per_s) for one in spans if one.samples_per_s]
-    if len(timed) < 2 or len(set(timed[0][0])) > 1 or sum(timed[0][0]) != sum(timed[-1][0]):
-        return  # a round of some seconds begins small
-    gain = timed[-1][1] / timed[0][1] - 1
-    yield Text(f"Samples per second with the last shares, compared with equal ones: {gain:+.0%}.")
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:
@@ -550,14 +521,6 @@ def _stages_section(digest: RunDigest) -> Iterator[Block]:
         rows.append([index, *about, exposed, sync, (started and ", ".join(started.hooks)) or None])
     heads = ["stage", "kind", "steps", "seconds", "ms per step", *PERCENTILES, "exposed", "sync", "hooks"]
     yield _table(heads, rows, "", "The run has no stages yet.")
-
-
-def _buffers_section(digest: RunDigest) -> Iterator[Block]:
-    if digest.run.is_observed:  # DDP decides; what it sends is in the section on communication
-        return
-    verdict = next((one.verdict for one in digest.run.events_of(BufferUsage)), None)
-    text = verdict or "the pipeline file says when buffers are sent"
-    yield Text(f"{text[:1].upper()}{text[1:].rstrip('.')}.")
 
 
 def _errors_section(digest: RunDigest) -> Iterator[Block]:
