@@ -14,6 +14,7 @@ import pytest
 from ddprun.report import html
 from ddprun.report.blocks import Table, format_with_equal_decimals
 from ddprun.report.digest import Curve, SlowStep, digest_run
+from ddprun.report.sections import make_sections
 from ddprun.report.sentences import sentences_by_stage
 from ddprun.telemetry.reader import Run
 from ddprun.telemetry.records import PARTS
@@ -22,7 +23,7 @@ from tests.report.pages import charts_in, everything, over_steps, page_of, rewri
 
 
 def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> None:
-    """Of one run, and of several: in the colour of each run where they are not the same."""
+    """Of one run, and of several if they are the same in all."""
     one, two = (digest_run(Run(everything(tmp_path / name))) for name in ("one", "two"))
     charts = over_steps(charts_in(page_of(one)))
     labels = [{trace["name"] for trace in chart["data"] if "name" in trace} for chart in charts]
@@ -48,12 +49,8 @@ def test_every_chart_over_steps_shows_stages_and_evaluations(tmp_path: Path) -> 
     assert looks[0] == looks[1], "a group has one colour"
     other = digest_run(Run(make(tmp_path / "other", evaluated=(10,))))
     loss = over_steps(charts_in(page_of(one, other)))[0]
-    colours = {shape["name"]: shape["line"]["color"] for shape in loss["layout"]["shapes"]}
-    assert colours.keys() == {
-        f"a stage of {tmp_path.name}/one begins",
-        *(f"evaluation of {tmp_path.name}/{name}" for name in ("one", "other")),
-    }
-    assert len(set(colours.values())) == 2
+    assert loss["layout"]["shapes"] == []
+    assert loss["layout"]["xaxis"]["range"] == [0.5, 60.5]
 
 
 def test_fidelity_is_not_joined_over_a_change_of_hooks(tmp_path: Path) -> None:
@@ -98,24 +95,27 @@ def test_losses_of_ranks_are_below_their_mean(tmp_path: Path) -> None:
     assert widths["mean over ranks"] > widths["rank 0"]
 
 
-def test_a_comparison_has_one_scale_and_one_speed(tmp_path: Path) -> None:
-    """The same quantity of several runs; and no advice that is for a run alone."""
+def test_bars_of_runs_have_one_scale_and_a_table(tmp_path: Path) -> None:
+    """And no advice that is for a run alone."""
     runs = [Run(make(tmp_path / name, late=late)) for name, late in (("even", None), ("late", 1))]
     slow = tmp_path / "late" / "steps" / "rank-00001.jsonl"
     slow.write_text(slow.read_text().replace('"step_us": 10000', '"step_us": 50000'))
     text = page_of(*map(digest_run, runs))
     told = words(text)
-    assert "A step took 20.0 ms longer than with" in told
     assert "did not take turns" in told
     assert "To try next" not in told
-    charts = [one["choices"] for one in charts_in(text).values()]
-    bars = [one[""] for one in charts if "" in one and one[""]["data"][0].get("type") == "bar"]
-    ranks = [chart for chart in bars if "rank 0" in chart["data"][0]["y"]]
-    assert len({tuple(chart["layout"]["xaxis"]["range"]) for chart in ranks}) == 1
-    assert ranks[0]["layout"]["xaxis"]["range"][1] > 50
-    areas = [chart for chart in over_steps(charts_in(text)) if "stackgroup" in chart["data"][0]]
-    assert len(areas) == 2
-    assert areas[0]["layout"]["yaxis"]["range"] == areas[1]["layout"]["yaxis"]["range"]
+    charts = [one["choices"][""] for one in charts_in(text).values()]
+    (bars,) = [chart for chart in charts if chart["data"][0].get("type") == "bar"]
+    names = [f"{tmp_path.name}/{name}" for name in ("even", "late")]
+    assert bars["data"][0]["y"] == names
+    (table,) = [
+        block
+        for block in make_sections(list(zip(names, map(digest_run, runs), strict=True)), [])[
+            "Where the time went"
+        ]
+        if isinstance(block, Table)
+    ]
+    assert [[row[0], row[-1]] for row in table.rows] == [[names[0], 10.0], [names[1], 30.0]]
     assert "steps per second 100.0 33.3" in told
 
 

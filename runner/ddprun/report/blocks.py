@@ -15,8 +15,7 @@ _MAX_DECIMALS = 7
 _QUANTITY = re.compile(r"[+-]?[\d.,]+( ± [\d.,]+)?( ?%| [kMGT]?B)?( \([^()]+ to [^()]+\))?")
 
 Chart = dict[str, Any]
-"""As plotly.js takes it; and in `values` which axis has its values, and from where to where they reach, as a
-range of that axis."""
+"""As plotly.js takes it."""
 
 NamedDigests = Sequence[tuple[str, RunDigest]]  # runs under the names that a page shows
 

@@ -38,11 +38,9 @@ def _layout(x: str, y: str = "", **more: Any) -> dict[str, Any]:
 
 
 def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
-    """The chart with where stages begin and evaluations took place: of each run, if they are not the same."""
-    marked = {f" of {name}": (stage_starts(digest), list(digest.run.evaluations)) for name, digest in runs}
-    first, *others = marked.values()
-    if alike := all(one == first for one in others):
-        marked = {"": first}
+    """The chart with where stages begin and evaluations took place, if that is the same in all runs."""
+    marked = [(stage_starts(digest), list(digest.run.evaluations)) for _, digest in runs]
+    (begins, evaluations), layout = marked[0], chart["layout"]
     shapes: list[dict[str, Any]] = []
 
     def mark(name: str, at: float, height: float, colour: str, dash: str) -> None:
@@ -50,23 +48,20 @@ def mark_stages_and_evaluations(chart: Chart, runs: NamedDigests) -> Chart:
         ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
         shapes.append({"type": "line", "yref": "paper", "name": name, "line": line, **ends})
 
-    for index, (of_run, (begins, evaluations)) in enumerate(marked.items()):
-        own = _COLOURS[index % len(_COLOURS)]
-        grey, orange = ("#888888", _COLOURS[HELD_OUT_STYLE]) if alike else (own, own)
+    if all(one == marked[0] for one in marked):
         for at in begins[1:]:
-            mark(f"a stage{of_run} begins", at, 1, grey, "dot")
+            mark("a stage begins", at, 1, "#888888", "dot")
         for step in evaluations[:: math.ceil(len(evaluations) / _MAX_EVALUATION_MARKS) or 1]:
-            mark(f"evaluation{of_run}", step, 0.05, orange, "solid")
-    layout = chart["layout"]
+            mark("evaluation", step, 0.05, _COLOURS[HELD_OUT_STYLE], "solid")
     layout["shapes"], layout["annotations"] = shapes, []
     stages = runs[0][1].stages
-    if alike and len(stages) > 1:
+    if len(runs) == 1 and len(stages) > 1:
         layout["margin"]["t"] = 24
         place = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
-        for stage, at in zip(stages, stage_starts(runs[0][1]), strict=True):
-            text = f"{stage.index}: {stage.description if len(runs) == 1 else stage.kind}"
+        for stage, at in zip(stages, begins, strict=True):
+            text = f"{stage.index}: {stage.description}"
             layout["annotations"].append({"x": at, "text": text, "name": str(stage.index), **place})
-    ends = [step for _, evaluations in marked.values() for step in evaluations]
+    ends = [step for _, all_evaluations in marked for step in all_evaluations]
     for _, digest in runs:
         ends += [*digest.recorded_steps[:1], *digest.recorded_steps[-1:]]
     layout["xaxis"]["range"] = [min(ends, default=0) - 0.5, max(ends, default=0) + 0.5]
@@ -111,10 +106,9 @@ def curve_chart(lines: Mapping[str, StyledCurve], y: str, breaks: Sequence[float
         one = {"x": xs, "y": _rounded(means), "name": name, "mode": mode, "line": line, "cliponaxis": False}
         data.append({**one, "marker": marker} if marked else one)
     layout = _layout("step", y)
-    known = values or [0.0]
-    if len(set(_rounded(known))) > 1:  # around one value plotly would show a whole on either side
+    if len(set(_rounded(values))) > 1:  # around one value plotly would show a whole on either side
         layout["yaxis"]["rangemode"] = "normal"
-    return {"data": data, "layout": layout, "values": ("yaxis", min(known), max(known))}
+    return {"data": data, "layout": layout}
 
 
 def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
@@ -129,10 +123,9 @@ def parts_chart(rows: Mapping[str, Mapping[str, float]], x: str) -> Chart:
     wrapped = ["<br>".join(wrap(row, _LABEL_WIDTH)) for row in rows]  # a phone is narrow
     ticks = {"tickvals": list(rows), "ticktext": wrapped}
     layout["yaxis"] = {"autorange": "reversed", "automargin": True, **ticks}
-    longest = max((us.get("step_us", 0.0) / 1000 for us in rows.values()), default=0.0)
     lines = sum(text.count("<br>") + 1 for text in wrapped)
     height = f"{min(60, 9 + max(2 * len(rows), 1.3 * lines))}rem"
-    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, longest)}
+    return {"data": data, "layout": layout, "height": height}
 
 
 def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], y: str) -> Chart:
@@ -143,8 +136,6 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         area = {"stackgroup": "step", "mode": "lines", "line": {"width": 0.5, "color": part.colour}}
         fill = {"fillcolor": part.colour, "fillpattern": part.marker["pattern"]}
         data.append({"x": curve.steps, "y": _rounded(curve.means), "name": name, **area, **fill})
-    sums = map(sum, zip(*(line.curve.means for line in lines.values()), strict=False))
-    highest = max([*sums, *(one.ms for one in slow)], default=0.0)
     if slow:
         text = "step {}: {:.1f} ms, longer by most: {}"
         hover = [text.format(one.step, one.ms, STEP_PARTS[one.part].name) for one in slow]
@@ -152,7 +143,7 @@ def step_time_chart(slow: Sequence[SlowStep], lines: Mapping[str, StyledCurve], 
         marker = {"symbol": "diamond-open", "size": 9, "color": "#D55E00", "line": {"width": 2}}
         about = {"name": "slow step", "mode": "markers", "hovertemplate": "%{text}<extra></extra>"}
         data.append({**about, **marks, "marker": marker})
-    return {"data": data, "layout": _layout("step", y), "values": ("yaxis", 0, highest)}
+    return {"data": data, "layout": _layout("step", y)}
 
 
 def timeline_chart(step: Timeline) -> Chart:
@@ -199,8 +190,7 @@ def timeline_chart(step: Timeline) -> Chart:
     order = {"categoryorder": "array", "categoryarray": [*rows][::-1], "range": [-0.5, len(rows) - 0.5]}
     layout["yaxis"] = {**order, "automargin": True}
     height = f"{min(90, 8 + 1.4 * len(rows))}rem"
-    ends = [at + us for bar in bars.values() for at, us in zip(bar["base"], bar["x"], strict=True)]
-    return {"data": data, "layout": layout, "height": height, "values": ("xaxis", 0, max(ends, default=0.0))}
+    return {"data": data, "layout": layout, "height": height}
 
 
 def _gradient_marks(step: Timeline) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from ddprun.report.blocks import Block, Figure, NamedDigests, format_value
 from ddprun.report.digest import RunDigest
 from ddprun.report.predicted import StageComparison
 from ddprun.report.sections import headline, make_sections
-from ddprun.report.sentences import ending, sentences_by_stage, step_time_difference, time_breakdown
+from ddprun.report.sentences import ending, sentences_by_stage, time_breakdown
 from ddprun.telemetry.writer import nonfinite_to_none
 
 Comparison = tuple[Sequence[str], Sequence[Block]]
@@ -36,8 +36,6 @@ def page(
     """
     blocks_by_title: dict[str, list[Block]] = {"Comparison": list(comparison[1]) if comparison else []}
     blocks_by_title |= make_sections(runs, predicted)
-    for blocks in blocks_by_title.values():
-        _unify_axis_ranges([block for block in blocks if isinstance(block, Figure)])
     sections = {title: blocks for title, blocks in blocks_by_title.items() if blocks}
     figures = [block for blocks in sections.values() for block in blocks if isinstance(block, Figure)]
     for number, figure in enumerate(figures):
@@ -84,19 +82,19 @@ def _facts(digest: RunDigest) -> list[tuple[str, str]]:
 
 
 def _summary_sentences(runs: NamedDigests, comparison: Comparison | None) -> dict[str, Sequence[str]]:
-    """The sentences on top, by heading: of one run by stage, of several how each differs from the first."""
+    """The sentences on top, by heading: of one run by stage, of several by run."""
     if len(runs) == 1 and comparison is None:
         return dict(sentences_by_stage(runs[0][1]))
     found: dict[str, Sequence[str]] = {"": comparison[0]} if comparison else {}
-    with_hooks = {name for name, digest in runs if any(stage.hooks for stage in digest.stages)}
-    timed = [(name, digest.times) for name, digest in runs if digest.steps_per_s is not None]
-    for name, times in timed:
-        about = [step_time_difference(*timed[0], times)] if times is not timed[0][1] else []
-        found[name] = [*about, time_breakdown(times, with_hooks=name in with_hooks)]
+    for name, digest in runs:
+        if digest.steps_per_s is not None:
+            with_hooks = any(stage.hooks for stage in digest.stages)
+            found[name] = [time_breakdown(digest.times, with_hooks=with_hooks)]
+    about_all = ["`ddprun report RUN` shows more of each: a timeline, stages, communication, and errors."]
     if comparison is None:
         text = "The runs did not take turns, so differences in time may come from the machine"
-        found["All runs"] = [f"{text}: `ddprun compare` rules that out."]
-    return found
+        about_all.insert(0, f"{text}: `ddprun compare` rules that out.")
+    return found | {"All runs": about_all}
 
 
 @cache
@@ -123,19 +121,3 @@ def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
     else:  # the same folder twice
         names = [f"{path} ({index})" for index, path in enumerate(paths, 1)]
     return list(zip(names, digests, strict=True))
-
-
-def _unify_axis_ranges(figures: Sequence[Figure]) -> None:
-    """Give all charts of the same quantity one scale; a choice that needs more has its own."""
-    for label in {figure.label for figure in figures}:
-        alike = [figure for figure in figures if figure.label == label]
-        if len(alike) < 2:
-            continue
-        first = [figure.charts[figure.initial_choice]["values"] for figure in alike]
-        for chart in (chart for figure in alike for chart in figure.charts.values()):
-            axis, *own = chart["values"]
-            low, high = min(own[0], *(one[1] for one in first)), max(own[1], *(one[2] for one in first))
-            if high - low <= 1e-5 * abs(high):  # one value
-                low, high = min(low, 0.0), max(high, 0.0)
-            room = (high - low) * 0.04
-            chart["layout"][axis]["range"] = [low - room if low else 0, high + room]

@@ -9,7 +9,6 @@ class Part(NamedTuple):
     """
 
     name: str  # in tables and charts
-    phrase: str  # of time spent: it took 3 ms longer, mostly …
     category: str
     colour: str
     pattern: str = ""
@@ -22,13 +21,13 @@ class Part(NamedTuple):
 
 
 STEP_PARTS = {
-    "data_us": Part("loading data", "loading data", "data", "#999999", "."),
-    "forward_us": Part("forward", "in forward", "compute", "#56B4E9"),
-    "backward_us": Part("backward", "in backward", "compute", "#0072B2"),
-    "exposed_hook_us": Part("launch and hooks, exposed", "in launch and hooks", "hook", "#CC79A7", "x"),
-    "exposed_wait_us": Part("waiting for the last rank", "waiting for the last rank", "wait", "#D55E00", "/"),
-    "exposed_wire_us": Part("wire, exposed", "on the wire", "wire", "#E69F00", "\\"),
-    "optimizer_us": Part("optimizer", "in the optimizer", "compute", "#009E73"),
-    "sync_us": Part("between steps", "between steps", "sync", "#F0E442", "-"),
-    "other_us": Part("other", "elsewhere", "other", "#777777", "+"),
+    "data_us": Part("loading data", "data", "#999999", "."),
+    "forward_us": Part("forward", "compute", "#56B4E9"),
+    "backward_us": Part("backward", "compute", "#0072B2"),
+    "exposed_hook_us": Part("launch and hooks, exposed", "hook", "#CC79A7", "x"),
+    "exposed_wait_us": Part("waiting for the last rank", "wait", "#D55E00", "/"),
+    "exposed_wire_us": Part("wire, exposed", "wire", "#E69F00", "\\"),
+    "optimizer_us": Part("optimizer", "compute", "#009E73"),
+    "sync_us": Part("between steps", "sync", "#F0E442", "-"),
+    "other_us": Part("other", "other", "#777777", "+"),
 }

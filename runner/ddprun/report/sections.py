@@ -47,52 +47,44 @@ _MACHINE_CHARTS = (
 )
 _KINDS_WITHOUT_HOOKS = ("parameters", "buffers", "optimizer")
 _NO_STEPS = "No step records."
+_SECTIONS_OF_SEVERAL_RUNS = (
+    "Where the time went",
+    "The run",
+    "Loss",
+    "Held-out data",
+    "Learning rate and gradient norm",
+    "Predicted and measured",
+)
 _MAX_UNFOLDED_BUCKETS = 30
 
 
 def make_sections(
     runs: NamedDigests, predicted: Sequence[Sequence[StageComparison]]
 ) -> dict[str, list[Block]]:
-    """The blocks of each section, by its title; `predicted`: of the stages of each run."""
-    makers: dict[str, Callable[[NamedDigests], Iterator[Block]]] = {
-        "Where the time went": _time_section,
-        "Timeline of a step": _timeline_section,
-        "The run": _run_section,
-        "Loss": _loss_section,
-        "Held-out data": _held_out_section,
-        "Learning rate and gradient norm": _param_groups_section,
-        "Step time": _per_run_section(_step_time_section),
-        "Stages": _per_run_section(_stages_section),
-        "Predicted and measured": partial(_predicted_section, predicted),
-        "Communication": _per_run_section(_communication_section),
-        "Gradients": _per_run_section(_gradient_completion_section, lambda digest: digest.bucket_completions),
-        "Memory and load": _per_run_section(_machine_section, lambda digest: digest.machine),
-        "Fidelity": _per_run_section(_fidelity_section, lambda digest: digest.fidelity),
-        "Stragglers": _per_run_section(_stragglers_section),
-        "Shares of samples": _per_run_section(_shares_section, lambda digest: digest.shares),
-        "Errors and restarts": _per_run_section(_errors_section),
+    """The blocks of each section, by its title: of several runs of what can be laid side by side.
+    `predicted`: of the stages of each run.
+    """
+    digest = runs[0][1]
+    found: dict[str, Iterator[Block]] = {
+        "Where the time went": _time_section(runs),
+        "Timeline of a step": _timeline_section(digest),
+        "The run": _run_section(runs),
+        "Loss": _loss_section(runs),
+        "Held-out data": _held_out_section(runs),
+        "Learning rate and gradient norm": _param_groups_section(runs),
+        "Step time": _step_time_section(digest),
+        "Stages": _stages_section(digest),
+        "Predicted and measured": _predicted_section(predicted, runs),
+        "Communication": _communication_section(digest),
+        "Gradients": _gradient_completion_section(digest),
+        "Memory and load": _machine_section(digest),
+        "Fidelity": _fidelity_section(digest),
+        "Stragglers": _stragglers_section(digest),
+        "Shares of samples": _shares_section(digest),
+        "Errors and restarts": _errors_section(digest),
     }
-    return {title: list(make(runs)) for title, make in makers.items()}
-
-
-def _per_run_section(
-    blocks: Callable[[RunDigest], Iterator[Block]], has_any: Callable[[RunDigest], Any] = lambda _: True
-) -> Callable[[NamedDigests], Iterator[Block]]:
-    """Make a section of the blocks of each run, of equal texts only one; empty if no run `has_any`."""
-
-    def section(runs: NamedDigests) -> Iterator[Block]:
-        if not any(has_any(digest) for _, digest in runs):
-            return
-        found = [(name, list(blocks(digest))) for name, digest in runs]
-        first = found[0][1]
-        if all(isinstance(block, Text) for block in first) and all(one == first for _, one in found):
-            found = [("All runs", first)]
-        for name, of_run in found:
-            if len(runs) > 1 and of_run:
-                yield Text(name, "heading")
-            yield from of_run
-
-    return section
+    shown = found if len(runs) == 1 else _SECTIONS_OF_SEVERAL_RUNS
+    return {title: list(found[title]) for title in shown}
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, otherwise: str) -> Block:
@@ -278,23 +270,29 @@ def _mean_parts(digest: RunDigest) -> tuple[dict[str, dict[str, float]], dict[st
 
 
 def _time_section(runs: NamedDigests) -> Iterator[Block]:
-    """Bars, of several runs first one for each."""
+    """Bars: of each of several runs, or of the ranks and stages of one."""
     if len(runs) > 1:
-        means = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
-        label = "Step time of the runs, mean over ranks, in milliseconds"
-        yield Figure(label, {"": charts.parts_chart(means, "ms per step")})
-
-    def of_run(digest: RunDigest) -> Iterator[Block]:
-        if not digest.recorded_steps:
-            yield Text(_NO_STEPS, "note")
-            return
-        of_stages, of_ranks = _mean_parts(digest)
-        bars, by = of_ranks, "stage and rank" if len(of_stages) > 1 else "rank"
-        if len(of_ranks) > _MAX_BARS:
+        bars = {name: digest.times.mean_parts_us for name, digest in runs if digest.recorded_steps}
+        by = "run"
+    else:
+        of_stages, bars = _mean_parts(runs[0][1])
+        by = "stage and rank" if len(of_stages) > 1 else "rank"
+        if len(bars) > _MAX_BARS:
             bars, by = dict(list(of_stages.items())[:_MAX_BARS]), "stage"
-        yield Figure(f"Step time by {by}, in milliseconds", {"": charts.parts_chart(bars, "ms per step")})
+    if not bars:
+        yield Text(_NO_STEPS, "note")
+        return
+    yield Figure(f"Step time by {by}, in milliseconds", {"": charts.parts_chart(bars, "ms per step")})
+    if len(runs) > 1:  # those of one run are in a section of their own
+        yield _parts_table(bars)
 
-    yield from _per_run_section(of_run)(runs)
+
+def _parts_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """The parts of a step, given in microseconds."""
+    parts = (*STEP_PARTS, "step_us")
+    cells = [[name, *(us.get(part, 0.0) / 1000 for part in parts)] for name, us in rows.items()]
+    heads = ["", *(part.name for part in STEP_PARTS.values()), "step"]
+    return Table(heads, cells, folded_title="Parts of a step, in milliseconds: the numbers")
 
 
 def _step_time_section(digest: RunDigest) -> Iterator[Block]:
@@ -319,12 +317,7 @@ def _step_time_section(digest: RunDigest) -> Iterator[Block]:
         heads = ["step", "ms", "median, ms", "part that grew most"]
         yield Table(heads, rows, caption, f"{title}: which, and why")
     of_stages, of_ranks = _mean_parts(digest)
-    rows = [
-        [name, *(us.get(part, 0.0) / 1000 for part in (*STEP_PARTS, "step_us"))]
-        for name, us in (of_stages | of_ranks).items()
-    ]
-    heads = ["", *(part.name for part in STEP_PARTS.values()), "step"]
-    yield Table(heads, rows, folded_title="Parts of a step, in milliseconds: the numbers")
+    yield _parts_table(of_stages | of_ranks)
 
 
 def _predicted_section(predicted: Sequence[Sequence[StageComparison]], runs: NamedDigests) -> Iterator[Block]:
@@ -365,7 +358,7 @@ def _predicted_measured_cells(
     return [*both, us / 1000, f"{us / whole_us:+.0%}" if whole_us else None]
 
 
-def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
+def _timeline_section(digest: RunDigest) -> Iterator[Block]:
     note = Markup(
         "The first row of each rank is its training thread; an outline marks where it only waits. The rows "
         "below it are its buckets, from the moment each is ready: first the time until the last rank has it "
@@ -373,19 +366,16 @@ def _timeline_section(runs: NamedDigests) -> Iterator[Block]:
         '<a href="https://ui.perfetto.dev">Perfetto</a>.'
     )
 
-    def of_run(digest: RunDigest) -> Iterator[Block]:
-        drawn, bars = dict[int, Chart](), 0
-        for one in sorted(digest.timelines, key=lambda one: not one.why):
-            chart = charts.timeline_chart(one)
-            bars += sum(len(trace["x"]) for trace in chart["data"])
-            if not drawn or bars <= _MAX_TIMELINE_BARS:
-                drawn[one.step] = chart
-        shown = [one for one in digest.timelines if one.step in drawn]
-        choices = {_timeline_title(digest, one): drawn[one.step] for one in shown}
-        label = "Timeline of one step, one rank below the other"
-        yield Figure(label, choices) if choices else Text(_NO_STEPS, "note")
-
-    yield from _per_run_section(of_run)(runs)
+    drawn, bars = dict[int, Chart](), 0
+    for one in sorted(digest.timelines, key=lambda one: not one.why):
+        chart = charts.timeline_chart(one)
+        bars += sum(len(trace["x"]) for trace in chart["data"])
+        if not drawn or bars <= _MAX_TIMELINE_BARS:
+            drawn[one.step] = chart
+    shown = [one for one in digest.timelines if one.step in drawn]
+    choices = {_timeline_title(digest, one): drawn[one.step] for one in shown}
+    label = "Timeline of one step, one rank below the other"
+    yield Figure(label, choices) if choices else Text(_NO_STEPS, "note")
     yield Text(note, "note")
 
 
@@ -404,8 +394,8 @@ def _gradient_completion_section(digest: RunDigest) -> Iterator[Block]:
             spread = "" if index else one.first_to_last_us / total / 1000
             rows.append([*about, name, f"{times / total:.0%}", spread])
     heads = ["bucket", "parameters", "last gradient", "how often", "first to last gradient, ms"]
-    caption = "A bucket is sent when its last gradient is complete."
-    yield _table(heads, rows, caption, "Not recorded: `timings.gradients` is off.")
+    if rows:
+        yield Table(heads, rows, "A bucket is sent when its last gradient is complete.")
 
 
 def _communication_section(digest: RunDigest) -> Iterator[Block]:
@@ -469,8 +459,6 @@ def _fidelity_section(digest: RunDigest) -> Iterator[Block]:
     for measure, curve in digest.fidelity.items():
         lines = {"mean over buckets": StyledCurve(curve, 0)}
         yield from _curves_over_steps(*labels[measure], lines, [("", digest)], draw)
-    if not digest.fidelity:
-        yield Text("Not measured: `timings.fidelity_every` is 0.", "note")
 
 
 def _stragglers_section(digest: RunDigest) -> Iterator[Block]:
@@ -502,7 +490,8 @@ def _shares_section(digest: RunDigest) -> Iterator[Block]:
         ]
         for one in digest.shares
     ]
-    yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
+    if rows:
+        yield Table(["from step", "samples of each rank", "recorded steps", "samples/s"], rows)
 
 
 def _stages_section(digest: RunDigest) -> Iterator[Block]:

@@ -2,7 +2,6 @@
 its hooks pay, what to try.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import harmonic_mean
@@ -10,7 +9,6 @@ from statistics import harmonic_mean
 from ddprun.config.resolved import flow_yaml
 from ddprun.report.blocks import format_value
 from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
-from ddprun.report.parts import STEP_PARTS
 from ddprun.telemetry.reader import Run, log_file
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
@@ -22,7 +20,6 @@ _ADVICE_THRESHOLD = 0.15  # a share of a step's time that is worth a change
 _BALANCE_THRESHOLD = 0.1
 _MIN_STRAGGLER_WAIT_SHARE = 0.25  # of all waiting: a late rank that causes less is not what to begin with
 _STRAGGLER_WINDOW_STEPS = 20  # synchronising steps that stragglers are looked for in, by default
-_NEGLIGIBLE_SHARE = 0.02  # of a step's time: not worth a sentence
 _MIN_SPLIT_BYTES = 1 << 20  # of a bucket: a smaller one would gain little from being split
 _STRAGGLER_ADVICE = {  # for `data` it depends on what the reader can change
     "forward": "a look at what else runs on the late rank's cores or GPU, and at inputs that take longer",
@@ -151,19 +148,6 @@ def time_breakdown(times: StepTimes, *, with_hooks: bool) -> str:
         return f"{text}; the records do not tell where the time went."
     listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])}, and {named[-1]}"
     return f"{text}: {listed}."
-
-
-def step_time_difference(baseline_name: str, before: StepTimes, after: StepTimes) -> str:
-    """How much longer or shorter a step took than in the run `baseline_name`, and which parts made it so."""
-    ms = {name: (us - before.mean_parts_us[name]) / 1000 for name, us in after.mean_parts_us.items()}
-    total = ms.pop("step_us")
-    if abs(total) < _NEGLIGIBLE_SHARE * before.mean_parts_us["step_us"] / 1000:
-        return f"A step took about as long as with {baseline_name}."
-
-    most = sorted(ms, key=lambda part: ms[part] * math.copysign(1, total))[-2:][::-1]
-    named = [f"{STEP_PARTS[part].phrase} ({ms[part]:+.1f})" for part in most if ms[part] * total > 0]
-    text = f"A step took {abs(total):.1f} ms {'longer' if total > 0 else 'less'} than with {baseline_name}"
-    return f"{text}, mostly {' and '.join(named)}." if named else f"{text}."
 
 
 def _straggler_sentence(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> str:

@@ -129,10 +129,7 @@
   for (const box of document.querySelectorAll("input[data-for]")) {
     box.addEventListener("change", function () {
       for (const one of Object.values(charts[box.dataset.for].choices)) {
-        const axis = one.layout.yaxis;
-        axis.type = box.checked ? "log" : "linear";
-        axis.linear = axis.linear || axis.range;
-        axis.range = box.checked ? undefined : axis.linear;
+        one.layout.yaxis.type = box.checked ? "log" : "linear";
       }
       draw(box.dataset.for);
     });
