@@ -145,7 +145,11 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     (sent,) = stage.traffic
     assert (sent.kind, sent.hooks, sent.payloads, sent.wire_bytes) == ("gradient", ("fp16",), 40, 80_000)
     assert len(sent.steps) == stage.sampled_step_count == 10
-    assert {one.step for one in found.timelines} >= {5, 50}
+    assert [(one.step, one.why) for one in found.timelines] == [
+        (10, "the longest wait"),
+        (30, "the median step"),
+        (50, "the longest"),
+    ]
     first = found.timelines[0].ranks
     assert [one.start_us for one in first] == [0, 0], "clocks are aligned"
     began, bucket = first[0].step.start_us, first[0].buckets[1]
@@ -218,7 +222,7 @@ def test_a_page_stays_below_2_mb_whatever_a_run_has(tmp_path: Path, monkeypatch:
         write("steps", rank, records)
         write("buckets", rank, ())
     shown = [one.step for one in digest_run(Run(folder)).timelines]
-    assert len(shown) > 8
+    assert len(shown) == 3
 
     def buckets(rank: int, step: int) -> Iterator[dict[str, Any]]:
         (record, _) = bucket_records(rank, step, None, ("int8",))

@@ -14,7 +14,7 @@ from ddprun.units import abbreviated_list, format_bit_rate
 
 HELD_OUT_STYLE = 5  # the style of held-out data in the report of one run
 _MAX_POINTS_WITH_MARKERS = 30  # a line of no more has a marker at each
-_MAX_EVALUATION_MARKS = 200
+_MAX_EVALUATION_MARKS = 100
 _MAX_BANDS = 4
 _LABEL_WIDTH = 18  # characters of a line beside a bar
 _MARKED_GRADIENTS, _NAMED_PARAMS = 16, 8  # of a bucket in a timeline

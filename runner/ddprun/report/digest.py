@@ -32,8 +32,8 @@ from ddprun.telemetry.records import (
 
 _MAX_CURVE_POINTS = 200
 _MAX_BUCKET_RECORDS = 200_000  # that are read, about
-_TIMELINES, _TIMELINE_RANKS = 10, 64
-_TIMELINE_ROWS = 200  # of all ranks together; of more buckets those that are under way for longest
+_TIMELINE_RANKS = 32
+_TIMELINE_ROWS = 128  # of all ranks together; of more buckets those that are under way for longest
 _MAX_RANK_CURVES = 8  # the first ranks have curves of their own
 _MAX_PARAM_GROUPS = 8  # whose learning rates and gradient norms are curves
 _MAX_SLOW_STEPS = 30
@@ -128,7 +128,7 @@ class RankTimeline(NamedTuple):
 
 class Timeline(NamedTuple):
     step: int
-    why: str  # it is shown; "" if for no special reason
+    why: str  # it is shown
     ranks: Sequence[RankTimeline]
 
 
@@ -506,19 +506,15 @@ def _read_fidelity(digest: RunDigest) -> None:
 
 
 def _steps_to_show(recorded: Sequence[int], step_us: _StepMeans, wait_us: _StepMeans) -> dict[int, str]:
-    """Steps whose timeline is shown, and why: some evenly over the run, and the three that stand out."""
-    shown = min(len(recorded), _TIMELINES - 2)
-    positions = [round(index * (len(recorded) - 1) / max(1, shown - 1)) for index in range(shown)]
-    chosen = {recorded[index]: "" for index in positions}
+    """The steps whose timeline is shown, and why each: for the last reason, if there are several."""
     later = recorded[len(recorded) // 10 :]  # the first steps are slower than all others
     by_length = sorted(later, key=lambda step: step_us.at_step(step) or 0.0)
-    special = {
-        "the median step": by_length[len(later) // 2],
-        "the longest wait": max(later, key=lambda step: wait_us.at_step(step) or 0.0),
-        "the longest": by_length[-1],
+    longest_wait = max(later, key=lambda step: wait_us.at_step(step) or 0.0)
+    chosen = {
+        longest_wait: "the longest wait",
+        by_length[-1]: "the longest",
+        by_length[len(later) // 2]: "the median step",
     }
-    for why, step in special.items():
-        chosen[step] = f"{chosen[step]}, {why}" if chosen.get(step) else why
     return dict(sorted(chosen.items()))
 
 

@@ -37,7 +37,6 @@ _MAX_ERRORS = 30
 _MAX_HELD_OUT_POINTS = 200
 _MAX_BARS = 24
 _CURVE_ROWS = 12  # in the table of a chart's numbers
-_MAX_TIMELINE_BARS = 2000  # in all steps of which the reader chooses one
 _MAX_CELL = 200  # characters
 _MIN_NAMED_PARAMS, _MAX_NAMED_PARAMS = 4, 600  # of a bucket, and of all buckets together
 _MACHINE_CHARTS = (
@@ -365,15 +364,7 @@ def _timeline_section(digest: RunDigest) -> Iterator[Block]:
         "ready, then the exchange. For more steps, open `trace.json` from the run's folder in "
         '<a href="https://ui.perfetto.dev">Perfetto</a>.'
     )
-
-    drawn, bars = dict[int, Chart](), 0
-    for one in sorted(digest.timelines, key=lambda one: not one.why):
-        chart = charts.timeline_chart(one)
-        bars += sum(len(trace["x"]) for trace in chart["data"])
-        if not drawn or bars <= _MAX_TIMELINE_BARS:
-            drawn[one.step] = chart
-    shown = [one for one in digest.timelines if one.step in drawn]
-    choices = {_timeline_title(digest, one): drawn[one.step] for one in shown}
+    choices = {_timeline_title(digest, one): charts.timeline_chart(one) for one in digest.timelines}
     label = "Timeline of one step, one rank below the other"
     yield Figure(label, choices) if choices else Text(_NO_STEPS, "note")
     yield Text(note, "note")
@@ -381,8 +372,7 @@ def _timeline_section(digest: RunDigest) -> Iterator[Block]:
 
 def _timeline_title(digest: RunDigest, shown: Timeline) -> str:
     stages = [stage.name for stage in digest.stages if stage.first_step <= shown.step <= stage.last_step]
-    about = ", ".join(filter(None, [*stages[: len(digest.stages) > 1], shown.why]))
-    return f"step {shown.step:,}" + (f": {about}" if about else "")
+    return f"step {shown.step:,}: {', '.join([*stages[: len(digest.stages) > 1], shown.why])}"
 
 
 def _gradient_completion_section(digest: RunDigest) -> Iterator[Block]:
