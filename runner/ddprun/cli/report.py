@@ -23,7 +23,7 @@ from ddprun.run_files import replace_atomically
     type=click.File("rb"),
     help="What `ddprun explain PIPELINE --link … --format json` printed, to show beside what was measured.",
 )
-@click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default a selection over the run.")
+@click.option("--steps", metavar="FROM:TO", help="Steps in trace.json; by default all, or the last ones.")
 @click.option("--trace/--no-trace", default=True, help="Write trace.json into each run's folder.")
 def report(
     runs: tuple[Path, ...], output: Path | None, predicted: IO[bytes] | None, steps: str | None, trace: bool

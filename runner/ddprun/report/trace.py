@@ -2,23 +2,21 @@
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes the format. Each
 rank is a process with a track for the training thread, one for its waiting and one for every bucket; all on
-rank 0's clock. Of a long run some intervals of steps are taken, evenly over the run.
+rank 0's clock. Of a long run the last steps are taken.
 """
 
-import math
 from collections.abc import Iterator
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from ddprun.run_files import replace_atomically
-from ddprun.telemetry.reader import Run, readable_event_name, steps_between
+from ddprun.telemetry.reader import Run, readable_event_name
 from ddprun.telemetry.records import CheckpointWritten
 from ddprun.telemetry.writer import encode_json_line
 from ddprun.units import abbreviated_list
 
 _MAX_EVENTS = 200_000  # in a trace, about: what a browser still opens at once
-_INTERVAL = 10  # consecutive recorded steps in a trace that leaves others out
+_SAMPLED_STEPS = 20  # of which the number of events in a step is estimated
 _TRACKS_PER_PROCESS = 1_000_000
 """Unique over all processes, and none a process's: Perfetto would take it for that process's main thread."""
 
@@ -34,52 +32,36 @@ Event = dict[str, Any]
 
 
 def write(run: Run, target: Path, *, steps: tuple[int, int] | None = None) -> int:
-    """Write a run's `trace.json`; gives how many steps are in it. `steps` are the first and the last; None: a
-    selection that is small enough.
+    """Write a run's `trace.json`; gives how many steps are in it. `steps` are the first and the last; None:
+    all, or as many of the last as a browser opens.
     """
     chosen = _choose_steps(run) if steps is None else range(steps[0], steps[1] + 1)
     with replace_atomically(target.parent, target.name) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
-        for event in _events(run, chosen, whole=steps is None):
+        for event in _events(run, chosen, with_run=steps is None):
             file.write(separator + encode_json_line(event))
             separator = b","
         file.write(b"]}\n")
     return len(chosen)
 
 
-def _choose_steps(run: Run) -> range | set[int]:
-    """All steps, or intervals of steps that begin evenly over the run."""
-    last = run.last_step
-    if not run.ranks or not last:
-        return range(0)
-    first = [line.step for line in islice(run.step_records(run.ranks[0]), 3)]
-    every = max(1, first[-1] - first[-2]) if len(first) > 1 else 1
-    sample = range(max(1, last - 3 * every + 1), last + 1)
-    count = sum(1 for _ in _rank_events(run, run.ranks[0], sample))
-    per_step = max(1.0, count / len(sample)) * len(run.ranks)
-    length = _INTERVAL * every
-    room = max(length, int(_MAX_EVENTS / per_step))
-    if last <= room:
-        return range(1, last + 1)
-    intervals = max(1, room // length)
-    starts = [1 + round(index * (last - length) / max(1, intervals - 1)) for index in range(intervals)]
-    return run.profiled_steps.union(
-        *(steps_between(run.recorded_steps, start, start + length) for start in starts)
-    )
+def _choose_steps(run: Run) -> set[int]:
+    """As many of the last steps as a browser opens, and those that torch's profiler recorded."""
+    sample = set(run.recorded_steps[-_SAMPLED_STEPS:])
+    of_first_rank = sum(1 for rank in run.ranks[:1] for _ in _rank_events(run, rank, sample))
+    room = len(sample) * _MAX_EVENTS // max(1, of_first_rank * len(run.ranks))
+    return {*run.recorded_steps[-max(1, room) :], *run.profiled_steps}
 
 
-def _events(run: Run, chosen: range | set[int], *, whole: bool) -> Iterator[Event]:
+def _events(run: Run, chosen: range | set[int], *, with_run: bool) -> Iterator[Event]:
+    """The events of these steps; and those of the run, of which most are far from a few steps."""
     yield from _process_and_track_names(run)
-    low, high = math.inf, -math.inf
     for rank in run.ranks:
-        for event in chain(_rank_events(run, rank, chosen), _profiler_events(run, rank, chosen)):
-            if "ts" in event:
-                low, high = min(low, event["ts"]), max(high, event["ts"])
-            yield event
-    for event in _run_events(run):  # those outside of steps that the user has chosen would be far away
-        if whole or low <= event["ts"] <= high:
-            yield event
+        yield from _rank_events(run, rank, chosen)
+        yield from _profiler_events(run, rank, chosen)
+    if with_run:
+        yield from _run_events(run)
 
 
 def _process_and_track_names(run: Run) -> Iterator[Event]:
