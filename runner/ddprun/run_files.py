@@ -176,7 +176,7 @@ def describe_invalid(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
+    place = ".".join("".join(c for c in str(key) if c.isprintable()) for key in first["loc"])
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 

@@ -96,6 +96,13 @@ def test_runs_stand_side_by_side_under_names_that_tell_them_apart(tmp_path: Path
     assert {trace["name"] for trace in loss["data"] if "name" in trace} == {"x/one", "y/one"}
 
 
+def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path) -> None:
+    """With all that the page of one run has."""
+    folder = make(tmp_path / "run")
+    assert main(["report", "--no-trace", str(folder), f"{folder}/"]) == 0
+    assert "Timeline of a step" in words((folder / "report.html").read_text())
+
+
 def test_a_run_without_records_has_a_page(tmp_path: Path) -> None:
     """One that ended before its first step."""
     folder = make(tmp_path / "run", steps=0)

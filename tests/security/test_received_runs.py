@@ -257,6 +257,16 @@ def test_the_command_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixt
     assert told == f"ddprun: {run} is not the folder of a run: its run.json is damaged\n"
 
 
+@pytest.mark.parametrize(("folder", "missing"), [("nowhere", "nowhere"), ("", "run.json")])
+def test_the_command_names_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, missing: str
+) -> None:
+    """The folder itself, or what each run has."""
+    assert main(["resume", str(tmp_path / folder)]) == 2
+    expected = f"{tmp_path / folder} is not the folder of a run: there is no {tmp_path / missing}"
+    assert capsys.readouterr().err == f"ddprun: {expected}\n"
+
+
 def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     root.mkdir()

@@ -36,19 +36,14 @@ def report(
     from ddprun.report import html
     from ddprun.report import trace as traces
     from ddprun.report.digest import digest_run
-    from ddprun.report.predicted import (
-        MAX_PREDICTION_BYTES,
-        PredictionFile,
-        PredictionFileError,
-        compare_stages,
-    )
+    from ddprun.report.predicted import PredictionFile, compare_stages
     from ddprun.telemetry.reader import Run
 
     chosen = _parse_step_range(steps)
     target = output if output is not None else runs[0] / "report.html"
     try:
-        prediction = PredictionFile.read(predicted.read(MAX_PREDICTION_BYTES + 1)) if predicted else None
-        found = [Run(folder) for folder in runs]
+        prediction = PredictionFile.read(predicted) if predicted else None
+        found = [Run(folder) for folder in dict.fromkeys(runs)]
         digests = [digest_run(run) for run in found]
         compared = [compare_stages(one, prediction) for one in digests] if prediction else []
         named = html.with_short_names(digests)
@@ -65,10 +60,6 @@ def report(
             target = run.folder / "trace.json"
             count = traces.write(run, target, steps=chosen)
             click.echo(f"{target}: {count:,} of {run.last_step:,} steps", err=True)
-    except PredictionFileError as error:
-        assert predicted is not None
-        text = f"{predicted.name} is not what `ddprun explain --link … --format json` prints: {error}"
-        raise click.ClickException(text) from None
     except OSError as error:
         raise printing.cannot_write(target, error) from None
     return EXIT_SUCCESS

@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from ddprun import EXIT_BAD_INPUT, LAUNCHED_VARIABLE, TURNS_VARIABLE
+from ddprun import LAUNCHED_VARIABLE, TURNS_VARIABLE, InputError
 from ddprun.cli import printing
 from ddprun.cli.completion import PipelineFile, complete_setting
 from ddprun.config import load
 from ddprun.run_files import ResumeMode, open_file, pipeline_folder
-from ddprun.standard_streams import say
 
 FlagValue = str | int | float | bool | None
 
@@ -161,15 +160,11 @@ def resume(run: Path, overrides: tuple[str, ...], **flags: FlagValue) -> int:
     try:
         folder = pipeline_folder(run)
         open_file(run, "pipeline.yaml").close()  # refuses a pipe, which would be waited for
+    except FileNotFoundError as error:
+        raise InputError(f"{run} is not the folder of a run: there is no {error.filename}") from None
     except (OSError, ValueError) as error:
-        if not run.is_dir():
-            problem: object = "there is no such folder"
-        elif isinstance(error, FileNotFoundError):
-            problem = f"it has no {Path(error.filename).name}"
-        else:
-            problem = error.strerror if isinstance(error, OSError) else "its run.json is damaged"
-        say(f"{run} is not the folder of a run: {problem}")
-        return EXIT_BAD_INPUT
+        problem = error.strerror if isinstance(error, OSError) else "its run.json is damaged"
+        raise InputError(f"{run} is not the folder of a run: {problem}") from None
     return _load_and_launch(run / "pipeline.yaml", overrides, run, flags, "yes", folder)
 
 

@@ -4,6 +4,7 @@ How it looks is in the folder `page`: the template, the style sheet, and the scr
 """
 
 import json
+import os
 import re
 import zlib
 from base64 import b85encode
@@ -112,12 +113,7 @@ def _backticks_to_code(text: str) -> Markup:
 
 
 def with_short_names(digests: Sequence[RunDigest]) -> NamedDigests:
-    """Name each digest by as many of the last parts of its folder's path as it takes to tell runs apart."""
+    """Name each digest by the end of its folder's path: where paths differ, with a folder above it."""
     paths = [digest.run.folder.resolve() for digest in digests]
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names) and length >= min(2, len(paths[0].parts)):
-            break
-    else:  # the same folder twice
-        names = [f"{path} ({index})" for index, path in enumerate(paths, 1)]
-    return list(zip(names, digests, strict=True))
+    shared = os.path.commonpath([path.parent.parent for path in paths])
+    return [(os.path.relpath(path, shared), digest) for path, digest in zip(paths, digests, strict=True)]

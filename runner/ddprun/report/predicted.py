@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, median
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
+from ddprun import InputError
 from ddprun.config.resolved import flow_yaml
 from ddprun.predict.costs import WARM_UP, own_work_us, without_outliers
 from ddprun.report.digest import RunDigest, StageDigest
@@ -27,7 +28,7 @@ StepPart = Literal["own", "hooks", "late", "wire", "step"]
 """What a training thread spends a step on: its own work, hooks, waiting for the last rank, and for the wire.
 The last is all of it."""
 
-MAX_PREDICTION_BYTES = 64 << 20  # largest size of a prediction file
+_MAX_PREDICTION_BYTES = 64 << 20  # largest size of a prediction file
 _NOTABLE_DIFFERENCE = 0.1  # a share of what was predicted: of a larger one the part is named
 _STARVED_CPU_SHARE = 0.8
 """If ranks had a core for less than this share of the time in which they did not wait, that is named where a
@@ -40,10 +41,6 @@ PART_NAMES: dict[StepPart, str] = {
     "wire": "waiting for the wire",
     "step": "step",
 }
-
-
-class PredictionFileError(Exception):
-    """A file is not what `ddprun explain` prints."""
 
 
 class BucketTimes(NamedTuple):
@@ -122,16 +119,17 @@ class PredictionFile(BaseModel):
     stages: list[_PredictedStage]
 
     @classmethod
-    def read(cls, data: bytes) -> "PredictionFile":
-        """Parse a prediction file, which anybody may have written; raises PredictionFileError."""
-        if len(data) > MAX_PREDICTION_BYTES:
-            raise PredictionFileError(f"longer than {MAX_PREDICTION_BYTES:,} bytes")
+    def read(cls, file: IO[bytes]) -> "PredictionFile":
+        """Parse a prediction file, which anybody may have written; raises InputError."""
+        problem = f"{file.name} is not what `ddprun explain --link … --format json` prints"
+        if len(data := file.read(_MAX_PREDICTION_BYTES + 1)) > _MAX_PREDICTION_BYTES:
+            raise InputError(f"{problem}: longer than {_MAX_PREDICTION_BYTES:,} bytes")
         try:
             found = cls.model_validate(parse_json(data))
         except ValueError as error:
-            raise PredictionFileError(describe_invalid(error)) from None
+            raise InputError(f"{problem}: {describe_invalid(error)}") from None
         if all(stage.predicted is None for stage in found.stages):
-            raise PredictionFileError("no stage has `predicted`; `--link` adds it")
+            raise InputError(f"{problem}: no stage has `predicted`; `--link` adds it")
         return found
 
 
