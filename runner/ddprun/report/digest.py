@@ -27,7 +27,6 @@ from ddprun.telemetry.records import (
     SharesSet,
     StageStarted,
     StepRecord,
-    Straggler,
 )
 
 _MAX_CURVE_POINTS = 200
@@ -534,8 +533,3 @@ def _timelines(run: Run, chosen: Mapping[int, str]) -> Iterator[Timeline]:
         first = min((start for start, _, _ in by_step[step]), default=0.0)
         ranks = [RankTimeline(round(start - first), line, shown) for start, line, shown in by_step[step]]
         yield Timeline(step, why, ranks)
-
-
-def straggler_episodes(digest: RunDigest, stage: StageDigest) -> list[Straggler]:
-    """Each episode in which a rank was late that began in a stage."""
-    return [one for one in digest.run.stragglers if stage.first_step <= one.first_step <= stage.last_step]

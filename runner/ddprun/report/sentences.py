@@ -8,7 +8,7 @@ from statistics import harmonic_mean
 
 from ddprun.config.resolved import flow_yaml
 from ddprun.report.blocks import format_value
-from ddprun.report.digest import RunDigest, StageDigest, StepTimes, straggler_episodes
+from ddprun.report.digest import RunDigest, StageDigest, StepTimes
 from ddprun.telemetry.reader import Run, log_file
 from ddprun.telemetry.stragglers import StragglerTotal, straggler_totals
 from ddprun.units import format_bit_rate, format_bytes, format_count, format_duration
@@ -110,7 +110,8 @@ def sentences_by_stage(digest: RunDigest) -> dict[str, list[str]]:
         }
     found = {}
     for stage in _main_stages(digest):
-        late_ranks = straggler_totals(straggler_episodes(digest, stage))
+        first, last = stage.first_step, stage.last_step
+        late_ranks = straggler_totals(one for one in digest.run.stragglers if first <= one.first_step <= last)
         found[stage.name if len(digest.stages) > 1 else ""] = [
             time_breakdown(stage.times, with_hooks=bool(stage.hooks)),
             _straggler_sentence(digest, stage, late_ranks),
