@@ -215,12 +215,18 @@ def _hook_sentences(digest: RunDigest, stage: StageDigest) -> Iterator[str]:
     if (balance := hook_balance(digest, stage)) is None:
         return
     hooks, saved = ", ".join(f"`{name}`" for name in balance.hooks), format_bytes(balance.saved_bits / 8)
+    here = f"{format_bit_rate(balance.sent_bits_per_s)} went through, latency included"
+    if _is_on_one_host(digest.run):  # latency is most of what small payloads take there
+        here = "all ranks are on one host"
     yield (
         f"Hooks ({hooks}) sent {1 - balance.sent_share:.0%} less than plain all-reduce, {saved} a step and "
         f"rank, and took {format_duration(balance.hook_us / 1e6)} to encode and decode: they save time over "
-        f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}. Here "
-        f"{format_bit_rate(balance.sent_bits_per_s)} went through, latency included."
+        f"links slower than {format_bit_rate(balance.break_even_bits_per_s)}. Here {here}."
     )
+
+
+def _is_on_one_host(run: Run) -> bool:
+    return len(set(run.started.hosts)) == 1
 
 
 def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[StragglerTotal]) -> Iterator[str]:
@@ -248,10 +254,9 @@ def _advice(digest: RunDigest, stage: StageDigest, late_ranks: Sequence[Straggle
     if shares["other"] > _ADVICE_THRESHOLD:
         what = "less work in the script besides forward, backward and optimizer: `other_us` holds the loss, "
         exact.append((shares["other"], f"{what}clipping, logging, and loading data outside of `run.steps`"))
-    balance, several_hosts = hook_balance(digest, stage), len(set(digest.run.started.hosts)) > 1
-    # Latency is no reason for hooks; inside a host it is most of what small payloads take.
-    pay = several_hosts and balance and balance.sent_bits_per_s < balance.break_even_bits_per_s
-    if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and not pay:
+    balance = hook_balance(digest, stage)
+    pay = balance is not None and balance.sent_bits_per_s < balance.break_even_bits_per_s
+    if shares["hook"] > _ADVICE_THRESHOLD and stage.hooks and (not pay or _is_on_one_host(digest.run)):
         exact.append((shares["hook"], levers["cheaper_hooks"]))
     if shares["wire"] > _ADVICE_THRESHOLD:
         exact += ((shares["wire"], what) for what in _lossless_comm_advice(digest, stage))
@@ -286,7 +291,7 @@ def _lossless_comm_advice(digest: RunDigest, stage: StageDigest) -> Iterator[str
     started = digest.run.started
     hosts, gradients = started.hosts, [one for one in stage.buckets if one.kind == "gradient"]
     if not {"shared_memory", "hierarchical"} & set(stage.hooks):
-        if len(set(hosts)) == 1 and started.device == "cpu" and len(digest.run.ranks) > 1:
+        if _is_on_one_host(digest.run) and started.device == "cpu" and len(digest.run.ranks) > 1:
             yield "`shared_memory` as the last hook, since all ranks are on one host"
         elif 1 < len(set(hosts)) < len(hosts):
             yield "the hook `hierarchical`, since hosts have several ranks"
