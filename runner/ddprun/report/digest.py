@@ -67,11 +67,6 @@ class Curve:
             found.highest.append(max(values))
         return found
 
-    @property
-    def mean_by_step(self) -> dict[float, float]:
-        """The mean of each interval, by its middle."""
-        return dict(zip(self.steps, self.means, strict=True))
-
 
 @dataclass(slots=True)
 class Traffic:
@@ -208,11 +203,6 @@ class StageDigest:
     @property
     def name(self) -> str:
         return f"stage {self.index}, {self.description}"
-
-    @property
-    def step_ms(self) -> float:
-        """The mean time of a step."""
-        return self.times.mean_parts_us["step_us"] / 1000
 
     @property
     def policy(self) -> tuple[str, Mapping[str, Any]]:

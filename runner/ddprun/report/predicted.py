@@ -218,8 +218,8 @@ class MeasuredStage:
         )
 
 
-def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
-    """What is measured of each stage, by its index."""
+def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageComparison]:
+    """Compare each stage that has step records with its prediction."""
     wanted = {
         step
         for stage in digest.stages
@@ -248,11 +248,7 @@ def read_measured_stages(digest: RunDigest) -> dict[int, MeasuredStage]:
                 start = lines[at].start_us
                 times = BucketTimes(bucket.ready_us - start, bucket.done_us - start)
                 found[lines[at].stage].buckets[name].append(times)
-    return {index: one for index, one in found.items() if one.step_records}
-
-
-def compare_stages(digest: RunDigest, prediction: PredictionFile) -> list[StageComparison]:
-    return [one.compare_with(prediction) for one in read_measured_stages(digest).values()]
+    return [one.compare_with(prediction) for one in found.values() if one.step_records]
 
 
 def _numbered_name(name: str, occurrence: int) -> str:

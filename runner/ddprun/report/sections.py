@@ -99,17 +99,12 @@ def _curves_over_steps(
     draw: Callable[[Mapping[str, StyledCurve], str], Chart] = charts.curve_chart,
 ) -> Iterator[Block]:
     """A chart of curves over steps, with the stages; its table has few enough rows to be read."""
-    rows = _rows_by_step([line.curve for line in lines.values()])
-    rows = rows[:: -math.ceil(len(rows) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
+    means = [dict(zip(line.curve.steps, line.curve.means, strict=True)) for line in lines.values()]
+    steps = sorted({step for known in means for step in known})
+    steps = steps[:: -math.ceil(len(steps) / _CURVE_ROWS) or 1][::-1]  # the last one is among them
+    rows = [[round(step), *(known.get(step) for known in means)] for step in steps]
     yield Figure(label, {"": charts.mark_stages_and_evaluations(draw(lines, unit), runs)}, log=True)
     yield Table(["step", *lines], rows, unit, f"{label}: the numbers")
-
-
-def _rows_by_step(curves: Sequence[Curve]) -> list[list[Any]]:
-    """Each step that any of the curves has, and their means there."""
-    means = [curve.mean_by_step for curve in curves]
-    steps = sorted({step for known in means for step in known})
-    return [[round(step), *(known.get(step) for known in means)] for step in steps]
 
 
 def headline(digest: RunDigest) -> Iterator[tuple[str, Any]]:
@@ -494,7 +489,7 @@ def _stages_section(digest: RunDigest) -> Iterator[Block]:
         kind = stage.get("kind", started and started.kind)
         about = [kind, stage.get("steps"), stage.get("seconds")]
         lengths = found.step_percentiles_ms if found else {}
-        about += [found and found.step_ms, *map(lengths.get, PERCENTILES)]
+        about += [found and found.times.mean_parts_us["step_us"] / 1000, *map(lengths.get, PERCENTILES)]
         exposed = f"{found.times.exposed_share:.0%}" if found else None
         sync = flow_yaml(started.sync) if started and started.sync is not None else None
         rows.append([index, *about, exposed, sync, (started and ", ".join(started.hooks)) or None])
