@@ -67,7 +67,7 @@ def test_quickstart_learns_digits_and_shows_a_table(tmp_path: Path) -> None:
         "steps",
         "summary.json",
         "model.safetensors",
-        "model.yaml",
+        "model.safetensors.yaml",
     }
 
 

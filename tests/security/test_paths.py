@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ddprun.config import LoadedPipeline, PipelineError, load
-from ddprun.engine.save import PIPELINE_HEADER, replaceable_pipeline_path
 from ddprun.engine.worker import run_worker
 from ddprun.zoo.data import DataError, text
 from tests.ranks import as_processes, ddprun
@@ -82,11 +81,11 @@ def test_save_is_the_one_way_out(tmp_path: Path) -> None:
     assert done.code == 0, done.stderr
     written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     outside = {str(path) for path in written if not path.is_relative_to("work/run")}
-    assert outside == {"work/p.yaml", "out/m.safetensors", "out/m.yaml"}
+    assert outside == {"work/p.yaml", "out/m.safetensors", "out/m.safetensors.yaml"}
 
 
-def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
-    """The pipeline beside the weights goes elsewhere if another one is there; the next run takes its own."""
+def test_save_replaces_no_pipeline_that_a_run_was_started_with(tmp_path: Path) -> None:
+    """Weights that are named after it bring another file with them; the next run replaces both."""
     work = tmp_path / "work"
     work.mkdir()
     text = PIPELINE.replace(
@@ -98,38 +97,36 @@ def test_save_replaces_no_file_of_the_users(tmp_path: Path) -> None:
         done = ddprun("train.yaml", "--run-dir", name, cwd=work)
         assert done.code == 0, done.stderr
         assert (work / "train.yaml").read_text() == text
-        assert "save: train.yaml was not written by save and is kept" in done.stderr.replace(
-            f"{name}/../", ""
-        )
         assert {path.name for path in work.iterdir() if path.is_file()} == {
             *("train.yaml", "train.safetensors", "train.safetensors.yaml"),
         }
         own = (work / name / "pipeline.yaml").read_text()
-        assert not own.startswith("#"), "the run's own pipeline stays, too"
-        assert (work / name / "pipeline.safetensors.yaml").read_text() == PIPELINE_HEADER + own
-        assert load(work / "train.safetensors.yaml").pipeline.name == "train"
+        assert (work / name / "pipeline.safetensors.yaml").read_text() == own
+        assert (work / "train.safetensors.yaml").read_text() == own
 
 
-@pytest.mark.parametrize("other", ["mine", "empty", "link", "folder", "fifo"])
-def test_what_stands_in_the_way_of_the_pipeline_stays(tmp_path: Path, other: str) -> None:
-    """Whatever it is: a file, a link to one that save has written, a folder, or what would never answer."""
-    weights, first = tmp_path / "m.safetensors", tmp_path / "m.yaml"
-    assert replaceable_pipeline_path(weights) == first
-    first.write_text(PIPELINE_HEADER + "seed: 0\n")
-    assert replaceable_pipeline_path(weights) == first
-    first.rename(tmp_path / "elsewhere.yaml")
+@pytest.mark.parametrize("other", ["link", "folder"])
+def test_what_stands_in_the_way_of_the_pipeline_leads_nowhere(tmp_path: Path, other: str) -> None:
+    """A link is replaced, and not what it leads to; for a folder the run fails in a line."""
+    work = tmp_path / "work"
+    (work / "out").mkdir(parents=True)
+    (work / "p.yaml").write_text(PIPELINE)
+    (work / "mine.yaml").write_text("seed: 0\n")
+    beside = work / "out" / "m.safetensors.yaml"
     if other == "link":
-        first.symlink_to("elsewhere.yaml")
-    elif other == "folder":
-        first.mkdir()
-    elif other == "fifo":
-        os.mkfifo(first)
+        beside.symlink_to("../mine.yaml")
     else:
-        first.write_text("" if other == "empty" else "seed: 0\n")
-    second = tmp_path / "m.safetensors.yaml"
-    assert replaceable_pipeline_path(weights) == second
-    second.write_text("seed: 1\n")
-    assert replaceable_pipeline_path(weights) == tmp_path / "m.safetensors.2.yaml"
+        beside.mkdir()
+    done = ddprun("p.yaml", "--run-dir", "run", "--set", "stages[1].save.to=../out/m.safetensors", cwd=work)
+    assert (work / "mine.yaml").read_text() == "seed: 0\n"
+    assert {path.name for path in (work / "out").iterdir()} == {"m.safetensors", "m.safetensors.yaml"}
+    if other == "link":
+        assert done.code == 0, done.stderr
+        assert not beside.is_symlink()
+    else:
+        assert done.code == 1
+        assert "stages[1].save: cannot write run/../out/m.safetensors: Is a directory" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_an_endless_pattern_is_a_fault(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Nested state as JSON and safetensors: all that a checkpoint holds, and nothing of it is ever executed."""
 
-import json
 import math
 import stat
 from collections import Counter, OrderedDict, defaultdict
@@ -19,8 +18,6 @@ from ddprun.run_files import WrongFileTypeError, describe_invalid, open_file
 from ddprun_hooks.comm.gpu import PinnedStaging
 
 _TAG = "$"
-_HEADER_LENGTH_BYTES = 8  # at the start of a safetensors file
-_METADATA = "__metadata__"
 
 
 class UnstorableError(TypeError):
@@ -130,22 +127,17 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             raise ValueError(f"unknown tag {tag!r}")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file, equal ones to equal bytes, or raise OSError."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors to a safetensors file, equal ones to equal bytes (of more `metadata` than one, the order
+    is random), or raise OSError.
+    """
     try:
-        with umask_permissions(path):
-            save_file(dict(tensors), path)
+        path.touch()  # with the umask's permissions: those of safetensors are for this user alone
+        mode = stat.S_IMODE(path.stat().st_mode)
+        save_file(dict(tensors), path, metadata)
+        path.chmod(mode)
     except SafetensorError as error:  # it holds what the system said
         raise OSError(None, str(error)) from None
-
-
-@contextmanager
-def umask_permissions(path: Path) -> Iterator[None]:
-    """Give a file that safetensors writes the umask's permissions; its own are for this user alone."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    yield
-    path.chmod(mode)
 
 
 def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
@@ -176,16 +168,3 @@ def errors_naming(path: Path) -> Iterator[None]:
         # What a hostile file says: one printable line, and not endless.
         first, *_ = describe_invalid(error).splitlines() or [""]
         raise DamagedError(f"{path}: {first[:200].encode('unicode_escape').decode('ascii')}") from None
-
-
-def sort_metadata(path: Path) -> None:
-    """Sort a file's metadata, which safetensors writes in a random order: equal tensors make equal files."""
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
-        header = json.loads(file.read(length))
-        metadata = dict(sorted(header.pop(_METADATA).items()))
-        text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":"), ensure_ascii=False)
-        ordered = text.encode().ljust(length)
-        assert len(ordered) == length  # the same words in another order
-        file.seek(_HEADER_LENGTH_BYTES)
-        file.write(ordered)

@@ -39,7 +39,7 @@ from ddprun.engine.data import (
 from ddprun.engine.objective import ForwardResult, describe_tensor
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
-from ddprun.engine.save import replaceable_pipeline_path, saved_step, write_weights_and_pipeline
+from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
 from ddprun.engine.state import take_checkpoint
@@ -156,8 +156,8 @@ def discard_stale_best(session: Session) -> None:
     evaluations.kept = None
     if step is not None:
         if runtime.ranks.rank == 0:
-            for path in (runtime.run_dir / BEST_FILE, replaceable_pipeline_path(runtime.run_dir / BEST_FILE)):
-                path.unlink(missing_ok=True)
+            for name in (BEST_FILE, f"{BEST_FILE}.yaml"):
+                (runtime.run_dir / name).unlink(missing_ok=True)
         session.reporter.events.info("best_removed", step=step, file=BEST_FILE)
         session.reporter.note(f"{BEST_FILE} is from step {step}, which is repeated: removed")
 
