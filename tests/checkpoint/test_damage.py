@@ -13,7 +13,7 @@ import pytest
 from ddprun.checkpoint import folder
 from ddprun.checkpoint.folder import steps_in
 from tests.checkpoint.runs import final, prepare, run
-from tests.engine.running import events, lines, summary
+from tests.engine.running import events, summary
 from tests.namespaces import hosts, needs_namespaces
 from tests.ranks import Running, ddprun
 
@@ -63,21 +63,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert told["step"] == newest
     assert ("manifest.json" if damage == "no manifest" else path.name) in told["reason"]
     assert [event["step"] for event in events(run_dir) if event["event"] == "resumed"] == [before]
-    assert (run_dir / "checkpoints" / f"{folder.checkpoint_name(newest)}.damaged").is_dir()
+    assert (run_dir / "checkpoints" / f"{folder.checkpoint_name(newest)}.unused").is_dir()
 
 
-def test_without_any_whole_checkpoint_the_run_starts_anew(tmp_path: Path, killed: Path) -> None:
-    """In the same folder, whose records are those of the new start."""
+def test_without_any_whole_checkpoint_the_run_ends(tmp_path: Path, killed: Path) -> None:
+    """It names the newest, and what is wrong with it; checkpoints and records stay as they are."""
     broken = Path(shutil.copytree(killed, tmp_path / "broken"))
     run_dir = broken / "run"
     for step in steps_in(run_dir / "checkpoints"):
         (run_dir / "checkpoints" / folder.checkpoint_name(step) / "shared.json").write_text("{")
-    run(broken, 2, resuming=True)
-    assert [event["event"] for event in events(run_dir)].count("checkpoint_skipped") == 2
-    assert not [event for event in events(run_dir) if event["event"] == "resumed"]
-    assert summary(run_dir)["status"] == "done"
-    steps = [line["step"] for line in lines(run_dir, "steps") if line["rank"] == 0]
-    assert steps == list(range(1, summary(run_dir)["steps"] + 1))
+    root = run_dir / "checkpoints"
+    newest, before = steps_in(root)
+    records = (run_dir / "steps" / "rank-00000.jsonl").read_text()
+    done = ddprun("resume", "run", "--nproc-per-node=2", cwd=broken)
+    assert done.code == 2
+    (line,) = [line for line in done.stderr.splitlines() if "can be used by all ranks" in line]
+    assert f"; that of step {newest}: " in line
+    assert "shared.json: 1 bytes instead of " in line
+    assert "Traceback" not in done.stderr
+    assert steps_in(root) == [newest, before]
+    assert (run_dir / "steps" / "rank-00000.jsonl").read_text() == records
 
 
 BIG = "{mlp: {inputs: 64, hidden: [1000], outputs: 10}}"  # about 1 MB of state
@@ -148,7 +153,7 @@ def test_ranks_killed_while_checkpoints_are_written(tmp_path: Path, kills: int) 
             continue
         newest = steps_in(root)[0]
         found = folder.open_checkpoint(root, newest)
-        folder.verify(found)
+        folder.verify(found, found.files)
         for name in ("shared", "rank-00000", "rank-00001"):
             folder.read_part(found, name)
         assert newest >= reached, "what was there stays"
@@ -205,7 +210,8 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(tmp_path: Path) 
         assert steps
         assert steps[0] < 60, done.stderr
         for step in steps:
-            folder.verify(folder.open_checkpoint(disk / "run" / "checkpoints", step))
+            found = folder.open_checkpoint(disk / "run" / "checkpoints", step)
+            folder.verify(found, found.files)
         shutil.copytree(disk / "run", tmp_path / "run")
     resumed = ddprun("resume", "run", cwd=tmp_path)
     assert resumed.code == 0, resumed.stderr
@@ -251,7 +257,7 @@ def test_ranks_that_disagree_about_the_newest_take_one_that_all_have(tmp_path: P
         both = [running.wait(100) for running in started]
     assert [one.code for one in both] == [1, 1], [one.stderr for one in both]
     text = "".join(one.stderr for one in both)
-    assert text.count("skipping the checkpoint of step 40, which not all ranks can read: ") == 1
+    assert text.count("skipping the checkpoint of step 40: ") == 1
     assert (root / "step-00000040.unused").is_dir()
     name = folder.checkpoint_name(before)
     assert text.count(f"resuming after step {before} from run/checkpoints/{name}") == 1, text

@@ -26,6 +26,12 @@ def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder
     return folder.commit(folder.unfinished_path(root, step, token), checkpoint)
 
 
+def verify_all(root: Path, step: int) -> folder.Checkpoint:
+    found = folder.open_checkpoint(root, step)
+    folder.verify(found, found.files)
+    return found
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """And its name appears at the very end."""
     files = folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "rank-00000", encode(STATE))
@@ -34,8 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
     folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
     assert folder.steps_in(tmp_path) == [7]
-    found = folder.open_checkpoint(tmp_path, 7)
-    folder.verify(found)
+    found = verify_all(tmp_path, 7)
     assert_same(folder.read_part(found, "rank-00000"), STATE)
     assert found.bytes == sum(
         path.stat().st_size for path in found.path.iterdir() if path.name != "manifest.json"
@@ -46,7 +51,8 @@ def test_the_same_step_again_takes_the_place(tmp_path: Path) -> None:
     """A run that went back over a step writes it anew."""
     write(tmp_path, token="a")
     (folder.open_checkpoint(tmp_path, 7).path / "shared.json").write_text("damaged")
-    folder.verify(write(tmp_path, token="b"))
+    write(tmp_path, token="b")
+    verify_all(tmp_path, 7)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
@@ -78,19 +84,19 @@ def test_one_that_was_being_replaced_gets_its_name_back(tmp_path: Path) -> None:
     folder.write_part(folder.unfinished_path(tmp_path, 7, "b"), "shared", encode(STATE))
     assert folder.steps_in(tmp_path) == []
     folder.recover_interrupted_writes(tmp_path)
-    folder.verify(folder.open_checkpoint(tmp_path, 7))
+    verify_all(tmp_path, 7)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
 def test_a_damaged_one_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
     """It is set aside, so that it does not push out those that are whole."""
     write(tmp_path, 9)
-    folder.set_aside(tmp_path, 9, "damaged")
+    folder.set_aside(tmp_path, 9)
     write(tmp_path, 9)
-    folder.set_aside(tmp_path, 9, "damaged")
+    folder.set_aside(tmp_path, 9)
     write(tmp_path, 8)
     folder.prune(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009.damaged"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009.unused"]
     assert folder.steps_in(tmp_path) == [8]
 
 
@@ -126,7 +132,7 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: str) -> No
         data[-2] ^= 1
         path.write_bytes(data)
     with pytest.raises(DamagedError, match=name):
-        folder.verify(folder.open_checkpoint(tmp_path, 7))
+        verify_all(tmp_path, 7)
 
 
 @pytest.mark.parametrize(

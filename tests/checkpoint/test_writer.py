@@ -31,7 +31,8 @@ RANKS = 3
 
 def writers(root: Path, hold: threading.Event | None = None, **changes: Any) -> list[CheckpointWriter]:
     store = dist.HashStore()
-    settings: dict[str, Any] = {"token": "t", "keep": 2, "control": None, "timeout_s": 30.0, **changes}
+    settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 2, "control": None, "timeout_s": 30.0}
+    settings |= changes
     slow: dict[str, Any] = {"before_write": hold.wait} if hold is not None else {}
     places = [CheckpointLocation(root, rank, (0,) * RANKS) for rank in range(RANKS)]
     return [
@@ -78,7 +79,7 @@ def test_all_parts_are_one_checkpoint(tmp_path: Path) -> None:
         assert outcome.checkpoint is not None
     assert folder.steps_in(tmp_path) == [30, 20]
     found = folder.open_checkpoint(tmp_path, 30)
-    folder.verify(found)
+    folder.verify(found, found.files)
     for rank in range(RANKS):
         assert folder.read_part(found, folder.rank_part_name(rank))["rank"] == rank
     close(ranks)
@@ -142,7 +143,8 @@ def test_a_full_disk_leaves_the_older_ones(small_disk: Path) -> None:
     assert "cannot write it: " in str(outcome.problem)
     assert "No space left" in str(outcome.problem)
     assert folder.steps_in(small_disk) == [10]
-    folder.verify(folder.open_checkpoint(small_disk, 10))
+    found = folder.open_checkpoint(small_disk, 10)
+    folder.verify(found, found.files)
     assert sorted(path.name for path in small_disk.iterdir()) == ["hog", "step-00000010"]
     hog.unlink()
     assert everyone(ranks, 30).problem is None
@@ -163,7 +165,7 @@ def on_three_hosts(root: Path) -> list[str | None]:
     disk = root / str(HOSTS[rank])
     place = CheckpointLocation(disk, rank, HOSTS)
     over = threading.Semaphore(0)
-    settings: dict[str, Any] = {"token": "t", "keep": 1, "control": control, "timeout_s": 20.0}
+    settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 1, "control": control, "timeout_s": 20.0}
     writer = CheckpointWriter(place, ranks.store, after_write=lambda _, __: over.release(), **settings)
     if rank == 2:  # a folder in the place of a file of the host before it
         unfinished = folder.unfinished_path(disk, 10, "t-0")

@@ -186,7 +186,7 @@ def test_a_run_may_go_on_all_the_same(tmp_path: Path) -> None:
     assert codes == [0, 0]
     assert (
         "skipping the checkpoint of step 12: 1.weight is not finite in it "
-        "(renamed to checkpoints/step-00000012.nonfinite)" in said
+        "(renamed to checkpoints/step-00000012.unused)" in said
     )
     assert "resuming after step 2 from" in said
     assert kept(tmp_path) == {12: None}
@@ -203,7 +203,15 @@ def test_a_stage_may_have_a_rule_of_its_own(tmp_path: Path) -> None:
     assert codes == [0, 0]
     assert f"using the checkpoint of step {newest}, though 1.weight is not finite in it" in said
     assert f"resuming after step {newest} from" in said
-    # At the end of the stage it is the rule of that stage, in the file that is resumed.
+    # A later stage of the file that is resumed may say otherwise, and fails.
+    prepare(tmp_path, DATA="bad: 10, stops: 28", STEPS="12, on_nan: continue")
+    with (tmp_path / "p.yaml").open("a") as file:
+        print("  - train: {steps: 2}", file=file)
+    codes, said = run(tmp_path, resuming=True)
+    assert codes == [1, 1]
+    assert "using the checkpoint of step 12, though 1.weight is not finite in it" in said
+    assert "1.weight is no longer finite, and on_nan is stop" in said
+    # Where none says `continue`, it is left.
     prepare(tmp_path, DATA="bad: 10, stops: 28", MORE="on_nan: continue", STEPS="12, on_nan: stop")
     (tmp_path / "mended").touch()
     codes, said = run(tmp_path, resuming=True)

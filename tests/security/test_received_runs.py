@@ -205,8 +205,9 @@ def test_a_checkpoints_file_that_is_none_is_damage(run: Path, tmp_path: Path, na
     place = root / checkpoints.checkpoint_name(4) / name
     place.rename(tmp_path / "whole")
     _put(kind, place, tmp_path / "whole")
+    names = checkpoints.file_names(["shared", "rank-00000"])
     with pytest.raises(DamagedError, match=f"{name} is (a symbolic link, )?not a regular"):
-        checkpoints.verify(checkpoints.open_checkpoint(root, 4))
+        checkpoints.verify(checkpoints.open_checkpoint(root, 4), names)
 
 
 def _put(kind: str, place: Path, target: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_checkpoint_with_a_pipe_in_it_is_passed_by(run: Path) -> None:
     assert "manifest.json is not a regular file" in told
     assert "step-00000003 is a symbolic link" in told
     assert f"resuming after step 2 from {root / checkpoints.checkpoint_name(2)}" in told
-    assert (root / f"{checkpoints.checkpoint_name(4)}.damaged").is_dir()
+    assert (root / f"{checkpoints.checkpoint_name(4)}.unused").is_dir()
     assert (run.with_name("elsewhere") / "manifest.json").is_file()
 
 
@@ -272,13 +273,13 @@ def test_pruning_and_clearing_delete_no_more_than_the_link(tmp_path: Path) -> No
     root.mkdir()
     elsewhere.mkdir()
     (elsewhere / "file").write_text(KEPT)
-    for name in ("step-00000001", ".step-00000007.1f0c", ".step-00000001.old", "step-00000002.damaged"):
+    for name in ("step-00000001", ".step-00000007.1f0c", ".step-00000001.old", "step-00000002.unused"):
         (root / name).symlink_to(elsewhere)
     (root / "step-00000002").mkdir()
-    checkpoints.set_aside(root, 2, "damaged")
+    checkpoints.set_aside(root, 2)
     checkpoints.recover_interrupted_writes(root)
     checkpoints.prune(root, 0)
-    assert [path.name for path in root.iterdir()] == ["step-00000002.damaged"]
+    assert [path.name for path in root.iterdir()] == ["step-00000002.unused"]
     assert (elsewhere / "file").read_text() == KEPT
 
 
@@ -601,7 +602,7 @@ def test_a_checkpoint_larger_than_memory_is_damaged(run: Path) -> None:
     (place / "manifest.json").write_text(json.dumps(manifest))
     code, told = go_on(run)
     assert code == 0, told
-    assert "skipping the checkpoint of step 4, which is damaged: " in told
+    assert "skipping the checkpoint of step 4: " in told
     assert f"shared.safetensors: {size:,} bytes, which is more than this host's memory" in told
 
 

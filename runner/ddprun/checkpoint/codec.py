@@ -28,10 +28,6 @@ class DamagedError(ValueError):
     """A file that is not whole, or does not hold what it claims; the message names the file and the fault."""
 
 
-class UnreadableError(DamagedError):
-    """A file that does not exist or cannot be read: here, or now."""
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedState:
     """Nested state as JSON and tensors."""
@@ -142,7 +138,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file into memory of its own; no link is followed in `root`. Raises
-    UnreadableError, or DamagedError if the file is truncated or contradicts itself.
+    DamagedError, also if there is none that can be read.
     """
     with errors_naming(path), open_file(root, path.relative_to(root)) as file:
         try:
@@ -155,13 +151,13 @@ def read_tensors(path: Path, root: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Context around reading a file: errors name it, as UnreadableError, or DamagedError if it is invalid."""
+    """Context around reading a file: what cannot be read or is invalid is a DamagedError that names it."""
     try:
         yield
     except WrongFileTypeError as error:
         raise DamagedError(f"{path}: {error.strerror}") from None
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from None
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except DamagedError:
         raise
     except ValueError as error:

@@ -61,6 +61,7 @@ class _Manifest(BaseModel, strict=True):
     world_size: PositiveInt
     nonfinite: str | None
     folders: PositiveInt = 1
+    layout: str
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}\.(json|safetensors)$")], _File]
 
 
@@ -74,6 +75,7 @@ class Checkpoint:
     files: FileRecords
     nonfinite: str | None = None  # a parameter, optimizer state, or `NONFINITE_LOSS`; None: all is finite
     folders: int = 1  # over which its files were spread
+    layout: str = ""  # how hooks' state is divided among ranks (`state.hook_state_partitioning`)
 
     @property
     def no_follow_root(self) -> Path:
@@ -82,7 +84,8 @@ class Checkpoint:
 
     def described(self) -> dict[str, Any]:
         """What the manifest says of it."""
-        return {name: getattr(self, name) for name in ("step", "world_size", "nonfinite", "folders", "files")}
+        names = ("step", "world_size", "nonfinite", "folders", "layout", "files")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def digest(self) -> str:
@@ -233,11 +236,11 @@ def open_checkpoint(root: Path, step: int) -> Checkpoint:
     return Checkpoint(path.parent, **manifest.model_dump())
 
 
-def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Make sure by SHA-256 that these files, or all, are what was written; a DamagedError names the file."""
+def verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Make sure by SHA-256 that these files are what was written; a DamagedError names the file."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     root = checkpoint.no_follow_root
-    for name in file_names(part_names(checkpoint.world_size)) if names is None else names:
+    for name in names:
         path, described = checkpoint.path / name, checkpoint.files[name]
         with errors_naming(path), open_file(root, path.relative_to(root)) as file:
             size = os.fstat(file.fileno()).st_size
@@ -253,17 +256,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 def read_part(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     """The state of a part that `verify` has found whole; raises DamagedError if it cannot be read."""
     text, weights = (checkpoint.path / file for file in file_names([name]))
-    tree, tensors = read_json(checkpoint, text), read_tensors(weights, checkpoint.no_follow_root)
+    root = checkpoint.no_follow_root
     with errors_naming(text):
-        return decode(tree, tensors)
-
-
-def read_json(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint; raises DamagedError if there is none that can be read."""
-    with errors_naming(path):
-        return read_json_object(
-            checkpoint.no_follow_root, path.relative_to(checkpoint.no_follow_root), MAX_JSON_BYTES
-        )
+        tree = read_json_object(root, text.relative_to(root), MAX_JSON_BYTES)
+        return decode(tree, read_tensors(weights, root))
 
 
 def prune(root: Path, keep: int) -> None:
@@ -295,10 +291,10 @@ def newest_finite_step(root: Path) -> int | None:
     return None
 
 
-def set_aside(root: Path, step: int, why: str) -> Path:
-    """Rename a checkpoint that cannot be resumed from to `step-….why`: it is kept, and no longer counts."""
+def set_aside(root: Path, step: int) -> Path:
+    """Rename a checkpoint that is not used to `step-….unused`: it is kept, and no longer counts."""
     path = root / checkpoint_name(step)
-    aside = root / f"{path.name}.{why}"
+    aside = root / f"{path.name}.unused"
     remove_tree(aside)
     return path.rename(aside)
 

@@ -80,6 +80,7 @@ class CheckpointWriter:
     store: dist.Store  # small values that all ranks share
     _: KW_ONLY
     token: str  # of this attempt at the run; the same on all ranks
+    layout: str  # of hooks' state, for manifests
     keep: int  # how many checkpoints are kept
     control: ControlChannel | None  # for these threads alone; None if all ranks see one folder
     timeout_s: float  # how long a rank waits for what another one has to write
@@ -288,7 +289,9 @@ class CheckpointWriter:
             transfers = plan_transfers(kept, held)
             run_transfers(self.control, self.rank, job.unfinished, transfers, verdict.files)
         path, ranks = self.root / folder.checkpoint_name(job.step), len(self.location.leaders)
-        checkpoint = Checkpoint(path, job.step, ranks, verdict.files, verdict.nonfinite, len(kept))
+        checkpoint = Checkpoint(
+            path, job.step, ranks, verdict.files, verdict.nonfinite, len(kept), self.layout
+        )
         folder.commit(job.unfinished, checkpoint, kept[self.rank])
         self._committed = job.number
         return checkpoint

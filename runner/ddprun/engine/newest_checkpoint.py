@@ -7,30 +7,27 @@ before it is tried.
 """
 
 import os
-from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from ddprun.checkpoint import folder
-from ddprun.checkpoint.codec import DamagedError, UnreadableError
-from ddprun.checkpoint.folder import Checkpoint, rank_part_name
+from ddprun.checkpoint.codec import DamagedError
+from ddprun.checkpoint.folder import Checkpoint
 from ddprun.checkpoint.location import CheckpointLocation, plan_transfers, run_transfers
-from ddprun.config import StepStage
 from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
-from ddprun.engine.state import hook_state_partitioning, raise_damaged_on_error
+from ddprun.engine.state import hook_state_partitioning
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
     """A checkpoint whose files are all intact, each in some folder of its location."""
 
     location: CheckpointLocation
     checkpoint: Checkpoint  # where this rank sees it, or would
     held: dict[int, list[str]]  # for each leader, the intact files in its folder
-    moves_state: bool = False  # other ranks, buckets, hosts or hooks: each rank reads the state of all
+    moves_state: bool  # other ranks, buckets, hosts or hooks: each rank reads the state of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +36,31 @@ class _Skipped:
 
     location: CheckpointLocation
     step: int
-    why: str  # in one word
-    reason: str  # in a sentence
+    reason: str
 
 
 def newest_checkpoint(session: Session) -> FoundCheckpoint | None:
-    """The newest checkpoint that is whole, and whose weights and optimizer state are finite unless `on_nan`
-    of the stage is `continue`; each rank sees what it needs of it. A RunFolderError: there are some, but they
-    cannot be read here or now.
+    """The newest checkpoint that is whole, and whose weights and optimizer state are finite unless some
+    stage's `on_nan` is `continue`; each rank sees what it needs of it. A RunFolderError: there are some on
+    disk, but none can be used, or its files cannot be written here.
     """
-    skipped: list[_Skipped] = []
+    skipped = list[_Skipped]()
     found = None
     for step, location in _list_checkpoints(session):
         assessed = _assess_checkpoint(session, location, step)
         if isinstance(assessed, FoundCheckpoint):
-            problem = _bring_all_files(session, assessed)
+            problem = _bring_files(session, assessed)
             if problem is None:
                 found = assessed
                 break
             if not location.in_memory:
                 raise RunFolderError(f"cannot resume from the checkpoint of step {step}: {problem}")
-            assessed = _Skipped(location, step, "incomplete", problem)
+            assessed = _Skipped(location, step, problem)
         skipped.append(assessed)
-    absent = [one for one in skipped if one.why in ("unused", "incomplete") and not one.location.in_memory]
-    if absent and found is None:
-        where = f"no checkpoint in {absent[0].location.root} can be used by all ranks"
-        raise RunFolderError(f"{where}; that of step {absent[0].step}: {absent[0].reason}")
+    on_disk = [one for one in skipped if not one.location.in_memory]
+    if on_disk and found is None:
+        where = f"no checkpoint in {on_disk[0].location.root} can be used by all ranks"
+        raise RunFolderError(f"{where}; that of step {on_disk[0].step}: {on_disk[0].reason}")
     for one in skipped:
         _set_aside(session, one)
     return found
@@ -77,15 +73,7 @@ def _list_checkpoints(session: Session) -> list[tuple[int, CheckpointLocation]]:
         if location.leads:
             folder.recover_interrupted_writes(location.root)
         of_ranks = ranks.gather(f"resume/steps/{location.name}", folder.steps_in(location.root))
-        for rank, leader in enumerate(location.leaders):
-            if of_ranks[rank] and not of_ranks[leader]:
-                raise RunFolderError(
-                    f"rank {rank} on {ranks.hosts[rank]} sees checkpoints in {location.root}, but rank "
-                    f"{leader} on {ranks.hosts[leader]} sees none: start rank {leader} on a host that sees "
-                    "them"
-                )
-        steps = {step for leader in location.folders for step in of_ranks[leader]}
-        found += [(step, location) for step in steps]
+        found += [(step, location) for step in set().union(*of_ranks)]
     return sorted(found, key=lambda one: one[0], reverse=True)
 
 
@@ -93,9 +81,9 @@ def _assess_checkpoint(
     session: Session, location: CheckpointLocation, step: int
 ) -> FoundCheckpoint | _Skipped:
     """Find out together whether a checkpoint is whole and finite."""
-    ranks, key = session.runtime.ranks, f"resume/{location.name}/{step}"
+    runtime = session.runtime
     mine = _verify_share(location, step)
-    of_ranks = [_Share(**one) for one in ranks.gather(key, asdict(mine))]
+    of_ranks = [_Share(**one) for one in runtime.ranks.gather(f"resume/{location.name}/{step}", asdict(mine))]
     by_digest: dict[str, list[int]] = {}
     for leader in location.folders:
         members = location.members(leader)
@@ -113,32 +101,17 @@ def _assess_checkpoint(
         if missing := sorted(checkpoint.files.keys() - intact):
             reasons.append(f"no host has an intact copy of its {missing[0]}")
             continue
-        found = FoundCheckpoint(location, checkpoint, held)
         if checkpoint.nonfinite not in (None, folder.NONFINITE_LOSS):
             problem = f"{checkpoint.nonfinite} is not finite in it"
-            if _on_nan_setting(session, _read_cursor(session, found)) != "continue":
-                return _Skipped(location, step, "nonfinite", problem)
+            pipeline = runtime.loaded.pipeline
+            stages = [stage.effective_settings(pipeline) for stage in pipeline.stages_with_steps()]
+            if all(stage.on_nan == "stop" for stage in stages):
+                return _Skipped(location, step, problem)
             session.reporter.note(f"using the checkpoint of step {step}, though {problem}")
-        return found
-    if not any(share.problems for share in of_ranks):
-        why = "incomplete"
-    elif len(location.folders) > 1:
-        why = "damaged"
-    else:
-        why = ranks.from_rank_0(f"{key}/why", partial(_why_unusable, location, step))
-    return _Skipped(location, step, why, next(iter(reasons), "ranks see different manifests"))
-
-
-def _why_unusable(location: CheckpointLocation, step: int) -> str:
-    """On rank 0, of a checkpoint that some rank does not find intact: `damaged`, if rank 0 sees damage, too.
-    What only others see may be a network disk's delay: `unused`.
-    """
-    try:
-        folder.verify(folder.open_checkpoint(location.root, step))
-    except DamagedError as error:
-        if not isinstance(error, UnreadableError) or isinstance(error.__context__, FileNotFoundError):
-            return "damaged"
-    return "unused"
+        as_now = runtime.ranks.size, hook_state_partitioning(runtime)
+        moves_state = (checkpoint.world_size, checkpoint.layout) != as_now
+        return FoundCheckpoint(location, checkpoint, held, moves_state)
+    return _Skipped(location, step, next(iter(reasons), "ranks see different manifests"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,33 +145,11 @@ def _verify_share(location: CheckpointLocation, step: int) -> _Share:
     return _Share(checkpoint.digest, manifest, intact, problems)
 
 
-def _read_cursor(session: Session, found: FoundCheckpoint) -> dict[str, Any]:
-    """Where the run was when a checkpoint was taken, from the first folder that has rank 0's part."""
-    name = f"{rank_part_name(0)}.json"
-    reader = next(leader for leader, names in found.held.items() if name in names)
-    ranks, checkpoint, cursor = session.runtime.ranks, found.checkpoint, None
-    if ranks.rank == reader:
-        cursor = folder.read_json(checkpoint, checkpoint.path / name)["position"]
-    key = f"resume/{found.location.name}/{checkpoint.step}/cursor"
-    read: dict[str, Any] = ranks.gather(key, cursor)[reader]
-    return read
-
-
-def _on_nan_setting(session: Session, cursor: Mapping[str, Any]) -> str:
-    """What the resumed file says of the stage that comes next, or else of the last one that took steps."""
-    pipeline = session.runtime.loaded.pipeline
-    for index in (cursor["next"], cursor["stage"]):
-        stage = pipeline.stages[index] if index is not None and index < len(pipeline.stages) else None
-        if isinstance(stage, StepStage):
-            return stage.effective_settings(pipeline).on_nan
-    return pipeline.on_nan
-
-
 def _set_aside(session: Session, skipped: _Skipped) -> None:
     """Report that a checkpoint is not used, and rename it so that it does not count any more; in memory it is
     deleted.
     """
-    reporter, location, step, why = session.reporter, skipped.location, skipped.step, skipped.why
+    reporter, location, step = session.reporter, skipped.location, skipped.step
     if not location.leads:
         return
     if location.in_memory:
@@ -206,51 +157,25 @@ def _set_aside(session: Session, skipped: _Skipped) -> None:
         now = "deleted"
     else:
         try:
-            now = f"renamed to {location.root.name}/{folder.set_aside(location.root, step, why).name}"
+            now = f"renamed to {location.root.name}/{folder.set_aside(location.root, step).name}"
         except FileNotFoundError:
             now = "of which this host has nothing"
         except OSError as error:
             now = f"not renamed: {error.strerror}"
     if location.rank == 0:
-        reporter.events.warning("checkpoint_skipped", step=step, why=why, reason=skipped.reason)
-        which = {"unused": ", which not all ranks can read", "nonfinite": ""}.get(why, f", which is {why}")
+        reporter.events.warning("checkpoint_skipped", step=step, reason=skipped.reason)
         where = " in memory" if location.in_memory else ""
-        reporter.note(f"skipping the checkpoint of step {step}{where}{which}: {skipped.reason} ({now})")
+        reporter.note(f"skipping the checkpoint of step {step}{where}: {skipped.reason} ({now})")
 
 
-def _bring_all_files(session: Session, found: FoundCheckpoint) -> str | None:
-    """Have each host get the files that its ranks read, and find out which; gives on all ranks why some
-    cannot be written, None if all are there. Raises RunFolderError if what its hash vouches for is no state.
-    """
-    runtime, checkpoint = session.runtime, found.checkpoint
-    if problem := _fetch_files(session, found, found.location.files_needed(checkpoint.world_size)):
-        return problem
-
-    def read_layout() -> tuple[str, str]:
-        try:
-            with raise_damaged_on_error("state"):
-                return str(folder.read_json(checkpoint, checkpoint.path / "shared.json")["layout"]), ""
-        except DamagedError as error:
-            return "", str(error)
-
-    key = f"resume/{found.location.name}/{checkpoint.step}/layout"
-    layout, damage = runtime.ranks.from_rank_0(key, read_layout)
-    if damage:
-        raise RunFolderError(f"the checkpoint of step {checkpoint.step} is damaged: {damage}")
-    if checkpoint.world_size == runtime.ranks.size and layout == hook_state_partitioning(session):
-        return None
-    found.moves_state = True
-    everything = dict.fromkeys(found.location.folders, checkpoint.files.keys())
-    return _fetch_files(session, found, everything)
-
-
-def _fetch_files(
-    session: Session, found: FoundCheckpoint, needed: Mapping[int, Collection[str]]
-) -> str | None:
-    """Have the hosts that lack `needed` files of a checkpoint (by leader) get them from others; gives on all
-    ranks why some cannot be written, None if all are there.
+def _bring_files(session: Session, found: FoundCheckpoint) -> str | None:
+    """Have each host get the files that its ranks read from hosts that have them; gives on all ranks why some
+    cannot be written, None if all are there.
     """
     ranks, checkpoint, held = session.runtime.ranks, found.checkpoint, found.held
+    needed: Any = found.location.files_needed(checkpoint.world_size)
+    if found.moves_state:
+        needed = dict.fromkeys(found.location.folders, checkpoint.files.keys())
     transfers = plan_transfers(needed, held)
     if not transfers:
         return None
@@ -265,7 +190,5 @@ def _fetch_files(
             folder.write_manifest(checkpoint)
     except OSError as error:
         problem = f"{ranks.host} cannot write the files that other hosts sent: {error.strerror or error}"
-    key = f"resume/{found.location.name}/{checkpoint.step}/fetched/{sum(map(len, held.values()))}"
-    for _, target, names in transfers:
-        held[target].extend(names)
+    key = f"resume/{found.location.name}/{checkpoint.step}/fetched"
     return next(filter(None, ranks.gather(key, problem)), None)

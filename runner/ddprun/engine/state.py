@@ -252,6 +252,7 @@ def open_writer(runtime: RunComponents, location: CheckpointLocation, token: str
         location,
         runtime.ranks.store,
         token=token,
+        layout=hook_state_partitioning(runtime),
         keep=1 if location.in_memory else pipeline.checkpoint.keep,
         control=open_control_channel(timedelta(seconds=timeout_s)) if apart else None,
         timeout_s=timeout_s,
@@ -328,7 +329,6 @@ def take_checkpoint(
             "pipeline": runtime.loaded.as_dict(),
             "data": runtime.fingerprints.for_checkpoint(),
             "world_size": runtime.ranks.size,
-            "layout": hook_state_partitioning(session),
             "ddprun": __version__,
         }
         common = {key: full_state[key] for key in sorted(shared)}
@@ -387,8 +387,7 @@ def _writers(session: Session) -> list[CheckpointWriter]:
     return [writer for writer in (runtime.memory_checkpoints, runtime.checkpoints) if writer is not None]
 
 
-def hook_state_partitioning(session: Session) -> str:
+def hook_state_partitioning(runtime: RunComponents) -> str:
     """What decides how hooks' state is divided among ranks; if it changes, state moves between ranks."""
-    runtime = session.runtime
     cap_mb, hooks = runtime.loaded.pipeline.ddp.bucket_cap_mb, sorted(runtime.stacks.by_description)
     return repr((cap_mb, runtime.ranks.placement.ranks_by_host(), hooks))
