@@ -164,9 +164,8 @@ def on_three_hosts(root: Path) -> list[str | None]:
     rank = ranks.rank
     disk = root / str(HOSTS[rank])
     place = CheckpointLocation(disk, rank, HOSTS)
-    over = threading.Semaphore(0)
     settings: dict[str, Any] = {"token": "t", "layout": "", "keep": 1, "control": control, "timeout_s": 20.0}
-    writer = CheckpointWriter(place, ranks.store, after_write=lambda _, __: over.release(), **settings)
+    writer = CheckpointWriter(place, ranks.store, **settings)
     if rank == 2:  # a folder in the place of a file of the host before it
         unfinished = folder.unfinished_path(disk, 10, "t-0")
         (unfinished / folder.file_names([folder.rank_part_name(1)])[0]).mkdir(parents=True)
@@ -175,8 +174,7 @@ def on_three_hosts(root: Path) -> list[str | None]:
         other.barrier()
         own = parts(rank)
         own |= {"shared": encode({"shared": torch.arange(1000)})} if place.leads else {}
-        writer.enqueue(step, own)
-        assert over.acquire(timeout=30)
+        writer.enqueue(step, own, wait=True)
         other.barrier()
         assert folder.steps_in(disk) == ([] if step == 10 else [20])
         outcomes += [writer.outcomes.get(timeout=30).problem] if rank == 0 else []
@@ -217,10 +215,8 @@ def test_writing_goes_on_beside_training(tmp_path: Path) -> None:
 
 def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     """Ranks that never meet stop each after a step of its own; the last one, which all take, is written."""
-    heard: list[bool] = []
-    ranks = writers(tmp_path, after_write=lambda _, written: heard.append(written))
-    everyone(ranks, 10)
-    wait_for(lambda: len(heard) == RANKS)
+    ranks = writers(tmp_path)
+    everyone(ranks, 10, wait=True)
     for rank in (0, 2):
         ranks[rank].enqueue(20, parts(rank))
     ranks[2].enqueue(30, parts(2))
@@ -232,21 +228,6 @@ def test_one_that_not_all_ranks_came_to_is_left_out(tmp_path: Path) -> None:
     assert (outcome.step, outcome.problem) == (30, None)
     close(ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000030"]
-
-
-def test_every_rank_hears_when_one_is_over(tmp_path: Path) -> None:
-    """Written or left out: so a launcher can wait for a checkpoint, whichever of its ranks it asks."""
-    heard: list[bool] = []
-    ranks = writers(tmp_path, after_write=lambda _, written: heard.append(written))
-    everyone(ranks, 10)
-    wait_for(lambda: len(heard) == RANKS)
-    assert heard == [True] * RANKS
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("a file where the folder was")
-    assert everyone(ranks, 20).problem is not None
-    wait_for(lambda: len(heard) == 2 * RANKS)
-    assert heard[RANKS:] == [False] * RANKS
-    close(ranks)
 
 
 class Under:
