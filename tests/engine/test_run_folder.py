@@ -115,25 +115,40 @@ def apart(
     except (RunFolderError, RuntimeError) as error:  # the others lose the store
         return str(error)
     assert len(set(ranks.gather("begun", agreed.begun))) == 1
-    leaders = run_folder.find_leaders(loaded, agreed, ranks)
-    ranks.gather("tokens are gone", None)
+    try:
+        leaders = run_folder.find_leaders(loaded, agreed, ranks)
+    except RunFolderError as error:
+        ranks.gather("leaders", None)  # so that the others need not find out
+        return str(error)
     assert {entry.name for entry in wanted.iterdir()} == {"run.json", "pipeline.yaml", "run.lock"}
     return leaders
 
 
-def test_hosts_that_share_a_disk_share_a_folder(tmp_path: Path) -> None:
-    """Also if rank 0's host has another disk. A resume finds the same; a host that is new gets the folder."""
+def test_hosts_share_rank_0s_folder_or_have_their_own(tmp_path: Path) -> None:
+    """A resume finds the same; a host that is new gets the folder."""
     (tmp_path / "p.yaml").write_text(PIPELINE)
     for disk in "abcd":
         (tmp_path / disk).mkdir()
     for disks, leaders in [
-        (["a", "b", "b", "a"], (0, 1, 1, 0)),
+        (["a", "b", "a", "c"], (0, 1, 0, 3)),
         (["b", "b", "a", "c"], (0, 0, 2, 3)),
     ]:
         assert as_processes(4, apart, tmp_path, disks, "run") == [leaders] * 4
     assert as_processes(2, apart, tmp_path, ["a", "d"], "run", "no") == [(0, 1)] * 2, "rank 0 decides"
     ids = {json.loads((tmp_path / disk / "run" / "run.json").read_text())["id"] for disk in "abcd"}
     assert len(ids) == 1
+
+
+def test_hosts_that_share_another_disk_than_rank_0_are_refused(tmp_path: Path) -> None:
+    """One of the two: the folder there is the other one's."""
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    for disk in "ab":
+        (tmp_path / disk).mkdir()
+    found = as_processes(3, apart, tmp_path, ["a", "b", "b"], "run")
+    assert found.count((0, 1, 2)) == 2
+    (refusal,) = [one for one in found if isinstance(one, str)]
+    assert refusal.endswith("which does not see the run folder of rank 0's host)")
+    assert any(why in refusal for why in ("in use by process", "was just taken", "is not empty"))
 
 
 def test_hosts_with_different_runs_are_refused(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_what_a_run_writes_anew_replaces_a_link(run: Path, tmp_path: Path) -> No
     """The summary, and the sign by which hosts find out whether they share a disk, are written beside."""
     victim = tmp_path / "victim"
     victim.write_text(KEPT)
-    planted = [run / name for name in (".summary.json", ".rank-0", "report.html", "trace.json")]
+    planted = [run / name for name in (".summary.json", ".token", "report.html", "trace.json")]
     (run / "summary.json").unlink()
     for place in [*planted, run / "summary.json"]:
         place.symlink_to(victim)

@@ -28,7 +28,7 @@ from ddprun.standard_streams import say
 from ddprun.telemetry.writer import RECORD_FOLDERS, truncate_torn_event
 
 PIPELINE_FILE, SUMMARY_FILE = "pipeline.yaml", "summary.json"
-_LOCK, _TOKEN = "run.lock", ".rank-{}"
+_LOCK, _TOKEN = "run.lock", ".token"
 _WAIT_S, _LEASE_S = 10.0, 120.0  # for the lock of a rank 0 that was killed and is not gone yet
 _MAX_FILE_BYTES = 1 << 20
 _FOLDERS = (*RECORD_FOLDERS, CHECKPOINTS_FOLDER, "logs")  # what a resumed run may write into, or clear
@@ -90,75 +90,56 @@ def agree_on_folder(
 
 
 def find_leaders(loaded: LoadedPipeline, folder: RunFolder, ranks: Ranks) -> tuple[int, ...]:
-    """For each rank, the lowest rank that sees the same folder. On hosts that do not see rank 0's folder, the
-    first rank that sees none of this run creates or reuses one there, or raises RunFolderError.
+    """For each rank, the lowest rank that sees the same folder: rank 0, or on a host that does not see rank
+    0's folder, the first rank of that host. That one creates or reuses a folder there, or raises
+    RunFolderError.
     """
-    remote = _ranks_without(folder.path, folder.token, ranks)
+    with suppress(OSError):  # reported below
+        folder.path.mkdir(parents=True, exist_ok=True)  # a network disk looks for it anew
+    remote = set(ranks_without(folder.path, ranks))
     first_of_host = {rank: here[0] for here in ranks.placement.ranks_by_host() for rank in here}
-    leaders = dict.fromkeys(range(ranks.size), 0)
-
-    def join(first: int) -> int:
+    leaders = tuple(
+        first_of_host[rank] if remote.issuperset([rank, first_of_host[rank]]) else 0
+        for rank in range(ranks.size)
+    )
+    if leaders[ranks.rank] == ranks.rank != 0:
         try:
-            with suppress(OSError):  # reported below
-                folder.path.mkdir(parents=True, exist_ok=True)  # a network disk looks for it anew
-            for other in sorted(set(leaders.values())):
-                if _holds_token(folder.path, other, folder.token):
-                    return other
             _make_or_take_over(loaded, folder)
-            _leave_token(folder.path, first, folder.token)
         except RunFolderError as error:
             where = f"on {ranks.host}, which does not see the run folder of rank 0's host"
             raise RunFolderError(f"{error} ({where})") from None
-        return first
-
-    for first in sorted({first_of_host[rank] for rank in remote}):
-        leader = ranks.from_rank(first, f"leader/{first}", partial(join, first))
-        leaders |= {rank: leader for rank in remote if first_of_host[rank] == first}
     ranks.gather("leaders", None)
-    if leaders[ranks.rank] == ranks.rank:
-        _remove_token(folder.path, ranks.rank)
-    return tuple(leaders.values())
+    return leaders
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[int]:
     """The ranks that do not see rank 0's folder; raises RunFolderError on rank 0 if it cannot be written."""
-    token = ranks.from_rank_0("token", partial(secrets.token_hex, 4))
-    remote = _ranks_without(folder, token, ranks)
+    token = ranks.from_rank_0("token", partial(_leave_token, folder))
+    sees = ranks.gather("sees the token", _holds_token(folder, token))
     if ranks.rank == 0:
-        _remove_token(folder, 0)
-    return remote
+        (folder / _TOKEN).unlink()
+    return [rank for rank, one in enumerate(sees) if not one]
 
 
 def check_writable(folder: Path) -> None:
     """Raise RunFolderError if nothing can be written into a run's folder."""
-    _leave_token(folder, 0, "some bytes")
-    _remove_token(folder, 0)
+    _leave_token(folder)
+    (folder / _TOKEN).unlink()
 
 
-def _ranks_without(folder: Path, token: str, ranks: Ranks) -> list[int]:
-    """The ranks that do not see the token that rank 0 leaves."""
-    if ranks.rank == 0:
-        _leave_token(folder, 0, token)
-    ranks.gather("the token is left", None)
-    sees = ranks.gather("sees the token", _holds_token(folder, 0, token))
-    return [rank for rank, one in enumerate(sees) if not one]
-
-
-def _leave_token(folder: Path, rank: int, token: str) -> None:
+def _leave_token(folder: Path) -> str:
+    token = secrets.token_hex(4)
     try:
-        with replace_atomically(folder, _TOKEN.format(rank)) as file:
+        with replace_atomically(folder, _TOKEN) as file:
             file.write(token.encode())
     except OSError as error:
         raise RunFolderError(f"cannot write into the run folder {folder}: {error.strerror}") from None
+    return token
 
 
-def _remove_token(folder: Path, rank: int) -> None:
-    (folder / _TOKEN.format(rank)).unlink()
-
-
-def _holds_token(folder: Path, rank: int, token: str) -> bool:
+def _holds_token(folder: Path, token: str) -> bool:
     try:
-        with open_file(folder, _TOKEN.format(rank)) as file:
+        with open_file(folder, _TOKEN) as file:
             return file.read(len(token) + 1) == token.encode()
     except OSError:
         return False

@@ -168,13 +168,9 @@ class Ranks:
 
     def from_rank_0(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank, as JSON has it."""
-        return self.from_rank(0, key, make)
-
-    def from_rank(self, rank: int, key: str, make: Callable[[], Any]) -> Any:
-        """What one rank makes, on every rank, as JSON has it."""
-        if self.rank == rank:
+        if self.rank == 0:
             self.store.set(key, json.dumps(make()))
-        with observed_wait(self._joining, "get", f"rank {rank}'s value of {key}", [rank]):
+        with observed_wait(self._joining, "get", f"rank 0's value of {key}", [0]):
             return json.loads(self.store.get(key))
 
     def watch_store_query(self) -> AbstractContextManager[None]:
