@@ -12,7 +12,7 @@ import torch
 
 from ddprun.config import load
 from ddprun.engine import run_folder
-from ddprun.engine.run_folder import SUMMARY_FILE, FolderInUseError, RunFolderError
+from ddprun.engine.run_folder import SUMMARY_FILE, RunFolderError
 from ddprun.parallel.ranks import Environment, Ranks
 from ddprun.run_files import RUN_INFO_FILE, ResumeMode
 from tests.ranks import as_processes
@@ -64,15 +64,8 @@ def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
     (tmp_path / RUN_INFO_FILE).write_text("{}")
     (tmp_path / SUMMARY_FILE).write_text("{}")
     with held(tmp_path, 60) as other:
-        with pytest.raises(FolderInUseError, match="is in use by process 7 on node1"):
+        with pytest.raises(RunFolderError, match="is in use by process 7 on node1"):
             run_folder._take_over(tmp_path, 0.3)
-        # A failure, after which ranks are started again.
-        with pytest.raises(
-            TimeoutError, match=r"by process 7 on node1, which has not released it within 0\.3 s"
-        ):
-            run_folder._take_over(
-                tmp_path, 0.3, restarted=True
-            )  # a failure, after which ranks are started again
         other.kill()
     assert (tmp_path / SUMMARY_FILE).exists()
 

@@ -38,10 +38,6 @@ class RunFolderError(Exception):
     """The folder for the run's files cannot be used: bad input."""
 
 
-class FolderInUseError(RunFolderError):
-    """Another run uses it."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The folder of this run, as all ranks have agreed on it."""
@@ -157,8 +153,7 @@ def _read_run_id(folder: Path) -> str | None:
 
 def _make_or_take_over(loaded: LoadedPipeline, folder: RunFolder) -> None:
     if folder.begun and os.path.lexists(folder.path / RUN_INFO_FILE):
-        wait_s = _lock_wait_s(loaded) if folder.restarted else _WAIT_S
-        _take_over(folder.path, wait_s, restarted=folder.restarted)
+        _take_over(folder.path, _lock_wait_s(loaded) if folder.restarted else _WAIT_S)
         return
     about = {"v": 1, "id": folder.run_id, "ddprun": __version__, "pipeline_folder": str(loaded.folder)}
     text = loaded.resolved_yaml()
@@ -194,10 +189,8 @@ def _lock_wait_s(loaded: LoadedPipeline) -> float:
     return max(_WAIT_S, min(_LEASE_S, 0.8 * loaded.pipeline.launch.timeout_s))
 
 
-def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
-    """Lock the folder of a run that was begun, or raise RunFolderError. After a restart a lost rank may still
-    hold it: a TimeoutError, and the next attempt may get it.
-    """
+def _take_over(folder: Path, wait_s: float) -> None:
+    """Lock the folder of a run that was begun, or raise RunFolderError."""
     try:
         for name in _FOLDERS:
             check_folder_if_exists(folder, name)
@@ -205,10 +198,6 @@ def _take_over(folder: Path, wait_s: float, *, restarted: bool = False) -> None:
         _lock(folder, wait_s)
         truncate_torn_event(folder)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)  # of an attempt that has failed
-    except FolderInUseError as error:
-        if restarted:
-            raise TimeoutError(f"{error}, which has not released it within {wait_s:g} s") from None
-        raise
     except OSError as error:
         raise RunFolderError(f"cannot resume in the run folder {folder}: {error.strerror}") from None
 
@@ -226,7 +215,7 @@ def _lock(folder: Path, wait_s: float = _WAIT_S) -> None:
             if time.monotonic() > until:
                 by = os.pread(handle, _MAX_FILE_BYTES, 0).decode(errors="replace").strip() or "another run"
                 os.close(handle)
-                raise FolderInUseError(f"the run folder {folder} is in use by {by}") from None
+                raise RunFolderError(f"the run folder {folder} is in use by {by}") from None
             time.sleep(0.1)
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
