@@ -113,33 +113,6 @@ class GraphCompiler:
                 yield str(node.target), self._names[id(held)]
 
 
-def check_compiler(loaded: LoadedPipeline, device: torch.device) -> None:
-    """Raise a PipelineError if torch.compile cannot build kernels here."""
-    if loaded.pipeline.compile is None:
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
-
-    try:
-        if device.type == "cpu":
-            get_cpp_compiler()
-    except (InvalidCxxCompiler, OSError):
-        raise _compile_error(loaded, InvalidCxxCompiler()) from None
-    try:
-        folder = cache_dir()
-    except OSError as error:
-        text = f"torch.compile cannot keep its kernels in {error.filename}: {error.strerror}"
-        raise loaded.error("compile", text, _CACHE_HINT) from None
-    if os.stat(tempfile.gettempdir()).st_mode & 0o077 == 0:
-        # Headers that torch builds go below the temporary folder, which is gone with the run.
-        with suppress(OSError):
-            os.symlink(folder, default_cache_dir())
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        text = f"torch.compile keeps its kernels in {folder}, and nothing there can be executed (noexec)"
-        raise loaded.error("compile", text, _CACHE_HINT)
-
-
 _CACHE_HINT = "set TORCHINDUCTOR_CACHE_DIR to a folder in which files can be written and executed"
 
 
@@ -216,6 +189,8 @@ def compile_model(
     settings = loaded.pipeline.compile
     assert settings is not None, "the pipeline compiles its model"
     blocks = select_blocks(loaded, model, settings)
+    if backend == "inductor":
+        _keep_precompiled_headers()
     import torch._inductor.config
 
     torch._dynamo.config.optimize_ddp = False
@@ -235,6 +210,15 @@ def compile_model(
         # a word: torch.compile skips all calls that begin in torch's code. This one begins here.
         block._compiled_call_impl = partial(call, block)
     return compiler, blocks
+
+
+def _keep_precompiled_headers() -> None:
+    """Torch builds headers below the temporary folder: have it use its cache if that is gone with the run."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    if os.stat(tempfile.gettempdir()).st_mode & 0o077 == 0:
+        with suppress(OSError):
+            os.symlink(cache_dir(), default_cache_dir())
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

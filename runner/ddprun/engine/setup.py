@@ -101,7 +101,6 @@ def build_session(
     stage_held_out = build.build_stage_held_out(loaded)
     check_trackers(loaded, pipeline.track)
     compiling.check_dynamo_config(loaded)
-    compiling.check_compiler(loaded, device)
     loss = build.build_loss(loaded)
     model = build.join_loss_and_freeze(loaded, model, loss, device, precision.parameter_dtype)
     weight, transform = build.build_batch_weight(loaded), build.build_transform(loaded)
