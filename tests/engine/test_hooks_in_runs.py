@@ -277,14 +277,6 @@ def test_the_legs_of_hierarchical_overlap_across_buckets(tmp_path: Path) -> None
     assert overlaps > len(steps) / 4
 
 
-def test_two_levels_on_one_host_are_told_to_be_none(tmp_path: Path) -> None:
-    """It runs, but it cannot do what it is there for: a line says so, and how to try it."""
-    (tmp_path / "p.yaml").write_text(HEAD + "hooks: [hierarchical]\nstages: [{train: {steps: 2}}]\n")
-    done = ddprun("p.yaml", "--nproc-per-node", "2", cwd=tmp_path)
-    assert done.code == 0, done.stderr
-    assert done.stderr.count("hierarchical: all ranks are on one host, so nothing is sent between hosts") == 1
-
-
 def test_hosts_that_flags_make_uneven_are_bad_input(tmp_path: Path) -> None:
     """Told once, at the key, with exit code 2."""
     (tmp_path / "p.yaml").write_text(

@@ -116,7 +116,7 @@ def test_all_tensors_of_the_largest_batches_count(
     needed = worker_needed_bytes(1, 2, [16 * 1000 * 4, 16 * 8])
     for free, told in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr(dev_shm, "shm_space", lambda free=free: ShmSpace(1 << 30, free))
-        _check_shared_memory(loaded, feeds, Ranks(Environment(0, 1, 0, 1, 1), timedelta(1)), "gloo")
+        _check_shared_memory(loaded, feeds, Ranks(Environment(0, 1, 0, 1), timedelta(1)), "gloo")
         assert capfd.readouterr().err.count("ddprun: warning: ") == told
 
 

@@ -73,7 +73,7 @@ def two_ranks(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(ranks_module, "open_store", lambda *_, **__: open_store())
-    both = [Ranks(Environment(rank, 2, rank, 2, 1), timedelta(seconds=within_s)) for rank in range(2)]
+    both = [Ranks(Environment(rank, 2, rank, 2), timedelta(seconds=within_s)) for rank in range(2)]
     for one in both:
         one.connect()
     return both

@@ -210,31 +210,14 @@ def _run_stages(session: Session) -> Status:
 def _announce(session: Session) -> None:
     runtime, reporter = session.runtime, session.reporter
     pipeline, ranks = runtime.loaded.pipeline, runtime.ranks
-    launch, environment = pipeline.launch, ranks.environment
     reporter.note(
         f"ddprun {__version__}: {pipeline.name}, {ranks.size} rank{'s' if ranks.size > 1 else ''} on "
         f"{runtime.device.type} over {runtime.backend}, in {runtime.shown_dir}"
     )
-    if launch.nproc_per_node not in (None, environment.local_world_size):
-        reporter.note(
-            f"launched with {environment.local_world_size} ranks per host; "
-            f"the file's launch.nproc_per_node: {launch.nproc_per_node} is not used"
-        )
-    least, most = launch.host_range
-    hosts = environment.host_count
-    if not least <= hosts <= most:
-        reporter.note(f"launched on {hosts} hosts; the file's launch.nnodes: {launch.nnodes} is not used")
     if pipeline.checkpoint.keep and runtime.records.remote_ranks:
         reporter.note(
             "hosts do not share the run folder: of each checkpoint, each host keeps the state of its own "
             "ranks and a copy of the state of another host's ranks"
-        )
-    queues = runtime.exchange.gradient_queue, runtime.exchange.delta_queue
-    as_launched = [queue.world.splits[None] for queue in queues if None in queue.world.splits]
-    if any(across.size == 1 for _, across in as_launched):
-        reporter.note(
-            "hierarchical: all ranks are on one host, so nothing is sent between hosts; "
-            "to try it on one machine, split it with hosts: n"
         )
     reporter.log_start(
         ranks,

@@ -46,12 +46,11 @@ class Environment:
     world_size: int
     local_rank: int
     local_world_size: int
-    host_count: int
 
     @classmethod
     def read(cls) -> "Environment":
         """Read RANK, WORLD_SIZE and their kin."""
-        known = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1}
+        known = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         return cls(*(int(os.environ.get(name, default)) for name, default in known.items()))
 
 
@@ -120,7 +119,7 @@ class Ranks:
         hosts = [host for host, _ in addresses]
         if "LOCAL_RANK" not in os.environ:
             local_rank, local_size = hosts[: self.rank].count(self.host), hosts.count(self.host)
-            self.environment = Environment(self.rank, self.size, local_rank, local_size, len(set(hosts)))
+            self.environment = Environment(self.rank, self.size, local_rank, local_size)
         others = [address for host, address in addresses if host != self.host]
         if not others:
             return
