@@ -38,7 +38,7 @@ def resume(session: Session) -> None:
     if found is None or checkpoint is None:
         reporter.note("no intact checkpoint: the run starts from the beginning")
         return
-    with fail_on_all_ranks(session, checkpoint, "state"), raise_damaged_on_error("state"):
+    with errors_of_checkpoint(session, checkpoint), raise_damaged_on_error("state"):
         saved = _read_state(session, found)
         before, cursor = saved["pipeline"], saved["position"]
         _reopen_longer_stage(session, before, cursor)
@@ -46,7 +46,7 @@ def resume(session: Session) -> None:
         runtime.loaded, before, next_stage=cursor["next"], begun_stage=cursor["stage"]
     )
     changed_data = _check_data(session, saved)
-    with fail_on_all_ranks(session, checkpoint, "session"):
+    with errors_of_checkpoint(session, checkpoint):
         restore(session, saved)
     for name, text, mid_epoch in changed_data:
         if not mid_epoch:
@@ -92,26 +92,18 @@ def _check_data(session: Session, saved: Mapping[str, Any]) -> list[tuple[str, s
 
 
 @contextmanager
-def fail_on_all_ranks(session: Session, checkpoint: Checkpoint, part: str) -> Iterator[None]:
-    """Context around reading a part of a checkpoint: if it fails on one rank, it fails on all with the same
-    error, a PipelineError if the state does not fit the model, a RunFolderError if it is damaged. `part` must
-    differ at each use.
+def errors_of_checkpoint(session: Session, checkpoint: Checkpoint) -> Iterator[None]:
+    """Context around reading a checkpoint: a PipelineError if its state does not fit the model, a
+    RunFolderError if it is damaged. Other ranks learn that this one has failed, and end, too.
     """
-    runtime = session.runtime
-    kind = problem = ""
+    where = session.runtime.display_path(checkpoint.path)
     try:
         yield
     except StateError as error:
-        kind, problem = "model", str(error)
+        raise session.runtime.loaded.error("model", f"{error} ({where})") from None
     except DamagedError as error:
-        kind, problem = "damaged", str(error)
-    of_ranks = runtime.ranks.gather(f"resume/{part}", [kind, problem])
-    kind, problem = next((one for one in of_ranks if one[0]), ("", ""))
-    problem += f" ({runtime.display_path(checkpoint.path)})"
-    if kind == "damaged":
-        raise RunFolderError(f"the checkpoint of step {checkpoint.step} is damaged: {problem}")
-    if kind:
-        raise runtime.loaded.error(kind, problem)
+        problem = f"the checkpoint of step {checkpoint.step} is damaged: {error} ({where})"
+        raise RunFolderError(problem) from None
 
 
 def _reopen_longer_stage(session: Session, before: Mapping[str, Any], cursor: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from ddprun.engine.audit import audit_parameters
 from ddprun.engine.balance import Balance
 from ddprun.engine.data import StepBatches, reweight_step
 from ddprun.engine.optimizers import build_schedule, takes_closure
-from ddprun.engine.resume import fail_on_all_ranks
+from ddprun.engine.resume import errors_of_checkpoint
 from ddprun.engine.sequence import Action, Audit, EqualizeState, SendBuffers, StageActions, equalize
 from ddprun.engine.session import Session
 from ddprun.engine.state import replay_schedule, restore_mid_stage
@@ -207,7 +207,7 @@ def begin_stage(session: Session, stage: StepStage) -> StageRun:
     run.share_samples()
     synchronizer.set_delta_bases()
     if saved is not None:
-        with fail_on_all_ranks(session, saved["checkpoint"], "stage"):
+        with errors_of_checkpoint(session, saved["checkpoint"]):
             other_length = not (same_length or settings.schedule_metric)
             new_rates = saved["new_rates"] or other_length
             by_metric = settings.schedule_metric is not None
