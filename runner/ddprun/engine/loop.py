@@ -569,11 +569,11 @@ def agree_on_stage_end(run: StageRun) -> StageEnd:
     failed = runtime.finite_check.check_after_steps(agreed_steps, on_nan, session.state.step)
     if any(one.checkpoint for one in agreed_steps) and not failed:
         take_checkpoint(session, requested=True)
-    mine = [float(runtime.signals.stop_requested), float(runtime.finite_check.first_nonfinite_position())]
-    stops, nonfinite = runtime.exchange.control.all_gather(mine, "the stage's end").T.tolist()
-    if runtime.finite_check.check_at_stage_end([int(one) for one in nonfinite], on_nan, session.state.step):
+    mine = [float(runtime.signals.stop_requested), *runtime.finite_check.finding()]
+    rows = runtime.exchange.control.all_gather(mine, "the stage's end").tolist()
+    if runtime.finite_check.judge([row[1:] for row in rows], on_nan, session.state.step):
         return "failed"
-    return "stopped" if any(stops) else "complete"
+    return "stopped" if any(row[0] for row in rows) else "complete"
 
 
 # What belongs to no step's time.

@@ -65,33 +65,27 @@ class FiniteCheck:
         """Check the parameters if a loss in `agreed_steps` was not finite; whether the run fails."""
         if not any(one.nonfinite for one in agreed_steps) or (self.first_nonfinite and on_nan == "continue"):
             return self.failed
+        rows = self._control.all_gather(self.finding(), "losses that are not finite").tolist()
+        return self.judge(rows, on_nan, step)
+
+    def finding(self) -> list[float]:
+        """What `judge` gets of each rank: the step and value of its first loss that was not finite (step 0:
+        there is none), and `first_nonfinite_position`.
+        """
         at, loss = self._recorder.first_nonfinite_loss or (0, 0.0)
-        mine = [at, loss, self.first_nonfinite_position()]
-        rows = self._control.all_gather(mine, "losses that are not finite").tolist()
+        return [at, loss, self.first_nonfinite_position()]
+
+    def judge(self, rows: Sequence[Sequence[float]], on_nan: OnNan, step: int) -> bool:
+        """Report the first of the ranks' findings; whether the run fails."""
         numbers = [int(row[2]) for row in rows]
         number = next(filter(None, numbers), 0)
-        if self.first_nonfinite is None:
-            own = [(int(row[0]), rank) for rank, row in enumerate(rows) if row[0]]
-            # A resumed run may have got a sum of losses from the checkpoint, of which no rank knows the step.
-            at, rank = min(own, default=(step, 0))
-            self._report_first(at, rank, str(rows[rank][1]) if own else "nan", numbers[rank] or number)
-        return self._fail_if_nonfinite(number, on_nan)
-
-    def check_at_stage_end(self, numbers: Sequence[int], on_nan: OnNan, step: int) -> bool:
-        """The same check at a stage's end; `numbers` are `first_nonfinite_position` of each rank."""
-        rank = next((rank for rank, number in enumerate(numbers) if number), None)
-        if rank is None:
-            return self.failed
-        if self.first_nonfinite is None:
-            self._report_first(step, rank, None, numbers[rank])
-        return self._fail_if_nonfinite(numbers[rank], on_nan)
-
-    def _report_first(self, step: int, rank: int, value: str | None, number: int) -> None:
-        self.first_nonfinite = Nonfinite(step, rank, value, self._names[number - 1] if number else None)
-        self._report(self.first_nonfinite)
-
-    def _fail_if_nonfinite(self, number: int, on_nan: OnNan) -> bool:
         self.nonfinite_parameter = self._names[number - 1] if number else None
+        losses = [(int(row[0]), rank) for rank, row in enumerate(rows) if row[0]]
+        if self.first_nonfinite is None and (losses or number):
+            at, rank = min(losses, default=(step, numbers.index(number)))
+            value = str(rows[rank][1]) if losses else None
+            self.first_nonfinite = Nonfinite(at, rank, value, self.nonfinite_parameter)
+            self._report(self.first_nonfinite)
         self.failed = self.failed or (number > 0 and on_nan == "stop")
         return self.failed
 
