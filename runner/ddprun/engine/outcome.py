@@ -65,22 +65,17 @@ def finish_run(session: Session, status: Status) -> list[str]:
 
 def _nonfinite_message(session: Session) -> str:
     """Why the run has ended as its weights are not finite, and how to resume it; on rank 0."""
-    runtime, finite_check = session.runtime, session.runtime.finite_check
-    assert finite_check.first_nonfinite is not None
-    first = finite_check.first_nonfinite
+    runtime = session.runtime
     step = folder.newest_finite_step(runtime.run_dir / folder.CHECKPOINTS_FOLDER)
-    lines = [f"{finite_check.nonfinite_parameter} is no longer finite, and on_nan is stop"]
-    if first.value is not None:
-        lines.append(f"  first     the loss of rank {first.rank} was {first.value} at step {first.step}")
     again = "no finite checkpoint is left: start again"
     if step is not None:
         again = f"{resume_command(runtime.shown_dir)} --set …, from step {step},"
-    lines += [
-        f"  next      {again} with a lower learning rate,",
-        "            with clip_norm or warmup_steps, or with bf16 in place of fp16; or, to continue",
-        "            regardless, with on_nan: continue",
-    ]
-    return "\n".join(lines)
+    return (
+        f"{runtime.finite_check.nonfinite_parameter} is no longer finite, and on_nan is stop\n"
+        f"  next      {again} with a lower learning rate,\n"
+        "            with clip_norm or warmup_steps, or with bf16 in place of fp16; or, to continue\n"
+        "            regardless, with on_nan: continue"
+    )
 
 
 def summarize(session: Session, status: Status) -> Summary:
