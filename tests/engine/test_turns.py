@@ -291,7 +291,7 @@ def test_what_turns_share_goes_by_the_whole_step(tmp_path: Path) -> None:
     assert not any({"discriminator", "generator"} & one.keys() for one in evaluated)
     started = next(one for one in events(run) if one["event"] == "started")
     assert [len(one["params"]) for one in started["buckets"]] == [8]
-    assert started["groups"] == ["turn generator (generator.*)", "turn discriminator"]
+    assert started["groups"] == ["turn generator, generator.*", "turn discriminator"]
     stages = [one["turns"] for one in events(run) if one["event"] == "stage_started"]
     assert stages == [[], ["discriminator", "generator"]]
     mutated = [torch.load(tmp_path / f"mutated-{rank}.pt") for rank in (0, 1)]

@@ -230,7 +230,7 @@ def events(
             device="cpu",
             backend="gloo",
             buckets=[],
-            groups=["head.*, *.bias"] if groups else [],
+            groups=["head.*, *.bias", "the rest"] if groups else [],
         ),
         event("buffers", 1_000_200, verdict="the model has no buffers: nothing is sent"),
         *(

@@ -98,20 +98,14 @@ def groups_of(turn: Turn, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_names(loaded: LoadedPipeline, turns: Turns, optimizer: Optimizer) -> list[str]:
-    """What reports call the parameter groups: by their patterns, or each by its turns (and its patterns), and
-    by the optimizer that has it.
-    """
-    two = any(group.get("others") for group in optimizer.param_groups)
-    if not turns.apart and not two:
-        return [", ".join(group.match) for group in loaded.pipeline.groups]
+    """What reports call the parameter groups: their turns and patterns, `others` of a second optimizer."""
     names, found = {id(param): name for name, param in turns.trained.items()}, list[str]()
     for group in optimizer.param_groups:
         name = plain_name(next((names[id(one)] for one in group["params"] if id(one) in names), ""))
-        match = next((", ".join(one.match) for one in loaded.pipeline.groups if matches(name, one.match)), "")
-        of_turns = dict.fromkeys(turn.name for turn in turns.all() if turn.name and name in turn.params)
-        of_turn = " and ".join(f"turn {name}" for name in of_turns)
-        name = f"{of_turn} ({match})" if of_turn and match else of_turn or match or "the rest"
-        found.append(f"{name}, {'others' if group['others'] else 'first optimizer'}" if two else name)
+        parts = [f"turn {turn.name}" for turn in turns.all() if turn.name and name in turn.params]
+        parts += next((one.match for one in loaded.pipeline.groups if matches(name, one.match)), [])
+        parts += ["others"] if group.get("others") else []
+        found.append(", ".join(dict.fromkeys(parts)) or "the rest")
     return found
 
 

@@ -243,8 +243,7 @@ def _param_group_curves(digest: RunDigest, key: str) -> dict[str, Curve]:
     """The curve of each group of parameters, by its name if several; last the norm of all gradients."""
     curves = digest.param_group_curves[key]
     several = len(curves) > 1
-    patterns = digest.run.started.groups
-    names = [f": {name}" for name in (*patterns, "the rest")] if patterns else []
+    names = [f": {name}" for name in digest.run.started.groups]
     found = {f"group {n}{''.join(names[n : n + 1])}" * several: curve for n, curve in enumerate(curves)}
     if key != "lr" and digest.grad_norm.steps:
         found["all gradients" * several] = digest.grad_norm
