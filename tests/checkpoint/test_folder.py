@@ -23,7 +23,8 @@ def write(root: Path, step: int = 7, token: str = "t", ranks: int = 2) -> folder
     for name in ["shared", *map(folder.rank_part_name, range(ranks))]:
         files |= folder.write_part(folder.unfinished_path(root, step, token), name, encode(STATE))
     checkpoint = folder.Checkpoint(root / folder.checkpoint_name(step), step, ranks, files)
-    return folder.commit(folder.unfinished_path(root, step, token), checkpoint)
+    folder.commit(folder.unfinished_path(root, step, token), checkpoint, files)
+    return checkpoint
 
 
 def verify_all(root: Path, step: int) -> folder.Checkpoint:
@@ -38,7 +39,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert folder.steps_in(tmp_path) == []
     files |= folder.write_part(folder.unfinished_path(tmp_path, 7, "t"), "shared", encode(STATE))
     checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
-    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
+    folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
     assert folder.steps_in(tmp_path) == [7]
     found = verify_all(tmp_path, 7)
     assert_same(folder.read_part(found, "rank-00000"), STATE)
@@ -109,10 +110,10 @@ def test_what_is_not_seen_is_no_checkpoint(tmp_path: Path) -> None:
     path.write_text("{")
     checkpoint = folder.Checkpoint(tmp_path / folder.checkpoint_name(7), 7, 1, files)
     with pytest.raises(OSError, match=r"rank-00000\.json is incomplete here"):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint)
+        folder.commit(folder.unfinished_path(tmp_path, 7, "t"), checkpoint, files)
     assert folder.steps_in(tmp_path) == []
 
 

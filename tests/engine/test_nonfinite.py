@@ -285,7 +285,7 @@ def test_pruning_keeps_the_last_finite_one(tmp_path: Path) -> None:
         for name in files:
             (unfinished / name).write_text("{}")
         path = tmp_path / checkpoints.checkpoint_name(step)
-        checkpoints.commit(unfinished, checkpoints.Checkpoint(path, step, 1, files, nonfinite))
+        checkpoints.commit(unfinished, checkpoints.Checkpoint(path, step, 1, files, nonfinite), files)
         checkpoints.prune(tmp_path, 2)
         return checkpoints.steps_in(tmp_path)
 

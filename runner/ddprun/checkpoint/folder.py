@@ -188,13 +188,13 @@ def write_manifest(checkpoint: Checkpoint) -> None:
     fsync_folder(checkpoint.path)
 
 
-def commit(unfinished: Path, checkpoint: Checkpoint, here: Iterable[str] | None = None) -> Checkpoint:
-    """Name a checkpoint whose files are all written, or of them those that are to be `here`: it exists now,
-    at its path. Raises OSError, also if a file is unseen.
+def commit(unfinished: Path, checkpoint: Checkpoint, here: Iterable[str]) -> None:
+    """Name a checkpoint of whose files those that are to be `here` are written: it exists now, at its path.
+    Raises OSError, also if a file is unseen.
     """
     target, root = checkpoint.path, checkpoint.path.parent
     replaced = root / f".{target.name}.{_REPLACED}"
-    for name in checkpoint.files if here is None else here:
+    for name in here:
         if (unfinished / name).stat().st_size != checkpoint.files[name]["bytes"]:
             raise OSError(None, f"{name} is incomplete here")
     write_manifest(replace(checkpoint, path=unfinished))
@@ -204,7 +204,6 @@ def commit(unfinished: Path, checkpoint: Checkpoint, here: Iterable[str] | None 
     unfinished.rename(target)
     fsync_folder(root)
     remove_tree(replaced)
-    return checkpoint
 
 
 def steps_in(root: Path) -> list[int]:

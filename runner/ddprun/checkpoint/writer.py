@@ -8,7 +8,6 @@ When all leaders have done so, older checkpoints are deleted.
 """
 
 import json
-import math
 import queue
 import threading
 import time
@@ -304,7 +303,7 @@ class CheckpointWriter:
         return f"rank {self.rank} cannot write it: {error.strerror or error}"
 
 
-def _wait_until(condition: Callable[[], bool], until: float = math.inf) -> bool:
+def _wait_until(condition: Callable[[], bool], until: float) -> bool:
     """Poll, less and less often; False: the monotonic clock has passed `until`."""
     pause = 0.002
     while not condition():

@@ -32,13 +32,13 @@ class Feeds:
         return {"data": self.main} | named
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(index): feed.state_dict() for index, feed in self.by_stage.items()}
+        return {name: feed.state_dict() for name, feed in self.by_name().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where `state_dict` was taken; a stage that has no position begins its data."""
-        for index, feed in self.by_stage.items():
-            if str(index) in state:
-                feed.load_state_dict(state[str(index)])
+        for name, feed in self.by_name().items():
+            if feed is self.main or name in state:
+                feed.load_state_dict(state[name])
 
 
 def open_feeds(

@@ -143,7 +143,7 @@ def _read_state(session: Session, found: FoundCheckpoint) -> dict[str, Any]:
 
 _TAKEN_FROM_RANK_0 = {
     # The same on all ranks at a checkpoint.
-    *("step", "position", "schedule", "precision", "feed", "stage_feeds", "buffers_seen", "evaluations"),
+    *("step", "position", "schedule", "precision", "feeds", "buffers_seen", "evaluations"),
     *("balance", "outer_momentum", "frozen", "reported"),
     # These may differ between ranks; rank 0's are also what `save` writes.
     *("buffers", "extra"),
@@ -164,9 +164,7 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     refused = None
     if isinstance(stage, StepStage) and stage.effective_settings(loaded.pipeline).plan.keeps_apart:
         refused = stage.path, "its ranks train independently, so another number of ranks cannot resume it"
-    elif loaded.pipeline.loader.sharded and any(
-        feed["samples"] for feed in (state["feed"], *state["stage_feeds"].values())
-    ):
+    elif loaded.pipeline.loader.sharded and any(feed["samples"] for feed in state["feeds"].values()):
         text = "the data set shards itself by rank, so another number of ranks cannot resume mid-epoch"
         refused = "loader.sharded", text
     if refused is not None:
