@@ -12,7 +12,6 @@ import queue
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import structlog
 import torch
 
 from ddprun import __version__
-from ddprun.run_files import MAX_LINE_BYTES, JunkBudget, names_in, open_file, parse_json, replace_atomically
+from ddprun.run_files import JunkBudget, names_in, open_file, parse_json, replace_atomically
 from ddprun.telemetry.records import Event, Summary
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import now_us
@@ -33,7 +32,6 @@ RECORD_FOLDERS = ("steps", "buckets", PROFILE_FOLDER)
 
 _ENCODER, _ASCII_ENCODER = msgspec.json.Encoder(), json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _MAX_WAITING_RECORDS = 50_000
-_FLUSH_EVERY_S = 0.5
 _POLL_S = 0.05
 _FILE_PATTERN = re.compile(r"rank-(\d{5}|[1-9]\d{5,8})\.jsonl")  # as `record_file` names them
 
@@ -84,37 +82,22 @@ class Writer:
             self._thread.join()
 
     def _work(self) -> None:
-        flush_at = 0.0
-        while True:
-            if time.monotonic() >= flush_at:  # also when records never stop coming
-                self._flush_files()
-                flush_at = time.monotonic() + _FLUSH_EVERY_S
-            try:
-                item = self._queue.get(timeout=max(0.0, flush_at - time.monotonic()))
-            except queue.Empty:
-                continue
-            if item is None:
-                break
+        while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
-                self._flush_files()
                 item.set()
-            else:
-                name, lines, count = item
-                if self.failure is None:
-                    with self.keeping_first_error():
-                        if name not in self._files:
-                            self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
-                        self._files[name].write(lines)
-                with self._lock:
-                    self._waiting -= count
+                continue
+            name, lines, count = item
+            if self.failure is None:
+                with self.keeping_first_error():
+                    if name not in self._files:
+                        self._files[name] = open_file(self.folder, name, "ab", make_folders=True)
+                    self._files[name].write(lines)
+                    self._files[name].flush()
+            with self._lock:
+                self._waiting -= count
         for file in self._files.values():
             with self.keeping_first_error():
                 file.close()
-
-    def _flush_files(self) -> None:
-        for file in self._files.values():
-            with self.keeping_first_error():
-                file.flush()
 
     @contextmanager
     def keeping_first_error(self) -> Iterator[None]:
@@ -276,22 +259,14 @@ def truncate_torn_event(run_dir: Path) -> None:
 def _truncate(run_dir: Path, name: str, stays: Callable[[bytes], bool]) -> None:
     """Cut a file after the last whole line that stays, on which `stays` does not fail; raises OSError."""
     with open_file(run_dir, name, "r+b") as file:
-        size = file.seek(0, 2)
-        if not size:
+        if not (size := file.seek(0, 2)):
             return  # nothing can be mapped
         junk = JunkBudget(name)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-
-            def line_start(end: int) -> int:
-                lowest = max(0, end - MAX_LINE_BYTES)
-                found = data.rfind(b"\n", lowest, end)
-                if found < 0 and lowest:
-                    junk.spend(MAX_LINE_BYTES)
-                return found + 1
-
-            end = line_start(size)
+            end = data.rfind(b"\n") + 1
+            junk.spend(size - end)
             while end:
-                start = line_start(end - 1)
+                start = data.rfind(b"\n", 0, end - 1) + 1
                 try:
                     if stays(data[start:end]):
                         break
