@@ -2,11 +2,7 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
-
-import pytest
 
 from ddprun.host.processes import die_with_parent
 from tests.ranks import as_processes, is_running
@@ -28,32 +24,16 @@ def start_child() -> tuple[int, int, int]:
     return pid, ask, answer
 
 
-def forked_by_main_thread() -> tuple[int, bool]:
+def child_that_answers() -> tuple[int, bool]:
     """A child's process id, and whether it still answers."""
     pid, ask, answer = start_child()
     os.write(ask, b"1")
     return pid, os.read(answer, 1) == b"1"
 
 
-def forked_by_a_thread() -> tuple[int, bool]:
-    """The same, once the thread has ended that forked it."""
-    started: list[tuple[int, int, int]] = []
-    thread = threading.Thread(target=lambda: started.append(start_child()))
-    thread.start()
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # Python is done with it before the kernel
-        time.sleep(0.001)
-    [(pid, ask, answer)] = started
-    os.write(ask, b"1")
-    return pid, os.read(answer, 1) == b"1"
-
-
-@pytest.mark.parametrize("start", [forked_by_main_thread, forked_by_a_thread])
-def test_a_child_ends_with_its_parent_and_not_with_the_thread_that_forked_it(
-    start: Callable[[], tuple[int, bool]],
-) -> None:
-    """The kernel's signal comes at the end of that thread."""
-    [(child, answers)] = as_processes(1, start)
+def test_a_child_ends_with_its_parent() -> None:
+    """And no earlier."""
+    [(child, answers)] = as_processes(1, child_that_answers)
     try:
         assert answers
         end = time.monotonic() + 30

@@ -49,8 +49,8 @@ def buffer_of(steps: Iterable[MadeStep]) -> MarkBuffer:
                 (buffer.marks.index(mark, first), len(buffer.traces) + traces) for mark, traces in passes
             ]
         buffer.traces += made.traces
-        buffer.losses += [float(loss) for loss in made.losses]
+        buffer.numbers += [[float(loss)] for loss in made.losses]
         buffer.samples += made.samples
-        buffer.loss_weights += made.samples
+        buffer.weights += made.samples
         buffer.end_step(step)
     return buffer

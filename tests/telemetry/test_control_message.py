@@ -9,14 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
     FINDING_AT,
-    LOSS_AT,
     OWN_AT,
     READY_AT,
     REQUESTS_AT,
@@ -27,15 +25,16 @@ from ddprun.telemetry.control_message import (
     US_AT,
     Accumulator,
     HookOverflow,
-    LossMeans,
     OwnMessages,
     ReadyColumns,
     empty_messages,
     find_overflow,
+    means_over_ranks,
 )
 from ddprun.telemetry.recorder import AgreedSteps, combine_messages
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps
+from ddprun.telemetry.steps import FloatArray, NonBackwardExchanges, loss_of, resolve_steps
+from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun_hooks.comm.trace import BucketTrace
 from ddprun_hooks.payload import Finding, ParamSlice
 from tests.reads import Reads
@@ -66,11 +65,19 @@ def trace(bucket: int, ready: int, *codes: int, kind: str = "gradient") -> Bucke
     return BucketTrace(kind, bucket, (), "float32", 2, 8, ready, ready + 5, ready + 1, findings=found)  # type: ignore[arg-type]
 
 
-def messages_of(
-    steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int = 3
-) -> tuple[list[Message], NDArray[np.float64], Accumulator]:
-    """The messages about steps of which so many are resolved together, and what is left for the next one."""
-    messages, numbers, accumulator, first = list[Message](), list[NDArray[np.float64]](), Accumulator(), 0
+class Messages(NamedTuple):
+    """Messages about steps, and what is left for the next one."""
+
+    about: list[Message]
+    numbers: FloatArray  # a row for each
+    losses: FloatArray  # of each, the sum and what it is over
+    left: Accumulator
+
+
+def messages_of(steps: Sequence[MadeStep], lengths: Sequence[int], buckets: int = 3) -> Messages:
+    """The messages about steps of which so many are resolved together."""
+    messages, accumulator, first = list[Message](), Accumulator(), 0
+    numbers, losses = list[FloatArray](), list[FloatArray]()
     for length in lengths:
         resolved = resolve_steps(buffer_of(steps[first : first + length]), Clock(), every=1)
         own = accumulator.make_messages(resolved, columns=ReadyColumns([range(buckets)]), offset_us=OFFSET_US)
@@ -79,9 +86,20 @@ def messages_of(
             for place, (step, row) in enumerate(zip(own.steps, own.rows, strict=True))
         ]
         numbers.append(own.numbers)
+        losses.append(own.values)
         first += length
     assert first == len(steps)
-    return messages, np.concatenate(numbers), accumulator
+    return Messages(messages, np.concatenate(numbers), np.concatenate(losses), accumulator)
+
+
+def left_over(accumulator: Accumulator) -> list[object]:
+    """All that an accumulator has added up."""
+    return [
+        accumulator.sums.tolist(),
+        accumulator.values.tolist(),
+        accumulator.last_step,
+        accumulator.first_finding,
+    ]
 
 
 def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
@@ -107,13 +125,15 @@ def any_steps(count: int, chance: random.Random) -> list[MadeStep]:
 def test_messages_are_the_same_whichever_steps_are_resolved_together(seed: int) -> None:
     """Bit for bit, though losses are sums of fractions."""
     steps = any_steps(40, random.Random(seed))
-    messages, numbers, left = messages_of(steps, [1] * 40)
+    one_by_one = messages_of(steps, [1] * 40)
     for lengths in ([40], [7, 1, 20, 12], [32, 8]):
-        other_messages, other_numbers, other_left = messages_of(steps, lengths)
-        assert np.array_equal(numbers, other_numbers)
-        assert other_left.state_dict([]) == left.state_dict([])
-        assert messages == other_messages
-    assert [message.step for message in messages] == [step.number for step in steps if step.exchanged]
+        others = messages_of(steps, lengths)
+        assert np.array_equal(one_by_one.numbers, others.numbers)
+        assert np.array_equal(one_by_one.losses, others.losses)
+        assert left_over(others.left) == left_over(one_by_one.left)
+        assert one_by_one.about == others.about
+    exchanged = [step.number for step in steps if step.exchanged]
+    assert [message.step for message in one_by_one.about] == exchanged
 
 
 def test_a_message_is_about_all_steps_since_the_one_before() -> None:
@@ -123,30 +143,28 @@ def test_a_message_is_about_all_steps_since_the_one_before() -> None:
     steps[1].traces, steps[1].backward_end = [trace(0, 1995), trace(2, 1999)], steps[1].marks[-1]
     beside = [trace(0, 2005, kind="delta"), trace(1, 2003, kind="delta")]
     steps[1].sync, steps[1].requests = NonBackwardExchanges(beside, beside, []), STOP
-    (message,), (numbers,), left = messages_of(steps, [3])
+    (message,), (numbers,), (loss,), left = messages_of(steps, [3])
     assert (message.step, message.row, list(message.findings)) == (2, 1, steps[0].traces)
-    assert numbers[LOSS_AT] == pytest.approx(0.1 * 2 + 0.2 * 3)
+    assert loss.tolist() == pytest.approx([0.1 * 2 + 0.2 * 3, 5])
     assert numbers[[SAMPLES_AT, STEPS_AT, US_AT, REQUESTS_AT]].tolist() == [5, 2, 20, STOP]
     assert numbers[FINDING_AT] != 0
     assert numbers[SYNC_READY_AT] == 2005 - OFFSET_US
     assert numbers[READY_AT:].tolist() == [1995 - OFFSET_US, 0, 1999 - OFFSET_US]
     assert (left.last_step, left.first_finding, left.traces_with_findings) == (3, 0, [])
-    assert Accumulator.from_state_dict(left.state_dict([]), []).state_dict([]) == left.state_dict([])
-    own = empty_messages(ReadyColumns([range(3)]))
+    own = empty_messages(ReadyColumns([range(3)]), 2)
     own.add_remainder(left, 3)
     (rest,), about = own.numbers, own.steps
     assert about == [3]
     assert rest[[SAMPLES_AT, STEPS_AT, US_AT, SYNC_READY_AT]].tolist() == [1, 1, 10, 0]
+    assert own.values[0].tolist() == pytest.approx([0.3, 1])
 
 
-def test_of_many_buckets_some_ready_times_are_reported() -> None:
-    """Those of `ReadyColumns`, so that a message stays small."""
+def test_each_bucket_has_its_ready_time() -> None:
+    """However many there are."""
     step = step_of(1, 1)
     step.traces, step.backward_end = [trace(bucket, 900 + bucket) for bucket in range(100)], step.marks[-1]
-    _, (numbers,), _ = messages_of([step], [1], buckets=100)
-    assert numbers[READY_AT:].tolist() == [
-        900 + bucket - OFFSET_US for bucket in ReadyColumns([range(100)]).buckets
-    ]
+    _, (numbers,), _, _ = messages_of([step], [1], buckets=100)
+    assert numbers[READY_AT:].tolist() == [900 + bucket - OFFSET_US for bucket in range(100)]
 
 
 def test_findings_that_are_empty_are_kept_too() -> None:
@@ -154,7 +172,7 @@ def test_findings_that_are_empty_are_kept_too() -> None:
     steps = [step_of(1, 1), step_of(2, 1), step_of(3, 1)]
     for step, code in zip(steps, (0, 1, 0), strict=True):
         step.traces, step.backward_end = [trace(0, 1000 * step.number - 5, code)], step.marks[-1]
-    messages, numbers, left = messages_of(steps, [3])
+    messages, numbers, _, left = messages_of(steps, [3])
     assert [list(message.findings) for message in messages] == [step.traces for step in steps]
     assert [finding > 0 for finding in numbers[:, FINDING_AT]] == [False, True, False]
     assert left.traces_with_findings == []
@@ -186,11 +204,11 @@ def test_what_hooks_have_found_is_read_at_once() -> None:
         resolved = resolve_steps(buffer, Clock(), every=1)
         own = Accumulator().make_messages(resolved, columns=ReadyColumns([]), offset_us=0.0)
         findings = own.numbers[:, FINDING_AT].astype(int).tolist()
-        found = [find_overflow([0, one], own.findings.get(place, ())) for place, one in enumerate(findings)]
+        overflown = [place for place, code in enumerate(findings) if code]
+        found = [find_overflow([0, findings[place]], own.findings.get(place, ())) for place in overflown]
     assert reads.count == 0
-    assert found == [
-        HookOverflow("gradient", 4, "fp16", ("layer.weight",)) if step.number == 7 else None for step in steps
-    ]
+    assert [own.steps[place] for place in overflown] == [7]
+    assert found == [HookOverflow("gradient", 4, "fp16", ("layer.weight",))]
 
 
 def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
@@ -198,36 +216,10 @@ def test_a_loss_that_is_not_a_number_is_in_one_message() -> None:
     steps = [step_of(number, 1) for number in range(1, 5)]
     steps[1].losses = [torch.tensor(float("nan"))]
     steps[2].losses = [torch.tensor(float("inf"))]
-    _, numbers, left = messages_of(steps, [4])
-    losses = numbers[:, LOSS_AT]
-    assert np.isnan(losses[1])
-    assert losses[[0, 2, 3]].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
-    assert left.state_dict([])["loss_sum"] == 0.0
-
-
-def test_adding_up_goes_on_from_a_checkpoint() -> None:
-    """Whose keys are these, whatever a message looks like."""
-    plain = {
-        "loss_sum": 0.5,
-        "samples": 2,
-        "steps": 1,
-        "us": 30,
-        **dict(zip(OWN_PARTS, range(1, 8), strict=True)),
-        "last_step": 9,
-        "first_finding": 0,
-        "values": {"fit": [0.25, 2.0], "old": [0.5, 2.0]},
-    }
-    before = Accumulator.from_state_dict(plain, ["fit", "old"])
-    assert before.state_dict(["fit", "old"]) == plain
-    now = Accumulator.from_state_dict(plain, ["new", "fit"])  # renamed, and in another order
-    assert now.sums_of_values(4).tolist() == pytest.approx([float("nan"), 0.25, 0.0, 2.0], nan_ok=True)
-    own = before.make_messages(
-        resolve_steps(buffer_of([step_of(10, 3)]), Clock(), every=1), columns=ReadyColumns([]), offset_us=0.0
-    )
-    (numbers,) = own.numbers
-    assert own.steps == [10]
-    assert numbers[[SAMPLES_AT, STEPS_AT, US_AT]].tolist() == [5, 2, 40]
-    assert numbers[LOSS_AT] == 0.5 + 3 * float(torch.tensor(1.0))
+    _, _, losses, left = messages_of(steps, [4])
+    assert np.isnan(losses[1, 0])
+    assert losses[[0, 2, 3], 0].tolist() == [pytest.approx(0.1), float("inf"), pytest.approx(0.4)]
+    assert left.values.tolist() == [0.0, 0.0]
 
 
 def test_micro_batches_of_a_step_are_added_up() -> None:
@@ -235,48 +227,53 @@ def test_micro_batches_of_a_step_are_added_up() -> None:
     step = step_of(1, 3)
     step.losses += [torch.tensor(2.0), torch.tensor(float("nan"))]
     step.samples += [1, 0]
-    _, (numbers,), _ = messages_of([step], [1])
-    assert numbers[LOSS_AT] == pytest.approx(3 * 0.1 + 2.0)
+    _, (numbers,), (loss,), _ = messages_of([step], [1])
+    assert loss.tolist() == pytest.approx([3 * 0.1 + 2.0, 4])
     assert numbers[SAMPLES_AT] == 4
 
 
-def known(*messages: Sequence[NDArray[np.float64]]) -> AgreedSteps:
-    """What ranks know after these messages, one behind another: of each, every rank's numbers."""
-    numbers = np.array(messages)
+def known(*messages: Sequence[tuple[FloatArray, float, int]]) -> AgreedSteps:
+    """What ranks know after these messages, one behind another: of each, every rank's numbers, and the sum
+    of its losses and what that is over.
+    """
+    numbers = np.array([[row for row, _, _ in of_ranks] for of_ranks in messages])
+    sums = np.array([[loss for _, *loss in of_ranks] for of_ranks in messages], dtype=float)
     steps = list(range(1, len(messages) + 1))
     own = OwnMessages(numbers[:, 0], steps, list(range(len(steps))), {})
-    found = combine_messages(own, numbers, LossMeans(numbers, numbers[..., :0], (), ()), None)
+    found = combine_messages(own, numbers, means_over_ranks(sums), (), (0,), StragglerDetector(20, 0.1))
     assert found is not None
     return found
 
 
 def test_what_a_step_lacks_is_known_from_the_steps_before() -> None:
     """A turn that did not run has no loss, and the sum of all turns' is not known; NaN is known."""
-    one, means, found = np.array([[message()]]), list[LossMeans](), None
-    for values in ([1.0, 2.0, 1, 1], [3.0, 0.0, 2, 0], [math.nan, 4.0, 1, 1]):
-        means.append(LossMeans(one, np.array([[values]]), ("often", "rarely"), (0, 1)))
-        found = combine_messages(OwnMessages(one[:, 0], [1], [0], {}), one, means[-1], None, found)
+    numbers, found, names, turns = np.array([[message()[0]]]), None, ("often", "rarely"), (1, 2)
+    for sums in ([3.0, 1.0, 2.0, 1, 1, 1], [3.0, 3.0, 0.0, 2, 2, 0], [math.nan, math.nan, 4.0, 1, 1, 1]):
+        means = means_over_ranks(np.array([[sums]]))
+        own = OwnMessages(numbers[:, 0], [1], [0], {})
+        found = combine_messages(own, numbers, means, names, turns, StragglerDetector(20, 0.1), found)
         assert found is not None
-        if not values[3]:
-            assert (means[-1].losses, means[-1].values) == ([None], [{"often": 1.5, "rarely": None}])
-            assert (found.loss, found.rank_losses) == (3.0, [3.0])
+        if not sums[5]:
+            assert means == [[1.5, 1.5, None]]
+            assert loss_of(means[0], turns) is None
+            assert found.loss == 3.0
             assert found.mean_values == {"often": 1.5, "rarely": 2.0}
     assert found is not None
     assert found.loss is not None
     assert math.isnan(found.loss)
 
 
-def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> NDArray[np.float64]:
-    """One rank's, without buckets."""
+def message(loss_sum: float = 1.0, samples: int = 1, requests: int = 0) -> tuple[FloatArray, float, int]:
+    """One rank's numbers, without buckets, and its loss."""
     numbers = np.zeros(ReadyColumns([]).message_length)
-    numbers[[LOSS_AT, SAMPLES_AT, REQUESTS_AT]] = loss_sum, samples, requests
-    return numbers
+    numbers[[SAMPLES_AT, STEPS_AT, REQUESTS_AT]] = samples, 1, requests
+    return numbers, loss_sum, samples
 
 
 def test_all_ranks_know_what_each_has_posted() -> None:
     """Means over samples; requests of any rank, but those to compare clocks of rank 0 alone."""
     both = known([message(6.0, 3, STOP), message(4.0, 1, CHECKPOINT + COMPARE_CLOCKS)])
-    assert (both.steps, both.mean_losses, both.rank_losses) == ([1], [2.5], [2.0, 4.0])
+    assert (both.steps, both.loss) == ([1], 2.5)
     assert (both.stop, both.checkpoint, both.compare_clocks, both.nonfinite) == (True, True, False, False)
     first = known([message(requests=STOP + COMPARE_CLOCKS), message()])
     assert (first.stop, first.checkpoint, first.compare_clocks) == (True, False, True)
@@ -293,19 +290,16 @@ def test_all_ranks_know_what_each_has_posted() -> None:
 
 def test_the_parts_of_a_message_do_not_overlap() -> None:
     """Sums, requests, the first finding and ready times, one behind another."""
-    places = [LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
+    places = [SAMPLES_AT, STEPS_AT, US_AT, *range(OWN_AT, OWN_AT + len(OWN_PARTS))]
     assert [*places, REQUESTS_AT, FINDING_AT, SYNC_READY_AT, READY_AT] == list(
         range(ReadyColumns([[0]]).message_length)
     )
 
 
 def test_each_turn_has_its_last_bucket_in_a_message() -> None:
-    """A bucket that is not reported was ready when the next one of its own turn was."""
+    """And each bucket its own column; others have none."""
     columns = ReadyColumns([range(10, 110), range(110, 113)])
-    assert len(columns.buckets) == 32 + 3
     assert [columns.buckets[end] for end in columns.ends] == [109, 112]
     found = columns.column_of(np.array([*range(10, 113), 0, 9, 500]))
     assert found[-3:].tolist() == [-1, -1, -1]
-    for bucket, column in zip(range(10, 113), found[:-3].tolist(), strict=True):
-        assert bucket <= columns.buckets[column]
-        assert (bucket < 110) == (columns.buckets[column] < 110)
+    assert [columns.buckets[column] for column in found[:-3].tolist()] == [*range(10, 113)]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddprun.telemetry import recorder as module
 from ddprun.telemetry.clock import Clock, clock_for
 from ddprun.telemetry.recorder import AgreedSteps, DeferredWork, StepRecorder
+from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import Writer
 from ddprun_hooks.comm.control import ControlChannel
 from ddprun_hooks.comm.trace import BucketTrace, now_us
@@ -63,7 +64,11 @@ def alone(tmp_path: Path) -> Iterator[StepRecorder]:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer = Writer(tmp_path)
     yield StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=1
+        clock=clock_for(torch.device("cpu")),
+        control=ControlChannel(group),
+        writer=writer,
+        every=1,
+        stragglers=StragglerDetector(20, 0.1),
     )
     writer.close()
 
@@ -126,7 +131,7 @@ def test_messages_wait_for_their_number_however_often_steps_without_any_are_reso
     taken = []
     for step in range(100, 260):
         take(alone, step, exchanged=step in (101, 200))
-        taken.append(alone.totals.steps)
+        taken.append(alone.totals["samples"])
         alone.steps_per_post = 32
     assert steps_of(alone.wait_for_messages()) == []
     assert len(set(taken)) > 60, "steps without a message are counted at once when their time is over"
@@ -162,7 +167,7 @@ def test_a_stage_may_end_with_nothing_left(alone: StepRecorder) -> None:
     assert alone.end_stage() == []
     take(alone, 2, exchanged=False)
     (rest,) = alone.end_stage()
-    assert (rest.steps, rest.mean_losses) == ([2], [2.0])
+    assert (rest.steps, rest.loss) == ([2], 2.0)
 
 
 def test_deferred_work_does_not_change_what_comes_of_it(
@@ -182,8 +187,8 @@ def test_deferred_work_does_not_change_what_comes_of_it(
         259: list(range(3, 259)),
     }
     assert steps_of(alone.end_stage()) == list(range(259, 300))
-    assert alone.totals.steps == 299
-    assert alone.totals.parts_us["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
+    assert alone.totals["samples"] == 299
+    assert alone.totals["step_us"] == sum(record["step_us"] for record in recorded(alone, tmp_path))
 
 
 def recorded(recorder: StepRecorder, folder: Path) -> list[dict[str, Any]]:
@@ -302,7 +307,7 @@ def test_an_overflow_comes_with_its_own_step(alone: StepRecorder) -> None:
         known += alone.end_step(exchanged=step != 6)
     known += alone.end_stage()
     assert [agreed.steps for agreed in known] == [[1, 2, 3, 4, 5, 6]]
-    assert known[0].rank_losses == [6.0], "of the newest"
+    assert known[0].loss == 6.0, "of the newest"
     assert [(step, one.hook, one.bucket) for step, one in known[0].overflows] == [
         (3, "fp16", 3),
         (6, "fp16", 6),
@@ -314,7 +319,11 @@ def test_steps_that_are_not_written_are_observed(tmp_path: Path) -> None:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, seen = Writer(tmp_path), []
     recorder = StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=4
+        clock=clock_for(torch.device("cpu")),
+        control=ControlChannel(group),
+        writer=writer,
+        every=4,
+        stragglers=StragglerDetector(20, 0.1),
     )
     recorder.on_step_record = lambda record, traces: seen.append((record.step, len(traces)))
     for step in range(1, 14):
@@ -330,7 +339,11 @@ def test_the_newest_record_of_each_post_has_memory_and_load(tmp_path: Path) -> N
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer = Writer(tmp_path)
     recorder = StepRecorder(
-        clock=clock_for(torch.device("cpu")), control=ControlChannel(group), writer=writer, every=2
+        clock=clock_for(torch.device("cpu")),
+        control=ControlChannel(group),
+        writer=writer,
+        every=2,
+        stragglers=StragglerDetector(20, 0.1),
     )
     for step in range(1, 6):
         take(recorder, step)
@@ -368,7 +381,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
     resolved: list[list[int]] = [[] for _ in range(ranks)]
 
     def flat(now: int, messages: Sequence[AgreedSteps]) -> list[tuple[int, int, float]]:
-        return [(now, *of) for one in messages for of in zip(one.steps, one.mean_losses, strict=True)]
+        return [(now, step, one.loss or 0.0) for one in messages for step in one.steps]
 
     def work(rank: int) -> None:
         own.now_us, own.chance = 0, random.Random(f"{lag} {rank}")
@@ -379,6 +392,7 @@ def test_ranks_know_the_same_at_the_same_steps_whenever_each_resolves_its_own(
             control=ControlChannel(group),
             writer=writer,
             every=1000,
+            stragglers=StragglerDetector(20, 0.1),
         )
         for clock.step in range(1, steps + 1):
             recorder.begin_step(clock.step, 0)
@@ -404,7 +418,13 @@ def test_marks_of_a_device_are_read_a_little_in_each_step(tmp_path: Path) -> Non
     """Of the step that the device has passed meanwhile, and no later one: nothing waits."""
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     writer, clock = Writer(tmp_path), DeviceClock()
-    recorder = StepRecorder(clock=clock, control=ControlChannel(group), writer=writer, every=1)
+    recorder = StepRecorder(
+        clock=clock,
+        control=ControlChannel(group),
+        writer=writer,
+        every=1,
+        stragglers=StragglerDetector(20, 0.1),
+    )
     recorder.steps_per_post = 100
     for clock.step in range(1, 8):
         recorder.begin_step(clock.step, 0)

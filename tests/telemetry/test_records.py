@@ -1,8 +1,7 @@
 """Records of steps that were resolved together: each bucket with its own step and its own ready time."""
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,18 +10,15 @@ from numpy.typing import NDArray
 
 from ddprun.telemetry.clock import Clock
 from ddprun.telemetry.control_message import (
-    LOSS_AT,
-    MAX_READY_TIMES,
     READY_AT,
-    SAMPLES_AT,
     SYNC_READY_AT,
     OwnMessages,
     ReadyColumns,
     all_ready_us,
-    mean_losses_over_ranks,
+    means_over_ranks,
 )
-from ddprun.telemetry.records import PARTS
-from ddprun.telemetry.steps import NonBackwardExchanges, RecordedStep, resolve_steps, step_records
+from ddprun.telemetry.records import PARTS, BucketRecord, StepRecord
+from ddprun.telemetry.steps import NonBackwardExchanges, resolve_steps, step_records
 from ddprun_hooks.comm.trace import BucketTrace
 from tests.telemetry.steps import MadeStep, buffer_of
 
@@ -48,6 +44,14 @@ def step_of(number: int, *, buckets: int = 0, beside: int = 0, exchanged: bool =
     return step
 
 
+class RecordedStep(NamedTuple):
+    """The record of a step, the traces of its buckets, and their records."""
+
+    record: StepRecord
+    traces: Sequence[BucketTrace[int]]
+    buckets: list[BucketRecord]
+
+
 def records_of(
     steps: list[MadeStep],
     ready_times: Mapping[int, tuple[float, Mapping[int, float]]],
@@ -66,24 +70,21 @@ def records_of(
         every: as of `step_records`.
         us: instead of the parts that come of the steps.
     """
-    reported = ReadyColumns([range(buckets)]).buckets
     messages = np.zeros((len(ready_times), 2, ReadyColumns([range(buckets)]).message_length))
-    messages[..., SAMPLES_AT] = 1
+    sums = np.ones((len(ready_times), 2, 2))
     for message, (step, (sync_ready, ready)) in enumerate(ready_times.items()):
-        messages[message, :, LOSS_AT] = step
+        sums[message, :, 0] = step
         messages[message, 1, SYNC_READY_AT] = sync_ready
-        for place, bucket in enumerate(reported):
-            messages[message, place % 2, READY_AT + place] = ready.get(bucket, 0.0)
+        for bucket in range(buckets):
+            messages[message, bucket % 2, READY_AT + bucket] = ready.get(bucket, 0.0)
     rows = {step.number: row for row, step in enumerate(steps)}
     own = OwnMessages(messages[:, 1], list(ready_times), [rows[step] for step in ready_times], {})
     resolved = resolve_steps(buffer_of(steps), Clock(), every=1)
     if us is not None:
         resolved.parts_us[:] = us
-    losses: list[float | None] = [None] * len(steps)
-    for row, loss in zip(
-        own.rows, mean_losses_over_ranks(messages, np.zeros((*messages.shape[:2], 0))), strict=True
-    ):
-        losses[row] = loss
+    means: list[Sequence[float | None]] = [()] * len(steps)
+    for row, of_message in zip(own.rows, means_over_ranks(sums), strict=True):
+        means[row] = of_message
     all_ready = all_ready_us(
         resolved,
         own,
@@ -91,7 +92,8 @@ def records_of(
         columns=ReadyColumns([range(buckets)]),
         offset_us=OFFSET_US,
     )
-    return list(step_records(resolved, losses, all_ready, rank=1, every=every))
+    found = step_records(resolved, means, all_ready, rank=1, every=every)
+    return [RecordedStep(record, traces, list(buckets)) for record, traces, buckets in found]
 
 
 def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
@@ -120,22 +122,16 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
         [*step.traces, *(step.sync.completed if step.sync else [])] for step in steps
     ]
     beside = 45.0 + OFFSET_US
-    assert [list(one.all_ready_us) for one in found] == [
-        [0.0, 0.0],
+    assert [[bucket.all_ready_us for bucket in one.buckets] for one in found] == [
+        [None, None],
         [21.0 + OFFSET_US, 22.0 + OFFSET_US],
         [],
         [41.0 + OFFSET_US, 42.0 + OFFSET_US, beside, beside, beside],
         [55.0 + OFFSET_US],
-        [0.0],
-        [0.0],
+        [None],
+        [None],
     ]
-    buckets = [list(one.buckets()) for one in found]
-    assert [[one.all_ready_us for one in some] for some in buckets[1:3]] == [
-        [21.0 + OFFSET_US, 22.0 + OFFSET_US],
-        [],
-    ]
-    assert [[one.all_ready_us for one in some] for some in buckets[5:]] == [[None], [None]]
-    assert [[one.step for one in some] for some in buckets[3:5]] == [[4] * 5, [5]]
+    assert [[bucket.step for bucket in one.buckets] for one in found[3:5]] == [[4] * 5, [5]]
     assert [one.record.waits for one in found][3:] == [
         [(4002, 4400), (4600, 4700)],
         [(5600, 5700)],
@@ -146,27 +142,17 @@ def test_each_bucket_gets_the_ready_time_of_its_own_step() -> None:
     assert (found[3].record.start_us, found[3].record.step_us) == (4000, 900)
 
 
-@pytest.mark.parametrize(
-    "buckets", [1, MAX_READY_TIMES, MAX_READY_TIMES + 1, MAX_READY_TIMES + 10, 100, 1000]
-)
-def test_a_bucket_that_is_not_reported_was_ready_when_the_next_one_was(buckets: int) -> None:
-    """As backward fills them in order; the last one is always reported."""
-    reported = ReadyColumns([range(buckets)]).buckets
-    assert len(reported) == min(buckets, MAX_READY_TIMES)
-    assert reported == sorted(set(reported))
-    assert reported[-1] == buckets - 1
-    ready = {bucket: 1000.0 + bucket for bucket in range(buckets)}
-    (found,) = records_of([step_of(1, buckets=buckets)], {1: (0.0, ready)}, buckets)
-    expected = [ready[next(at for at in reported if at >= bucket)] + OFFSET_US for bucket in range(buckets)]
-    assert list(found.all_ready_us) == expected
-    late = [at - OFFSET_US - 1000 - bucket for bucket, at in enumerate(found.all_ready_us)]
-    assert max(late) < math.ceil(buckets / MAX_READY_TIMES)
+def test_each_of_many_buckets_has_its_ready_time() -> None:
+    """As the last rank had it."""
+    ready = {bucket: 1000.0 + bucket for bucket in range(300)}
+    (found,) = records_of([step_of(1, buckets=300)], {1: (0.0, ready)}, 300)
+    assert [one.all_ready_us for one in found.buckets] == [at + OFFSET_US for at in ready.values()]
 
 
 def test_without_messages_nothing_is_known_of_other_ranks() -> None:
     """As after a failure."""
     found = records_of([step_of(1, buckets=1), step_of(2, beside=1)], {}, 1)
-    assert [list(one.all_ready_us) for one in found] == [[0.0], [0.0]]
+    assert [[bucket.all_ready_us for bucket in one.buckets] for one in found] == [[None], [None]]
     assert [one.record.mean_loss for one in found] == [None, None]
 
 

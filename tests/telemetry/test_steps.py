@@ -286,7 +286,7 @@ def numbers_of(resolved: ResolvedSteps) -> list[tuple[object, ...]]:
         (
             step.number,
             resolved.parts_us[row].tolist(),
-            resolved.loss_sums[row],
+            resolved.sums[row].tolist(),
             resolved.samples[row],
             table[1:, table[0] // 2 == row].tolist(),
             waits[1:, waits[0] // 2 == row].tolist(),
@@ -321,7 +321,7 @@ def test_a_step_that_does_not_end_leaves_nothing() -> None:
     buffer.parts += ("", "data_us")
     buffer.marks += (9, 10)
     buffer.traces.append(buffer.traces[0])
-    buffer.losses.append(7.0)
+    buffer.numbers.append([7.0])
     buffer.samples.append(3)
     buffer.drop_running()
     assert numbers_of(resolve_steps(buffer, Clock(), every=1)) == whole

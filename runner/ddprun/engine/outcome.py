@@ -11,7 +11,7 @@ from ddprun.config import BEST_FILE
 from ddprun.engine.session import Session
 from ddprun.run_files import resume_command
 from ddprun.telemetry.records import Summary
-from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.steps import TOTALS, summary_fields
 from ddprun.telemetry.writer import versions, write_summary
 
 Status = Literal["done", "interrupted", "failed"]
@@ -82,9 +82,9 @@ def summarize(session: Session, status: Status) -> Summary:
     """Add up all ranks; called by all of them. Times are means over ranks, in seconds."""
     runtime, state, audit = session.runtime, session.state, session.state.last_audit
     nonfinite = runtime.finite_check.first_nonfinite
-    rows = runtime.exchange.control.all_gather(runtime.recorder.totals.numbers(), "totals for the summary")
-    totals = [Totals.of(row) for row in rows.tolist()]
-
+    mine = [*runtime.recorder.totals.values()]
+    rows = runtime.exchange.control.all_gather(mine, "totals for the summary").tolist()
+    totals = [dict(zip(TOTALS, row, strict=True)) for row in rows]
     stages, kept = state.cursor.entries, state.evaluations.kept
     return Summary(
         status=status,
@@ -96,7 +96,7 @@ def summarize(session: Session, status: Status) -> Summary:
         nonfinite=None if nonfinite is None else asdict(nonfinite),
         seconds=state.cursor.run_seconds,
         trackers_dropped=session.reporter.trackers.dropped,
-        stragglers=[] if runtime.recorder.stragglers is None else runtime.recorder.stragglers.episodes,
+        stragglers=runtime.recorder.stragglers.episodes,
         world_size=runtime.ranks.size,
         world_sizes=[(first, size) for first, size in state.cursor.world_sizes],
         backend=runtime.backend,
@@ -111,5 +111,5 @@ def summarize(session: Session, status: Status) -> Summary:
             "largest_distance_ever": state.farthest_apart,
         },
         stages=list(stages),
-        **Totals.summary_fields(totals, state.step),
+        **summary_fields(totals, state.step),
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from ddprun.sync.audit import AuditResult
 from ddprun.telemetry.control_message import HookOverflow
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
-from ddprun.telemetry.records import HooksChose, SharesSet, Started, StepRecord, Straggler, Summary
+from ddprun.telemetry.records import SharesSet, Started, StepRecord, Straggler, Summary
 from ddprun.telemetry.writer import Writer, event_log, log_event
 from ddprun.track import RunInfo, StepInfo, Tracker
 from ddprun.track.trackers import Trackers
@@ -132,13 +131,10 @@ class Reporter:
     def progress(self, agreed_steps: Sequence[AgreedSteps], step: int) -> None:
         """Show what all ranks have just learned, oldest first, after `step` steps of the run."""
         for one in agreed_steps:
-            reports: list[tuple[int, HookOverflow | Straggler | None]]
-            reports = [*one.overflows, *one.straggler_changes]
-            for at, found in sorted(reports, key=itemgetter(0)):
-                if isinstance(found, HookOverflow):
-                    self._report_overflow(at, found)
-                else:
-                    self._report_straggler(at, found)
+            for at, found in one.overflows:
+                self._report_overflow(at, found)
+            if one.straggler_changed:
+                self._report_straggler(one.steps[-1], one.straggler)
         if agreed_steps:
             self._newest = agreed_steps[-1]
             self.show_step(self._newest.steps[-1] - self._steps_before_stage, step)
@@ -158,7 +154,7 @@ class Reporter:
                     self._choices[index, kind, bucket] = choice
                     changed.setdefault(kind, {})[str(bucket)] = choice
             if changed:
-                log_event(self.events, HooksChose(step=step, choices=changed))
+                self.events.info("choices", step=step, choices=changed)
 
     def report_shares(self, stage: int, step: int, shares: Sequence[int], speeds: Sequence[float]) -> None:
         """Report the samples of each rank in a micro-batch from `step` on, if they are other ones in the

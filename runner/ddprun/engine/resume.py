@@ -15,8 +15,7 @@ from ddprun.engine.run_folder import RunFolderError
 from ddprun.engine.session import Session
 from ddprun.engine.state import StateError, raise_damaged_on_error, restore
 from ddprun.sync.exchanger import can_be_averaged, mean_of, mean_optimizer_state
-from ddprun.telemetry.control_message import Accumulator
-from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.steps import totals_of_other_ranks
 from ddprun.telemetry.writer import truncate_records
 
 
@@ -185,12 +184,11 @@ def _reshard_state(session: Session, shared: dict[str, Any], own: Sequence[dict[
     state["hooks"] = runtime.stacks.merge([one["hooks"] for one in own])
     state["sync_of_ranks"] = [one["sync"] for one in own if one["sync"]] or [{}]
     state["replicas"] = ["common", "common", own[0]["replicas"][2]]
-    totals = [Totals.of(one["telemetry"]["totals"]) for one in own]
+    totals = [one["telemetry"]["totals"] for one in own]
     state["telemetry"] = {
-        "totals": Totals.of_other_ranks(totals, rank, ranks).numbers(),
-        "round": Accumulator().state_dict([]),
+        "totals": totals_of_other_ranks(totals, rank, ranks),
         "own_loss": own[0]["telemetry"]["own_loss"],
-        "stragglers": own[0]["telemetry"]["stragglers"] if rank == 0 else [],
+        "stragglers": own[0]["telemetry"]["stragglers"],
     }
     seeding.seed_everything(loaded.pipeline.seed + rank + ranks * (1 + state["step"]))
     state["generators"] = seeding.generator_state(runtime.device)

@@ -120,7 +120,6 @@ def build_session(
     build.check_sync(loaded, turns, ranks.size)
 
     control = open_control_channel(ranks.timeout, ranks.watchdog)
-    control.check_agreement("the pipeline", loaded.digest())
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
     control.check_agreement("the model", repr(shapes))
     exchange = _open_exchange(loaded, control, ranks, device, backend, stacks)
@@ -134,11 +133,12 @@ def build_session(
     records = RecordFiles(run_dir, control, remote, rank_files.attempt_folder())
     screen = screen_for(ranks.rank, loaded.secrets.redact)
     clock, timings = clock_for(device), pipeline.timings
-    stragglers = None
-    if control.rank == 0:
-        stragglers = StragglerDetector(timings.straggler_window, timings.straggler_over)
     recorder = StepRecorder(
-        clock=clock, control=control, writer=records.writer, every=timings.every, stragglers=stragglers
+        clock=clock,
+        control=control,
+        writer=records.writer,
+        every=timings.every,
+        stragglers=StragglerDetector(timings.straggler_window, timings.straggler_over),
     )
     reporter = Reporter(screen, recorder, records.writer, loaded.secrets.redact_all)
     exchanger = ParameterExchanger(exchange, recorder, pipeline.ddp.largest_cap_bytes)

@@ -37,12 +37,7 @@ from ddprun.engine.stage_run import run_equalizing_stage
 from ddprun.engine.state import close_checkpoints, take_checkpoint
 from ddprun.engine.turns import group_names
 from ddprun.host import rank_files
-from ddprun.host.device import (
-    RankLaunchFacts,
-    agree_on_backend,
-    device_of,
-    launch_facts,
-)
+from ddprun.host.device import agree_on_backend, device_of, gpu_identifier
 from ddprun.host.processes import die_with_parent
 from ddprun.parallel.ddp import as_backward_error
 from ddprun.parallel.ranks import Environment, Ranks
@@ -50,6 +45,7 @@ from ddprun.run_files import ResumeMode
 from ddprun.telemetry.records import BufferUsage
 from ddprun.telemetry.writer import log_event
 from ddprun.watchdog.rank_watchdog import GROUP_TIMEOUT_MARGIN_S
+from ddprun_hooks.errors import DisagreementError, format_ranks
 
 _EXIT_CODES = {"done": EXIT_SUCCESS, "failed": EXIT_FAILURE, "interrupted": EXIT_INTERRUPTED}
 
@@ -117,8 +113,10 @@ def _meet(loaded: LoadedPipeline, ranks: Ranks) -> tuple[torch.device, str]:
     ranks.connect()
     ranks.watchdog.set_phase(b"joining")
     device = device_of(loaded, ranks.environment.local_rank)
-    facts = ranks.gather("device", launch_facts(loaded, ranks.host, device))
-    return device, agree_on_backend(loaded, [RankLaunchFacts(*one) for one in facts])
+    facts = ranks.gather("device", [ranks.host, gpu_identifier(device), loaded.digest()])
+    if odd := [rank for rank, (_, _, digest) in enumerate(facts) if digest != facts[0][2]]:
+        raise DisagreementError(f"{format_ranks(odd)} and rank 0 were given different pipelines")
+    return device, agree_on_backend(loaded, [(host, gpu) for host, gpu, _ in facts])
 
 
 def _run(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LAUNCHER_PID_VARIABLE = "DDPRUN_LAUNCHER"  # of ranks, which take it away from what they start
 SIGNAL_EXIT_BASE = 128  # exit codes of processes that a signal ended: this and its number
-_PARENT_TICK_S = 1.0
 _END_S = 10.0
 _LEFTOVER_S = 2.0  # how long processes that have outlived a rank may take to end by themselves
 _TERMINATE_S = 1.0
@@ -45,21 +44,14 @@ def die_with_launcher() -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent dies, however that dies.
 
-    To the kernel the parent is the thread that has forked, and threads may end earlier than their process:
-    where it is not the main one, a thread of this process looks for the parent instead.
-
+    To the kernel the parent is the thread that has forked: a main one, wherever ddprun starts processes.
     `parent` is needed if that may have happened by now; None takes the parent that there is.
     """
     import ctypes
 
     pr_set_pdeathsig = 1
     parent = os.getppid() if parent is None else parent
-    if _is_child_of_main_thread(parent):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    else:
-        threading.Thread(
-            target=_poll_parent_and_die, args=(parent,), name="ddprun-parent", daemon=True
-        ).start()
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(1)
 
@@ -87,21 +79,6 @@ def close_inherited_files(keep: int) -> None:
         with suppress(OSError):  # that of the listing is gone
             if descriptor > 2 and descriptor != keep and os.get_inheritable(descriptor):
                 os.close(descriptor)
-
-
-def _is_child_of_main_thread(parent: int) -> bool:
-    """Whether the parent's main thread has forked this process; true where the kernel does not say."""
-    try:
-        children = Path(f"/proc/{parent}/task/{parent}/children").read_text("ascii")
-    except OSError:
-        return True
-    return str(os.getpid()) in children.split()
-
-
-def _poll_parent_and_die(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_TICK_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:

@@ -27,7 +27,6 @@ from ddprun.checkpoint.folder import steps_in
 from ddprun.config import LoadedPipeline
 from ddprun.host import network, processes, rank_files
 from ddprun.host.code_folders import private_code_caches
-from ddprun.host.device import check_launch
 from ddprun.launch.agent import Agent, make_agent, unexplained_exits
 from ddprun.launch.flags import flags_from_file, may_restart, silence_torchelastic, torchrun_args
 from ddprun.launch.fork_server import ForkServer
@@ -49,15 +48,12 @@ def launch(
     *,
     resuming: ResumeMode,
 ) -> int:
-    """Start this host's ranks, wait for them, give the run's exit code; raises PipelineError
-    (`check_launch`), UnsafeFolderError.
+    """Start this host's ranks, wait for them, give the run's exit code; raises UnsafeFolderError.
 
     A rank's own error is on the screen when this returns: the rank that failed first printed it, the others
     kept silent. Only a rank that was killed cannot speak; then this says so.
     """
     flags = {**flags_from_file(loaded, flags), **flags}
-    if (ranks := str(flags.get("nproc_per_node", ""))).isdecimal():
-        check_launch(loaded, int(ranks))
     silence_torchelastic()
     if resuming == "yes":
         command = ["resume", str(run_dir)]

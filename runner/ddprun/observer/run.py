@@ -38,7 +38,7 @@ from ddprun.telemetry.clock import clock_for
 from ddprun.telemetry.progress import Screen
 from ddprun.telemetry.recorder import AgreedSteps, StepRecorder
 from ddprun.telemetry.records import StageStarted, Summary
-from ddprun.telemetry.steps import Totals
+from ddprun.telemetry.steps import summary_fields
 from ddprun.telemetry.stragglers import StragglerDetector
 from ddprun.telemetry.writer import RecordFiles, log_event, versions, write_summary
 from ddprun.track import RunInfo
@@ -131,15 +131,12 @@ def observe(
         )
         records = RecordFiles(folder, control, ranks_without(folder, ranks), rank_files.attempt_folder())
         clock = clock_for(device)
-        stragglers = None
-        if ranks.rank == 0:
-            stragglers = StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True)
         recorder = StepRecorder(
             clock=clock,
             control=control,
             writer=records.writer,
             every=every,
-            stragglers=stragglers,
+            stragglers=StragglerDetector(_STRAGGLER_WINDOW, _STRAGGLER_OVER, broadcasts_first=True),
         )
         recorder.ranks_may_differ = True
         screen = _NotesOnly(redact, quiet=ranks.rank != 0)
@@ -379,7 +376,7 @@ class ObservedRun:
         """
         ranks, note, writer = self._ranks, self._reporter.note, self._records.writer
         writer.flush()
-        own = [self._recorder.totals.numbers(), writer.dropped, writer.failure]
+        own = [self._recorder.totals, writer.dropped, writer.failure]
         with suppress(RuntimeError):  # the store's host has ended
             ranks.store.set(f"end/{ranks.rank}", json.dumps(own))
         if ranks.rank == 0 and ranks.first_failure() is None:
@@ -395,7 +392,7 @@ class ObservedRun:
         self._leave()
 
     def _summarize(self, status: str, wait_s: float) -> Summary:
-        of_ranks, until = dict[int, tuple[list[float], int, str | None]](), time.monotonic() + wait_s
+        of_ranks, until = dict[int, tuple[dict[str, float], int, str | None]](), time.monotonic() + wait_s
         for rank in range(self._ranks.size):
             key, left = f"end/{rank}", timedelta(seconds=max(0.01, until - time.monotonic()))
             with suppress(RuntimeError):  # it has not ended, or the store's host has
@@ -405,7 +402,7 @@ class ObservedRun:
         if missing:
             late = f"{format_ranks(missing)} did not end within {wait_s:g} s"
             self._reporter.note(f"the summary has no totals: {late}")
-        totals = [] if missing else [Totals.of(numbers) for numbers, _, _ in of_ranks.values()]
+        totals = [] if missing else [one for one, _, _ in of_ranks.values()]
         steps, seconds = self.marks.step, time.monotonic() - self._began
         return Summary(
             status=status,
@@ -413,7 +410,7 @@ class ObservedRun:
             loss=self._loss,
             seconds=seconds,
             trackers_dropped=self._reporter.trackers.dropped,
-            stragglers=[] if self._recorder.stragglers is None else self._recorder.stragglers.episodes,
+            stragglers=self._recorder.stragglers.episodes,
             world_size=self._ranks.size,
             world_sizes=[(1, self._ranks.size)],
             backend=self._backend,
@@ -436,7 +433,7 @@ class ObservedRun:
                     "interrupted": status != "done",
                 }
             ],
-            **(Totals.summary_fields(totals, steps) if totals else {}),
+            **(summary_fields(totals, steps) if totals else {}),
         )
 
     def _leave(self) -> None:

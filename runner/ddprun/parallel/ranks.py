@@ -3,17 +3,19 @@
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddprun.host.network import NetworkError, address_towards, choose_interface, choose_loopback, is_this_host
+from ddprun.host.processes import run_in_daemon_thread
 from ddprun.host.rank_files import attempt_folder
 from ddprun.host.tcp_store import open_store
 from ddprun.watchdog.hang import PeerAddress
@@ -67,7 +69,7 @@ class Ranks:
     local_sizes: tuple[int, ...] = ()  # by rank, how many ranks its launcher started on its host, once joined
     _base_store: dist.Store | None = None
     _second_connection: dist.Store | None = None
-    _unanswered: threading.Thread | None = None  # asks the store, which has not answered in time
+    _question: Future[Any] | None = None  # the last one to the store
     _peers: dict[int, PeerAddress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -227,7 +229,7 @@ class Ranks:
 
     def first_failure(self) -> FirstFailure | None:
         """Which rank failed first; None if none has, or the store does not answer."""
-        if self._unanswered is not None and self._unanswered.is_alive():
+        if self._question is not None and not self._question.done():
             return None  # each further question would be a thread that waits, too
 
         def ask(store: dist.Store) -> str:
@@ -245,26 +247,16 @@ class Ranks:
         self, query: Callable[[dist.Store], _T], timeout_s: float = _STORE_TIMEOUT_S
     ) -> _T | None:
         """Run a query on the store; None if it is gone, or does not answer in time."""
-        answers: list[_T] = []
-        store = self._second_connection
-        if store is None:
+        if self._second_connection is None:
             return None
-
-        def run() -> None:
+        ask = partial(query, self._second_connection)
+        with suppress(Exception):  # no answer, or the store's connection is what is broken
             try:
-                answers.append(query(store))
-            except Exception:  # the store's connection is what is broken
-                return
-
-        thread = threading.Thread(target=run, name="ddprun-store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends
-            run()
-            return answers[0] if answers else None
-        thread.join(timeout_s)
-        self._unanswered = thread
-        return answers[0] if answers else None
+                self._question = question = run_in_daemon_thread(ask)
+            except RuntimeError:  # the interpreter ends
+                return ask()
+            return question.result(timeout_s)
+        return None
 
     def leave(self) -> None:
         if dist.is_initialized():

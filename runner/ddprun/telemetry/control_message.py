@@ -7,27 +7,25 @@ can split its waiting; `recorder.combine_messages` and `stragglers.py` read the 
 
 A message is a row of numbers: first those in `SUMS`, added up since the message before; then requests, the
 first finding of hooks, and times at which buckets were ready, in microseconds of rank 0's clock (0: none).
-Numbers beside the loss, if the objective has any, are added up as the loss is and travel behind a message.
+The loss and the numbers beside it travel behind a message: sums since the message before, then weights.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from itertools import accumulate
 
 import numpy as np
 
 from ddprun.telemetry.records import OWN_PARTS
-from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, sum_if_known
+from ddprun.telemetry.steps import FloatArray, IntArray, ResolvedSteps, means_of
 from ddprun_hooks.comm.trace import BucketTrace
-from ddprun_hooks.payload import PayloadKind
+from ddprun_hooks.payload import Finding, PayloadKind
 
-MAX_READY_TIMES = 64  # ready times in a message, at most
 STOP, CHECKPOINT, COMPARE_CLOCKS = 1, 2, 4  # requests; a message has their sum
-SUMS = ("loss_sum", "samples", "steps", "us", *OWN_PARTS)
+SUMS = ("samples", "steps", "us", *OWN_PARTS)
 """`samples`: what counts in the mean loss (`weight_by` may say otherwise). `us`: how long the steps took."""
 
-LOSS_AT, SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(5)
+SAMPLES_AT, STEPS_AT, US_AT, OWN_AT = range(4)
 REQUESTS_AT = len(SUMS)
 FINDING_AT, SYNC_READY_AT, READY_AT = range(REQUESTS_AT + 1, REQUESTS_AT + 4)
 """Where in a message are: the first finding (`first_finding`); when the last bucket outside backward was
@@ -39,23 +37,17 @@ OWN_COLUMNS, READY_COLUMNS = slice(OWN_AT, REQUESTS_AT), slice(READY_AT, None)
 
 class ReadyColumns:
     """The columns of a stage's messages that say when its gradient buckets were ready, counted from
-    `READY_AT`. Each bucket has one; of very many buckets, every n-th and the last of each turn have one.
+    `READY_AT`: one for each bucket.
 
     `turns`: the numbers of the buckets of each turn of the stage, in the order in which backward fills them.
     """
 
     def __init__(self, turns: Sequence[Sequence[int]]) -> None:
         turns = [numbers for numbers in turns if numbers]
-        self.buckets: list[int] = []  # by column
-        self.ends: list[int] = []  # the column of the last bucket of each turn
-        self._column_of = np.full(1 + max((max(numbers) for numbers in turns), default=0), -1)
-        for numbers in turns:
-            count, most = len(numbers), max(1, MAX_READY_TIMES // len(turns))
-            most = min(count, most)
-            places = [math.ceil((index + 1) * count / most) - 1 for index in range(most)]
-            self._column_of[list(numbers)] = len(self.buckets) + np.searchsorted(places, range(count))
-            self.buckets += [numbers[place] for place in places]
-            self.ends.append(len(self.buckets) - 1)
+        self.buckets = [number for numbers in turns for number in numbers]  # by column
+        self.ends = [end - 1 for end in accumulate(map(len, turns))]  # of the last bucket of each turn
+        self._column_of = np.full(1 + max(self.buckets, default=0), -1)
+        self._column_of[self.buckets] = range(len(self.buckets))
 
     @property
     def message_length(self) -> int:
@@ -63,7 +55,7 @@ class ReadyColumns:
         return READY_AT + len(self.buckets)
 
     def column_of(self, buckets: IntArray) -> IntArray:
-        """The column of each bucket, or of the next one of its turn that has one; -1: none."""
+        """The column of each bucket; -1: none."""
         known = buckets < len(self._column_of)
         found: IntArray = np.where(known, self._column_of[np.where(known, buckets, 0)], -1)
         return found
@@ -78,7 +70,7 @@ class OwnMessages:
     rows: list[int]  # these steps' rows in `ResolvedSteps`; the remainder of a stage has none
     findings: dict[int, Sequence[BucketTrace[int]]]  # by message, traces in which hooks have found something
     values: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
-    """Of the numbers beside the loss: sums, then weights; shape (messages, 2 * numbers)."""
+    """Of the loss and the numbers beside it: sums, then weights; shape (messages, 2 * numbers)."""
 
     def add_remainder(self, remainder: "Accumulator", last_step: int) -> None:
         """Add a message with what is left at a stage's end, since steps without a message came last. Every
@@ -103,26 +95,9 @@ class Accumulator:
 
     sums: FloatArray = field(default_factory=lambda: np.zeros(len(SUMS)))
     last_step: int = 0
-    first_finding: int = 0
+    first_finding: int = 0  # code of the first bucket that did not come back finite
     traces_with_findings: list[BucketTrace[int]] = field(default_factory=list)  # of hooks
     values: FloatArray = field(default_factory=lambda: np.zeros(0))  # as in messages; empty: none so far
-
-    def state_dict(self, value_names: Sequence[str]) -> dict[str, Any]:
-        """As a checkpoint can hold it, with the numbers beside the loss by name."""
-        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        about = {"last_step": self.last_step, "first_finding": self.first_finding}
-        pairs = self.sums_of_values(2 * len(value_names)).reshape(2, -1).T.tolist()
-        values = dict(zip(value_names, pairs, strict=True))
-        return {**sums, **about, "values": values}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], value_names: Sequence[str]) -> "Accumulator":
-        """From what `state_dict` returned. A number that had another name is NaN until the next message."""
-        sums = np.array([state[name] for name in SUMS], dtype=np.float64)
-        unknown = [math.nan if sums[SAMPLES_AT] else 0.0, 0.0]
-        pairs = [state["values"].get(name, unknown) for name in value_names]
-        values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T.ravel()
-        return cls(sums, state["last_step"], state["first_finding"], values=values)
 
     def sums_of_values(self, count: int) -> FloatArray:
         """What has been added up of numbers beside the loss: so many sums and weights."""
@@ -131,7 +106,8 @@ class Accumulator:
     def note_findings(self, traces: Iterable[BucketTrace[int]]) -> None:
         """Keep what hooks have found in these traces, and the first of it as a number."""
         if found := [trace for trace in traces if trace.findings]:
-            self.first_finding = self.first_finding or first_nonfinite_bucket_code(found)
+            first = next((int(finding.code) for _, finding in _nonfinite(found)), 0)
+            self.first_finding = self.first_finding or first
             self.traces_with_findings += found
 
     def make_messages(
@@ -142,7 +118,7 @@ class Accumulator:
         """
         steps = resolved.steps
         rows = [row for row, step in enumerate(steps) if step.exchanged]
-        values = self._take_values(resolved)
+        values = self._take_means(resolved)
         numbers = np.zeros((len(rows), columns.message_length))
         self._put_sums(resolved, rows, numbers)
         if rows:
@@ -152,13 +128,11 @@ class Accumulator:
         numbers_of = [steps[row].number for row in rows]
         return OwnMessages(numbers, numbers_of, rows, findings, values)
 
-    def _take_values(self, resolved: ResolvedSteps) -> FloatArray:
-        """The sums of the numbers beside the loss for each message; keeps those since the last one."""
-        count, sums = resolved.value_sums.shape[1], list[FloatArray]()
-        if not count:
-            return np.zeros((sum(step.exchanged for step in resolved.steps), 0))
+    def _take_means(self, resolved: ResolvedSteps) -> FloatArray:
+        """The loss and the numbers beside it, for each message; keeps what there is since the last one."""
+        count, sums = resolved.sums.shape[1], list[FloatArray]()
         running = self.sums_of_values(count)
-        for step, values in zip(resolved.steps, resolved.value_sums, strict=True):
+        for step, values in zip(resolved.steps, resolved.sums, strict=True):
             running = running + values
             if step.exchanged:
                 sums.append(running)
@@ -170,27 +144,17 @@ class Accumulator:
         """Put the sums into the messages; keeps those since the last one."""
         running = np.empty((1 + len(resolved.steps), len(SUMS)))
         running[0] = self.sums
-        running[1:, SAMPLES_AT] = resolved.loss_weights
+        running[1:, SAMPLES_AT] = resolved.sums[:, resolved.sums.shape[1] // 2]
         running[1:, STEPS_AT] = 1.0
         running[1:, US_AT] = resolved.step_us
         running[1:, OWN_AT:] = resolved.own_parts_us
-        # Losses are added in the order of their steps, whichever steps are resolved together.
-        loss_sum, losses = float(self.sums[LOSS_AT]), []
-        for step, loss in zip(resolved.steps, resolved.loss_sums, strict=True):
-            loss_sum += loss
-            if step.exchanged:
-                losses.append(loss_sum)
-                loss_sum = 0.0
-        running[:, LOSS_AT] = 0.0
         np.add.accumulate(running, axis=0, out=running)  # of whole numbers, so that differences are exact
         self.sums, self.last_step = running[-1].copy(), resolved.steps[-1].number
         if rows:
             at = running[1:][rows]
             numbers[:, :REQUESTS_AT] = at
             numbers[1:, :REQUESTS_AT] -= at[:-1]
-            numbers[:, LOSS_AT] = losses
             self.sums -= at[-1]
-        self.sums[LOSS_AT] = loss_sum
 
     def _put_findings(
         self, resolved: ResolvedSteps, rows: Sequence[int], numbers: FloatArray
@@ -209,46 +173,12 @@ class Accumulator:
         return by_message
 
 
-def mean_losses_over_ranks(
-    messages: FloatArray, values: FloatArray, turns: Sequence[int] = ()
-) -> list[float | None]:
-    """Over all samples of all ranks, for each message, shape (messages, ranks, numbers of a message); of
-    `turns`, each the index of a number beside the loss, the sum of their means. None: one has no samples.
-    """
-    if not turns:
-        return [mean for (mean,) in mean_values_over_ranks(messages[..., LOSS_AT : SAMPLES_AT + 1])]
-    return [sum_if_known([means[turn] for turn in turns]) for means in mean_values_over_ranks(values)]
-
-
-def mean_values_over_ranks(values: FloatArray) -> list[list[float | None]]:
-    """Means of numbers beside the loss, of sums and weights, shape (messages, ranks, 2 * numbers): a list for
-    each message. None: no sample has one.
+def means_over_ranks(values: FloatArray) -> list[list[float | None]]:
+    """Means over all ranks of the loss and the numbers beside it, for each message; of sums and weights,
+    shape (messages, ranks, 2 * numbers). None: no sample has one.
     """
     # The order of additions must not depend on how many messages there are: `sum` would choose one.
-    sums, weights = np.split(np.add.accumulate(values, axis=1)[:, -1], 2, axis=-1)
-    totals = np.stack((sums, weights), -1).tolist()
-    return [[total / weight if weight else None for total, weight in pairs] for pairs in totals]
-
-
-class LossMeans:
-    """The means in the messages of all ranks about some steps: of the loss, which is the sum of those of
-    `turns`, if there are any (`mean_losses_over_ranks`); and of the numbers of `names`, which are beside it.
-    """
-
-    def __init__(
-        self, messages: FloatArray, values: FloatArray, names: Sequence[str], turns: Sequence[int]
-    ) -> None:
-        self._messages, self._values, self._turns = messages, values, turns
-        self.losses = mean_losses_over_ranks(messages, values, turns)
-        """Of each message; None: not known."""
-
-        self.values = [dict(zip(names, means, strict=True)) for means in mean_values_over_ranks(values)]
-        """By name, of each message; None: not known."""
-
-    def losses_of_ranks(self, message: int) -> list[float | None]:
-        """Each rank's own mean loss in a message."""
-        of_ranks = self._messages[message, :, None], self._values[message, :, None]
-        return mean_losses_over_ranks(*of_ranks, self._turns)
+    return means_of(np.add.accumulate(values, axis=1)[:, -1])
 
 
 def all_ready_us(
@@ -262,8 +192,7 @@ def all_ready_us(
     """When the last rank had each trace's bucket ready, on this rank's clock; 0: not known. Shape (traces,).
 
     `own` are this rank's messages, `messages` those of all ranks, shape (messages, ranks, numbers of a
-    message); None: there are none. Backward fills buckets in order, so a bucket that is not reported was
-    ready when the next one was.
+    message); None: there are none.
     """
     if messages is None:
         return np.zeros(len(resolved.traces))
@@ -283,8 +212,9 @@ def _put_ready_times(
     sections, bucket, ready, _ = resolved.trace_times
     about, outside = _message_of(rows, resolved)[sections // 2], sections % 2 > 0
     at = ready - offset_us
-    mine = (about >= 0) & ~outside & np.isin(bucket, columns.buckets)
-    numbers[about[mine], READY_AT + columns.column_of(bucket[mine])] = at[mine]
+    column = columns.column_of(bucket)
+    mine = (about >= 0) & ~outside & (column >= 0)
+    numbers[about[mine], READY_AT + column[mine]] = at[mine]
     mine = (about >= 0) & outside
     np.maximum.at(numbers[:, SYNC_READY_AT], about[mine], at[mine])
 
@@ -306,34 +236,17 @@ class HookOverflow:
     params: tuple[str, ...]
 
 
-_KINDS: tuple[PayloadKind, ...] = get_args(PayloadKind)
-_MAX_BUCKETS = 1_000_000  # more than any model has: kind and bucket share one number
-_FINDING_CODES = 3
-
-
-def first_nonfinite_bucket_code(traces: Sequence[BucketTrace[int]]) -> int:
-    """The first bucket that did not come back finite, as a number for the control message. 0: all did.
-    Otherwise kind, bucket, and 1: this rank's own values were finite, or 2: they were not.
-    """
+def _nonfinite(traces: Iterable[BucketTrace[int]]) -> Iterator[tuple[BucketTrace[int], Finding]]:
+    """The buckets that did not come back finite, in an order that is the same on all ranks, as they are."""
     for trace in sorted(traces, key=lambda trace: (trace.kind, trace.bucket)):
-        for finding in trace.findings:
-            if finding.code:
-                kind_and_bucket = _MAX_BUCKETS * _KINDS.index(trace.kind) + trace.bucket
-                return _FINDING_CODES * kind_and_bucket + int(finding.code)
-    return 0
+        yield from ((trace, finding) for finding in trace.findings if finding.code)
 
 
-def find_overflow(findings: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
-    """Which overflow each rank's `first_finding` shows; the same on every rank, since all get the same mean.
-    `traces` are those of this rank in which hooks have found something.
+def find_overflow(codes: Sequence[int], traces: Sequence[BucketTrace[int]]) -> HookOverflow | None:
+    """The overflow that each rank's `first_finding` shows; `traces` are this rank's in which hooks have found
+    something.
     """
-    if not any(findings) or any(number % _FINDING_CODES == 2 for number in findings):
+    trace, finding = next(_nonfinite(traces), (None, None))
+    if trace is None or finding is None or 2 in codes:  # some rank's own values were not finite
         return None
-    kind, bucket = divmod(max(findings) // _FINDING_CODES, _MAX_BUCKETS)
-    for trace in traces:
-        if (trace.kind, trace.bucket) == (_KINDS[kind], bucket):
-            # This rank may have lost nothing of it where another rank has: then any of its hooks will do.
-            by_code = sorted(trace.findings, key=lambda finding: not finding.code)
-            hook = next((finding.hook for finding in by_code), "")
-            return HookOverflow(trace.kind, bucket, hook, tuple(param.name for param in trace.params))
-    return None
+    return HookOverflow(trace.kind, trace.bucket, finding.hook, tuple(param.name for param in trace.params))

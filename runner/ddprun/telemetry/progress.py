@@ -136,7 +136,7 @@ def progress_text(agreed: AgreedSteps | None, step: int, own_loss: float, steps_
     late = "" if agreed.straggler is None else f"; {agreed.straggler.describe()}"
     means = [f"{name} {value:.4f}" for name, value in agreed.mean_values.items()]
     if agreed.loss is not None:
-        means.insert(0, f"mean loss {agreed.loss:.4f} (rank 0: {agreed.rank_losses[0]:.4f})")
+        means.insert(0, f"mean loss {agreed.loss:.4f}")
     newest = agreed.steps[-1]  # in which ranks last exchanged anything
     at = "" if newest >= step else f" at step {newest}"
     return f"{', '.join(means) or 'no loss yet'}{at}, {steps_per_s:.1f} steps/s{late}"

@@ -29,32 +29,31 @@ from ddprun.telemetry.control_message import (
     CHECKPOINT,
     COMPARE_CLOCKS,
     FINDING_AT,
-    LOSS_AT,
     REQUESTS_AT,
-    SAMPLES_AT,
     STEPS_AT,
     STOP,
     US_AT,
     Accumulator,
     HookOverflow,
-    LossMeans,
     OwnMessages,
     ReadyColumns,
     all_ready_us,
     empty_messages,
     find_overflow,
+    means_over_ranks,
 )
 from ddprun.telemetry.records import PARTS, ClockOffsets, MachineRecord, StepRecord, Straggler
 from ddprun.telemetry.steps import (
+    TOTALS,
     FloatArray,
     MarkBuffer,
     NonBackwardExchanges,
     ResolvedSteps,
     StepMarks,
-    Totals,
     TraceTimes,
     bucket_record,
     in_flight_us,
+    loss_of,
     resolve_steps,
     split_exposed_time,
     step_records,
@@ -85,15 +84,13 @@ class AgreedSteps(NamedTuple):
     """Steps in which ranks exchanged something: what all ranks now know of them, and of those before each."""
 
     steps: Sequence[int]  # at least one, oldest first
-    mean_losses: Sequence[float]  # of each: over the samples of all ranks since the exchange before; or NaN
-    rank_losses: Sequence[float]  # each rank's own mean in the step of `loss`, or NaN; empty: none is known
     stop: bool  # some rank asked to stop in one of them
     checkpoint: bool  # some rank was asked for a checkpoint
     compare_clocks: bool  # rank 0 wants the clocks compared again
     nonfinite: bool = False  # some rank's loss was not finite in one of the steps, or in one before them
     overflows: Sequence[tuple[int, HookOverflow]] = ()  # steps, and the first overflow of each
-    straggler: Straggler | None = None  # who is late now; known on rank 0 alone
-    straggler_changes: Sequence[tuple[int, Straggler | None]] = ()  # from which step on who is late; rank 0
+    straggler: Straggler | None = None  # who is late now
+    straggler_changed: bool = False  # that is new
     skipped: tuple[int, list[int]] | None = None  # a step in which these ranks alone exchanged nothing
     loss: float | None = None  # the newest mean loss that is known in the stage
     mean_values: Mapping[str, float] = MappingProxyType({})  # the newest means of numbers beside the loss
@@ -102,20 +99,22 @@ class AgreedSteps(NamedTuple):
 def combine_messages(
     own: OwnMessages,
     messages: FloatArray,
-    means: LossMeans,
-    stragglers: StragglerDetector | None,
+    means: Sequence[Sequence[float | None]],
+    names: Sequence[str],
+    turns: Sequence[int],
+    stragglers: StragglerDetector,
     before: AgreedSteps | None = None,
 ) -> AgreedSteps | None:
     """What the messages of all ranks come to; None if they are about no step of any rank. `messages` are
-    about the same steps as `own`, shape (messages, ranks, numbers of a message); so are `means`. `before`:
-    what came before in the stage.
+    about the same steps as `own`, shape (messages, ranks, numbers of a message); so are `means`, of the loss
+    and of the numbers of `names`; `turns` as in `loss_of`. `before`: what came before in the stage.
     """
     count = len(own.steps)
-    if count > len(own.rows) and not messages[-1, :, SAMPLES_AT].any():
+    if count > len(own.rows) and not messages[-1, :, STEPS_AT].any():
         count -= 1  # no rank had a step left at the stage's end
     if not count:
         return None
-    changes = [] if stragglers is None else stragglers.add(own.steps[: len(own.rows)], messages)
+    straggler_changed = stragglers.add(own.steps[: len(own.rows)], messages)
     overflows = list[tuple[int, HookOverflow]]()
     findings = messages[:count, :, FINDING_AT].astype(int)
     for message in np.flatnonzero(findings.any(1)).tolist():
@@ -124,26 +123,20 @@ def combine_messages(
             overflows.append((own.steps[message], found))
     requests = np.bitwise_or.reduce(messages[..., REQUESTS_AT].astype(int), axis=0)  # of each rank
     of_any_rank = int(np.bitwise_or.reduce(requests))
-    loss, values = None, dict[str, float]()
-    rank_losses: Sequence[float] = ()
-    if before is not None:
-        loss, rank_losses, values = before.loss, before.rank_losses, {**before.mean_values}
-    for of_message in means.values[:count]:
-        values |= {name: mean for name, mean in of_message.items() if mean is not None}
-    if newest := [message for message in range(count) if means.losses[message] is not None]:
-        loss = means.losses[newest[-1]]
-        rank_losses = [math.nan if one is None else one for one in means.losses_of_ranks(newest[-1])]
+    loss, values = (None, dict[str, float]()) if before is None else (before.loss, {**before.mean_values})
+    for of_message in means[:count]:
+        mean_loss = loss_of(of_message, turns)
+        loss = loss if mean_loss is None else mean_loss
+        values |= {n: mean for n, mean in zip(names, of_message[1:], strict=True) if mean is not None}
     return AgreedSteps(
         steps=own.steps[:count],
-        mean_losses=[math.nan if one is None else one for one in means.losses[:count]],
-        rank_losses=rank_losses,
         stop=of_any_rank & STOP > 0,
         checkpoint=of_any_rank & CHECKPOINT > 0,
         compare_clocks=int(requests[0]) & COMPARE_CLOCKS > 0,
-        nonfinite=not np.isfinite(messages[..., LOSS_AT]).all(),
+        nonfinite=not all(math.isfinite(of_message[0] or 0.0) for of_message in means),
         overflows=overflows,
-        straggler=None if stragglers is None else stragglers.current,
-        straggler_changes=changes,
+        straggler=stragglers.current,
+        straggler_changed=straggler_changed,
         skipped=_find_skipped(own, messages),
         loss=loss,
         mean_values=values,
@@ -211,7 +204,7 @@ class StepRecorder:
         control: ControlChannel,
         writer: Writer,
         every: int,
-        stragglers: StragglerDetector | None = None,
+        stragglers: StragglerDetector,
     ) -> None:
         self._clock, self._control, self._writer, self._every = clock, control, writer, every
         self.rank = control.rank
@@ -236,9 +229,9 @@ class StepRecorder:
         """
 
         self.steps_per_post = 1  # steps whose messages are posted together; the same on all ranks
-        self.totals = Totals()
+        self.totals = dict.fromkeys(TOTALS, 0)
         self.value_names: Sequence[str] = ()  # of the numbers beside the loss; the same on all ranks
-        self._turns: Sequence[int] = ()  # of these numbers, the losses of the stage's turns
+        self._turns: Sequence[int] = (0,)  # as in `loss_of`
         self._agreed: AgreedSteps | None = None  # the newest of the stage
         self.own_loss = math.nan  # this rank's mean loss in the newest resolved step
         self.first_nonfinite_loss: tuple[int, float] | None = None  # the step, and this rank's loss in it
@@ -259,12 +252,11 @@ class StepRecorder:
         ranks exchange, by the bucket's number, in the order in which backward fills them. `losses`: of its
         turns, by their names in `value_names`; none: the stage has one loss.
         """
-        self._turns, self._agreed = [self.value_names.index(name) for name in losses], None
+        self._turns, self._agreed = [1 + self.value_names.index(name) for name in losses] or (0,), None
         self._columns = ReadyColumns([list(params) for params in turns])
         self.steps_per_post, self._steps_since_post = 1, 0
-        if self.stragglers is not None:
-            params = {number: names for params in turns for number, names in params.items()}
-            self.stragglers.begin_stage(params, self._columns)
+        params = {number: names for params in turns for number, names in params.items()}
+        self.stragglers.begin_stage(params, self._columns)
 
     # In a step.
 
@@ -313,13 +305,11 @@ class StepRecorder:
         device these are read some steps later: their memory must be their own.
         """
         assert self._step is not None, "no step is running"
-        self._buffer.losses.append(self._clock.copy_to_host(mean))
+        numbers = [mean, *(values or [None] * len(self.value_names))]
+        copies = [None if one is None else self._clock.copy_to_host(one) for one in numbers]
+        self._buffer.numbers.append(copies)
         self._buffer.samples.append(samples)
-        self._buffer.loss_weights.append(samples if weight is None else weight)
-        if self.value_names:
-            values = values or [None] * len(self.value_names)
-            copies = [None if one is None else self._clock.copy_to_host(one) for one in values]
-            self._buffer.values.append(copies)
+        self._buffer.weights.append(samples if weight is None else weight)
 
     @property
     def records_step(self) -> bool:
@@ -456,19 +446,16 @@ class StepRecorder:
     def state_dict(self) -> dict[str, Any]:
         """What has been added up; after `wait_for_messages`."""
         return {
-            "totals": self.totals.numbers(),
-            "round": self._accumulator.state_dict(self.value_names),
+            "totals": [*self.totals.values()],
             "own_loss": self.own_loss,
-            "stragglers": [] if self.stragglers is None else self.stragglers.state_dict(),
+            "stragglers": self.stragglers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on adding up."""
-        self.totals = Totals.of(state["totals"])
-        self._accumulator = Accumulator.from_state_dict(state["round"], self.value_names)
+        self.totals = dict(zip(TOTALS, state["totals"], strict=True))
         self.own_loss = state["own_loss"]
-        if self.stragglers is not None:
-            self.stragglers.load_state_dict(state["stragglers"])
+        self.stragglers.load_state_dict(state["stragglers"])
 
     def salvage(self, *, wait_for_device: bool = False) -> None:
         """Record the steps that are over without the messages of other ranks: these may be gone. After a
@@ -536,7 +523,8 @@ class StepRecorder:
         self._resolved_at = now_us()
         buffer = self._buffer
         self._buffer = buffer.split_off(len(buffer.steps) - keep)
-        own, last_step = empty_messages(self._columns, 2 * len(self.value_names)), self._accumulator.last_step
+        own = empty_messages(self._columns, 2 + 2 * len(self.value_names))
+        last_step = self._accumulator.last_step
         resolved = None
         if buffer.steps:
             last_step = buffer.steps[-1].number
@@ -547,12 +535,12 @@ class StepRecorder:
                 recorded[-1].machine = MachineRecord(resident, self._clock.device_bytes(), load)
             resolved = self._resolve(buffer)
             rows = reversed(range(len(resolved.steps)))
-            known = (loss for row in rows if (loss := resolved.loss(row, self._turns)) is not None)
-            self.own_loss = next(known, self.own_loss)
-            if self.first_nonfinite_loss is None and not math.isfinite(sum(resolved.loss_sums)):
-                losses = zip([step.number for step in resolved.steps], resolved.loss_sums, strict=True)
-                nonfinite = (one for one in losses if not math.isfinite(one[1]))
-                self.first_nonfinite_loss = next(nonfinite, None)
+            newest_first = (loss_of(resolved.means(row), self._turns) for row in rows)
+            self.own_loss = next((loss for loss in newest_first if loss is not None), self.own_loss)
+            loss_sums = resolved.sums[:, 0]
+            if self.first_nonfinite_loss is None and not np.isfinite(loss_sums).all():
+                row = int(np.flatnonzero(~np.isfinite(loss_sums))[0])
+                self.first_nonfinite_loss = resolved.steps[row].number, float(loss_sums[row])
             own = self._accumulator.make_messages(resolved, columns=self._columns, offset_us=self.offset_us)
         if post_remainder:
             own.add_remainder(self._accumulator, last_step)
@@ -568,18 +556,18 @@ class StepRecorder:
             pending.posted = self._control.all_gather_async(torch.from_numpy(numbers.ravel()))
 
     def _resolve(self, buffer: MarkBuffer) -> ResolvedSteps:
-        return resolve_steps(buffer, self._clock, every=self._every, value_count=len(self.value_names))
+        return resolve_steps(buffer, self._clock, every=self._every, numbers=1 + len(self.value_names))
 
     def _await_messages(self, posts: int) -> list[AgreedSteps]:
         """Read the messages of the oldest posts, whose steps are divided and recorded some time later."""
         agreed_steps = []
         for _ in range(posts):
-            pending, messages, means = self._pending_steps[0], None, None
+            pending, messages, means = self._pending_steps[0], None, list[list[float | None]]()
             if pending.posted is not None:
                 gathered: FloatArray = pending.posted.wait().numpy()  # (ranks, numbers of all messages)
                 gathered = gathered.reshape(len(gathered), len(pending.own.steps), -1).swapaxes(0, 1)
                 messages, values = np.split(gathered, [pending.own.numbers.shape[1]], axis=2)
-                means = LossMeans(messages, values, self.value_names, self._turns)
+                means = means_over_ranks(values)
                 steps, us = messages[..., STEPS_AT : US_AT + 1].sum((0, 1)).tolist()
                 per_post = round(_POST_EVERY_US / max(1.0, us / max(1.0, steps)))
                 self.steps_per_post = max(1, min(self._max_per_post, per_post))
@@ -590,8 +578,9 @@ class StepRecorder:
             newest = None
             if messages is not None and self.on_messages is not None:
                 self.on_messages(pending.own.steps, messages)
-            if messages is not None and means is not None:
-                newest = combine_messages(pending.own, messages, means, self.stragglers, self._agreed)
+            if messages is not None:
+                names, turns, before = self.value_names, self._turns, self._agreed
+                newest = combine_messages(pending.own, messages, means, names, turns, self.stragglers, before)
             if newest is not None:
                 self._agreed = newest
                 agreed_steps.append(newest)
@@ -602,7 +591,7 @@ class StepRecorder:
         resolved: ResolvedSteps,
         own: OwnMessages,
         messages: FloatArray | None,
-        means: LossMeans | None = None,
+        means: Sequence[Sequence[float | None]] = (),
     ) -> Iterator[None]:
         """Deferred work: split the steps' waiting, count their time, and record them. `messages`: those of
         all ranks, shape (messages, ranks, numbers of a message); None: there are none, and no `means`.
@@ -611,33 +600,28 @@ class StepRecorder:
         exposed = split_exposed_time(resolved, all_ready)
         in_flight = in_flight_us(resolved.trace_times, len(resolved.steps))
         self._count_traffic(resolved.traces, int(np.maximum(in_flight, exposed).sum()))
-        totals = self.totals
-        totals.steps += len(resolved.steps)
-        totals.samples += sum(resolved.samples)
-        for part, us in zip(PARTS, resolved.parts_us.sum(0).tolist(), strict=True):
-            totals.parts_us[part] += us
-        totals.parts_us["step_us"] += sum(resolved.step_us)
+        parts = zip(PARTS, resolved.parts_us.sum(0).tolist(), strict=True)
+        for name, more in (("samples", sum(resolved.samples)), ("step_us", sum(resolved.step_us)), *parts):
+            self.totals[name] += more
         yield
-        losses: list[float | None] = [None] * len(resolved.steps)
-        values: list[Mapping[str, float | None] | None] = [None] * len(resolved.steps)
-        if means is not None:
-            for row, loss, of_message in zip(own.rows, means.losses, means.values, strict=False):
-                losses[row], values[row] = loss, of_message
+        all_means: list[Sequence[float | None]] = [()] * len(resolved.steps)
+        for row, of_message in zip(own.rows, means, strict=False):
+            all_means[row] = of_message
         every = self._every if self.on_step_record is None else 1
         steps, buckets, made = list[bytes](), list[bytes](), 0
         try:
             rank, names = self.rank, self.value_names
             turns = self._turns
-            for one in step_records(
-                resolved, losses, all_ready, names, values, turns=turns, rank=rank, every=every
+            for record, traces, of_buckets in step_records(
+                resolved, all_means, all_ready, names, turns=turns, rank=rank, every=every
             ):
                 if self.on_step_record is not None:
-                    self.on_step_record(one.record, one.traces)
+                    self.on_step_record(record, traces)
                 made += 1
-                if one.record.step % self._every == 0:
-                    steps.append(encode_json_line(one.record))
-                    buckets += map(encode_json_line, one.buckets())
-                    made += len(one.traces)
+                if record.step % self._every == 0:
+                    steps.append(encode_json_line(record))
+                    buckets += map(encode_json_line, of_buckets)
+                    made += len(traces)
                 if made >= _RECORDS_PER_SLICE:
                     made = 0
                     yield
@@ -650,5 +634,5 @@ class StepRecorder:
             self._writer.put(record_file(kind, self.rank), b"".join(lines), len(lines))
 
     def _count_traffic(self, traces: Sequence[BucketTrace[int]], communication_us: int) -> None:
-        self.totals.communication_us += communication_us
-        self.totals.wire_bytes += sum(trace.wire_bytes for trace in traces)
+        self.totals["communication_us"] += communication_us
+        self.totals["wire_bytes"] += sum(trace.wire_bytes for trace in traces)

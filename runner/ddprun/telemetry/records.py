@@ -232,13 +232,6 @@ class SharesSet(Event, tag="shares"):
     speeds: list[float] = []  # relative to the fastest rank's; empty: not known
 
 
-class HooksChose(Event, tag="choices"):
-    """What a hook of rank 0 has chosen for buckets, by kind of payload and number: what has changed."""
-
-    step: StepNumber
-    choices: dict[str, dict[str, str]]
-
-
 class CheckpointWritten(Event, tag="checkpoint_written"):
     """A checkpoint is on disk."""
 

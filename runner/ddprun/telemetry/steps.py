@@ -117,16 +117,17 @@ class MarkBuffer:
     parts: list[str] = field(default_factory=list)  # of `PARTS`, which ended at each mark; "": a step began
     marks: list[Any] = field(default_factory=list)
     traces: list[BucketTrace[Any]] = field(default_factory=list)  # gradient buckets of backward passes
-    losses: list[Any] = field(default_factory=list)  # mean of each micro-batch, from `Clock.copy_to_host`
+    numbers: list[Sequence[Any]] = field(default_factory=list)
+    """Of each micro-batch, its mean loss and the numbers beside it, from `Clock.copy_to_host`; None: it lacks
+    one."""
+
     samples: list[int] = field(default_factory=list)  # of each micro-batch
-    loss_weights: list[float] = field(default_factory=list)  # what its loss counts in means
-    values: list[Sequence[Any]] = field(default_factory=list)
-    """Of each micro-batch, the numbers beside its loss, in the order of their names; None: it lacks one."""
+    weights: list[float] = field(default_factory=list)  # what its numbers count in means
 
     def end_step(self, step: StepMarks) -> None:
         """End the running step: its marks, traces and losses end here."""
         step.marks_end, step.traces_end = len(self.marks), len(self.traces)
-        step.losses_end = len(self.losses)
+        step.losses_end = len(self.numbers)
         self.steps.append(step)
 
     def drop_running(self) -> None:
@@ -134,7 +135,7 @@ class MarkBuffer:
         last = self.steps[-1] if self.steps else StepMarks(0, 0)
         del self.parts[last.marks_end :], self.marks[last.marks_end :]
         del self.traces[last.traces_end :]
-        for column in (self.losses, self.samples, self.loss_weights, self.values):
+        for column in (self.numbers, self.samples, self.weights):
             del column[last.losses_end :]
 
     def split_off(self, count: int) -> "MarkBuffer":
@@ -145,8 +146,8 @@ class MarkBuffer:
         marks, traces, losses = last.marks_end, last.traces_end, last.losses_end
         rest.parts, rest.marks = self.parts[marks:], self.marks[marks:]
         rest.traces = self.traces[traces:]
-        rest.losses, rest.samples = self.losses[losses:], self.samples[losses:]
-        rest.loss_weights, rest.values = self.loss_weights[losses:], self.values[losses:]
+        rest.numbers, rest.samples = self.numbers[losses:], self.samples[losses:]
+        rest.weights = self.weights[losses:]
         for step in rest.steps:
             step.marks_end -= marks
             step.traces_end -= traces
@@ -175,28 +176,16 @@ class ResolvedSteps:
     waits: Intervals  # in which the training thread only waited, by section
     waited_us: IntArray  # sums of `waits`, shape (sections,)
     in_hooks_us: IntArray  # time of hooks on the training thread, shape (sections,)
-    loss_sums: list[float]  # of this rank, over what counts in the step
-    loss_weights: list[float]  # how much that is
-    value_sums: FloatArray
-    """For the numbers beside the loss: sums like `loss_sums`, then weights like `loss_weights`; shape
-    (steps, 2 * numbers)."""
+    sums: FloatArray
+    """This rank's loss and the numbers beside it, summed over what counts in a step, then how much that is;
+    shape (steps, 2 * numbers)."""
 
     samples: list[int]
     gradient_times: Sequence[Mapping[str, int]]  # when each was complete; empty where not measured
 
-    def loss(self, row: int, turns: Sequence[int] = ()) -> float | None:
-        """This rank's mean loss of a step; of `turns`, each the index of a number beside the loss, the sum of
-        their means. None: nothing counts, or a turn has not run.
-        """
-        if turns:
-            values = self.values(row)
-            return sum_if_known([values[turn] for turn in turns])
-        return self.loss_sums[row] / self.loss_weights[row] if self.loss_weights[row] else None
-
-    def values(self, row: int) -> list[float | None]:
-        """This rank's means of the numbers beside the loss in a step; None: nothing counts."""
-        pairs = self.value_sums[row].reshape(2, -1).T.tolist()
-        return [total / weight if weight else None for total, weight in pairs]
+    def means(self, row: int) -> list[float | None]:
+        """This rank's mean loss in a step, and those of the numbers beside it; None: nothing counts."""
+        return means_of(self.sums[row : row + 1])[0]
 
     @property
     def findings(self) -> dict[int, list[BucketTrace[int]]]:
@@ -219,13 +208,19 @@ class ResolvedSteps:
         return picked
 
 
-def sum_if_known(parts: Sequence[float | None]) -> float | None:
-    """The sum; None if a part is not known."""
-    known = [one for one in parts if one is not None]
-    return sum(known) if len(known) == len(parts) else None
+def means_of(sums: FloatArray) -> list[list[float | None]]:
+    """Means of sums and weights, shape (n, 2 * numbers): a list for each row. None: nothing counts."""
+    pairs = np.stack(np.split(sums, 2, axis=-1), -1).tolist()
+    return [[total / weight if weight else None for total, weight in row] for row in pairs]
 
 
-def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, value_count: int = 0) -> ResolvedSteps:
+def loss_of(means: Sequence[float | None], turns: Sequence[int]) -> float | None:
+    """The loss, of means of all numbers: the sum of those of `turns`, by index; None: one is not known."""
+    known = [mean for turn in turns if (mean := means[turn]) is not None]
+    return sum(known) if len(known) == len(turns) else None
+
+
+def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, numbers: int = 1) -> ResolvedSteps:
     """Read the marks of steps that are over; waits for those that the device has not passed.
 
     `buffer` has at least one step and no running one; its traces are taken out. The clock measures later
@@ -284,8 +279,7 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, value_count: 
         else {}
         for step in steps
     ]
-    loss_sums, loss_weights, samples = _loss_sums_weights_samples(buffer, clock)
-    value_sums = _value_sums(buffer, clock, value_count)
+    ends = [0, *(step.losses_end for step in steps)]
     _read_norms(steps, clock)
     clock.reanchor()
     return ResolvedSteps(
@@ -302,10 +296,8 @@ def resolve_steps(buffer: MarkBuffer, clock: Clock, *, every: int, value_count: 
         waits=waiting,
         waited_us=_sums(waiting.section, waiting.end - waiting.start, 2 * count),
         in_hooks_us=_sums(hooks_section, hooks_us, 2 * count),
-        loss_sums=loss_sums,
-        loss_weights=loss_weights,
-        value_sums=value_sums,
-        samples=samples,
+        sums=_sums_and_weights(buffer, clock, numbers),
+        samples=[sum(buffer.samples[first:end]) for first, end in pairwise(ends)],
         gradient_times=gradient_times,
     )
 
@@ -386,34 +378,14 @@ def union_overlap_us(intervals: Intervals, windows: Intervals) -> IntArray:
     return covered_until(to_single_timeline(windows.section, windows.end)) - until_start
 
 
-def _loss_sums_weights_samples(
-    buffer: MarkBuffer, clock: Clock
-) -> tuple[list[float], list[float], list[int]]:
-    """This rank's loss of each step, summed over what counts, how much that is, and its samples."""
-    means, weights, first = clock.read_numbers(buffer.losses), buffer.loss_weights, 0
-    loss_sums, step_weights, samples = list[float](), list[float](), list[int]()
-    for step in buffer.steps:
-        loss_sum, step_weight = 0.0, 0.0
-        for index in range(first, step.losses_end):
-            if weights[index]:
-                loss_sum += means[index] * weights[index]
-                step_weight += weights[index]
-        loss_sums.append(loss_sum)
-        step_weights.append(step_weight)
-        samples.append(sum(buffer.samples[first : step.losses_end]))
-        first = step.losses_end
-    return loss_sums, step_weights, samples
-
-
-def _value_sums(buffer: MarkBuffer, clock: Clock, count: int) -> FloatArray:
-    """This rank's numbers beside the loss, summed over what counts, and how much that is for each."""
+def _sums_and_weights(buffer: MarkBuffer, clock: Clock, count: int) -> FloatArray:
+    """This rank's loss and the numbers beside it, summed over what counts, and how much that is for each."""
     sums, first = np.zeros((len(buffer.steps), 2 * count)), 0
-    known = iter(clock.read_numbers([one for values in buffer.values for one in values if one is not None]))
-    for row, step in enumerate(buffer.steps if count else ()):
-        for values, weight in zip(
-            buffer.values[first : step.losses_end], buffer.loss_weights[first : step.losses_end], strict=True
-        ):
-            for index, one in enumerate(values):
+    known = iter(clock.read_numbers([one for row in buffer.numbers for one in row if one is not None]))
+    for row, step in enumerate(buffer.steps):
+        of_step = slice(first, step.losses_end)
+        for numbers, weight in zip(buffer.numbers[of_step], buffer.weights[of_step], strict=True):
+            for index, one in enumerate(numbers):
                 mean = math.nan if one is None else next(known)
                 if one is not None and weight:
                     sums[row, [index, count + index]] += mean * weight, weight
@@ -446,35 +418,21 @@ def _sums(indices: IntArray, values: IntArray, count: int) -> IntArray:
 # Records.
 
 
-class RecordedStep(NamedTuple):
-    """A step's record, and what those of its buckets are made of."""
-
-    record: StepRecord
-    traces: Sequence[BucketTrace[int]]
-    all_ready_us: Sequence[int]  # when the last rank had each bucket ready, on our clock; 0: not known
-    gradients_us: Mapping[str, int]  # when each parameter's was complete; empty where not measured
-
-    def buckets(self) -> Iterator[BucketRecord]:
-        """The records of the step's buckets."""
-        stage, step, rank = self.record.stage, self.record.step, self.record.rank
-        for trace, ready in zip(self.traces, self.all_ready_us, strict=True):
-            yield bucket_record(trace, ready or None, self.gradients_us, stage=stage, step=step, rank=rank)
-
-
 def step_records(
     resolved: ResolvedSteps,
-    mean_losses: Sequence[float | None],
+    all_means: Sequence[Sequence[float | None]],
     all_ready_us: FloatArray,
     value_names: Sequence[str] = (),
-    mean_values: Sequence[Mapping[str, float | None] | None] = (),
     *,
-    turns: Sequence[int] = (),
+    turns: Sequence[int] = (0,),
     rank: int,
     every: int,
-) -> Iterator[RecordedStep]:
-    """The records of every n-th step (`every`), after `split_exposed_time`; the traces of `resolved` are
-    taken out. `mean_losses`: over all ranks, of each step; None where ranks exchanged nothing. `mean_values`:
-    the same of the numbers of `value_names`, which are beside the loss. `turns`: as in `ResolvedSteps.loss`.
+) -> Iterator[tuple[StepRecord, Sequence[BucketTrace[int]], Iterator[BucketRecord]]]:
+    """Every n-th step's (`every`) record, its traces, and the records of its buckets, after
+    `split_exposed_time`; the traces of `resolved` are taken out.
+
+    `all_means`: over all ranks, of each step, of the loss and of the numbers of `value_names`; empty where
+    ranks exchanged nothing. `turns`: as in `loss_of`.
     """
     steps, times, parts = resolved.steps, resolved.times, resolved.parts_us.tolist()
     ended, durations = [_LAPS[part] for part in resolved.parts], resolved.durations.tolist()
@@ -492,6 +450,7 @@ def step_records(
         if step.number % every:
             continue
         first, end = resolved.bounds[row], resolved.bounds[row + 1]
+        own, means = resolved.means(row), all_means[row]
         laps = [*zip(ended[first + 1 : end], durations[first + 1 : end], strict=True)]
         record = StepRecord(
             v=VERSION,
@@ -499,10 +458,10 @@ def step_records(
             stage=step.stage,
             step=step.number,
             samples=resolved.samples[row],
-            loss=resolved.loss(row, turns),
-            mean_loss=mean_losses[row],
-            values=dict(zip(value_names, resolved.values(row), strict=True)) if value_names else None,
-            mean_values=mean_values[row] if value_names else None,
+            loss=loss_of(own, turns),
+            mean_loss=loss_of(means, turns) if means else None,
+            values=dict(zip(value_names, own[1:], strict=True)) or None,
+            mean_values=dict(zip(value_names, means[1:], strict=False)) or None,
             lr=step.lr,
             grad_norm=step.grad_norm,
             group_grad_norms=step.group_grad_norms,
@@ -516,7 +475,12 @@ def step_records(
             ],
             machine=step.machine,
         )
-        yield RecordedStep(record, traces, all_ready[first_trace:end_trace], resolved.gradient_times[row])
+        ready, gradients = all_ready[first_trace:end_trace], resolved.gradient_times[row]
+        buckets = (
+            bucket_record(trace, at or None, gradients, stage=step.stage, step=step.number, rank=rank)
+            for trace, at in zip(traces, ready, strict=True)
+        )
+        yield record, traces, buckets
 
 
 def _merge_laps(laps: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
@@ -541,7 +505,9 @@ def bucket_record(
     step: int,
     rank: int,
 ) -> BucketRecord:
-    """The record of a bucket that is complete; arguments are as in `RecordedStep`."""
+    """The record of a bucket that is complete; with when all ranks had it ready, and when each gradient was
+    (empty: not measured).
+    """
     encode, decode = (
         sum(span.done - span.start for span in trace.spans if span.phase == phase)
         for phase in ("encode", "decode")
@@ -585,54 +551,35 @@ def bucket_record(
     )
 
 
-@dataclass(slots=True)
-class Totals:
-    """What the summary adds up over all steps of this rank."""
+TOTALS = ("samples", "wire_bytes", "communication_us", *PARTS, "step_us")
+"""What the summary adds up over all steps of a rank; checkpoints have them in this order."""
 
-    steps: int = 0
-    samples: int = 0
-    wire_bytes: int = 0
-    communication_us: int = 0
-    parts_us: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*PARTS, "step_us"), 0))
 
-    def numbers(self) -> list[float]:
-        """As checkpoints hold them and ranks gather them."""
-        return [self.steps, self.samples, self.wire_bytes, self.communication_us, *self.parts_us.values()]
+def summary_fields(totals: Sequence[Mapping[str, float]], steps: int) -> dict[str, Any]:
+    """What the summary says of all ranks' totals after so many steps of the run, by its fields; times are
+    means over ranks, in seconds.
+    """
 
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Totals":
-        """From what `numbers` returned."""
-        steps, samples, wire_bytes, communication_us, *parts = map(int, numbers)
-        parts_us = dict(zip((*PARTS, "step_us"), parts, strict=True))
-        return cls(steps, samples, wire_bytes, communication_us, parts_us)
+    def mean_s(*names: str) -> float:
+        return sum(total[name] for total in totals for name in names) / len(totals) / 1e6
 
-    @staticmethod
-    def summary_fields(totals: Sequence["Totals"], steps: int) -> dict[str, Any]:
-        """What the summary says of all ranks after so many steps of the run, by its fields; times are means
-        over ranks, in seconds.
-        """
+    seconds_in_steps = mean_s("step_us")
+    return {
+        "samples": int(sum(total["samples"] for total in totals)),
+        "seconds_in_steps": seconds_in_steps,
+        "steps_per_s": steps / seconds_in_steps if seconds_in_steps else 0.0,
+        "data_s": mean_s("data_us"),
+        "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
+        "communication_s": mean_s("communication_us"),
+        "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
+        "straggler_wait_s": [total["exposed_wait_us"] / 1e6 for total in totals],
+        "wire_bytes": int(sum(total["wire_bytes"] for total in totals)),
+    }
 
-        def mean_s(*parts: str) -> float:
-            return sum(total.parts_us[part] for total in totals for part in parts) / len(totals) / 1e6
 
-        seconds_in_steps = mean_s("step_us")
-        return {
-            "samples": sum(total.samples for total in totals),
-            "seconds_in_steps": seconds_in_steps,
-            "steps_per_s": steps / seconds_in_steps if seconds_in_steps else 0.0,
-            "data_s": mean_s("data_us"),
-            "compute_s": mean_s("forward_us", "backward_us", "optimizer_us"),
-            "communication_s": sum(total.communication_us for total in totals) / len(totals) / 1e6,
-            "exposed_communication_s": mean_s("exposed_hook_us", "exposed_wait_us", "exposed_wire_us"),
-            "straggler_wait_s": [total.parts_us["exposed_wait_us"] / 1e6 for total in totals],
-            "wire_bytes": sum(total.wire_bytes for total in totals),
-        }
-
-    @classmethod
-    def of_other_ranks(cls, totals: Sequence["Totals"], rank: int, ranks: int) -> "Totals":
-        """With what one of so many ranks goes on, after as many others as have `totals`. Counts are divided
-        among the ranks: their sum stays. Times are the mean of the others': the mean over ranks stays.
-        """
-        mine, columns = totals[rank::ranks], zip(*(one.numbers() for one in totals), strict=True)
-        counts = (sum(getattr(one, name) for one in mine) for name in ("steps", "samples", "wire_bytes"))
-        return cls.of([*counts, *(round(fmean(column)) for column in list(columns)[3:])])
+def totals_of_other_ranks(totals: Sequence[Sequence[float]], rank: int, ranks: int) -> list[float]:
+    """With what one of so many ranks goes on, after as many others as have `totals`. Counts are divided
+    among the ranks: their sum stays. Times are the mean of the others': the mean over ranks stays.
+    """
+    counts = [sum(one[index] for one in totals[rank::ranks]) for index in range(2)]
+    return [*counts, *(round(fmean(column)) for column in list(zip(*totals, strict=True))[2:])]

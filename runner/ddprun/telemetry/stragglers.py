@@ -8,10 +8,10 @@ closing table and the report.
 
 A rank is late by the distance of its last ready time to the median of the others'. It is a straggler if, in
 the median over a window of steps, it is late by more than a share of the step and by more than what the other
-ranks scatter by, and if every judgement within half a second finds that. Where steps take different turns,
-there is a median for each kind of step, and the mean of them over the window's steps counts. Its cause is the
-part of the step in which it exceeds the median of the others most. What no part accounts for is
-communication: its last exchange ended later than theirs.
+ranks scatter by, and if two judgements in a row find that, at least half a second apart. Where steps take
+different turns, there is a median for each kind of step, and the mean of them over the window's steps counts.
+Its cause is the part of the step in which it exceeds the median of the others most. What no part accounts for
+is communication: its last exchange ended later than theirs.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ _SPREAD_FACTOR = 3.0
 _HYSTERESIS = 2.0
 """What was found stays until it is less than half of what it takes to be found, so that nothing flickers."""
 
-_MIN_DURATION_US = 500_000.0
+_JUDGE_EVERY_US = 500_000.0
 """A busy machine makes a rank late for a shorter time, and nobody could look into that."""
 
 _MAX_EPISODES = 200
@@ -65,11 +65,10 @@ class StragglerDetector:
         # wait in backward.
         self._broadcasts_first = broadcasts_first
         self._steps: deque[_StepMessages] = deque(maxlen=window)
-        self._steps_since_judgement = 0
+        self._judged_us = 0.0  # on rank 0's clock
         self._params: Mapping[int, tuple[str, ...]] = {}
         self._columns = ReadyColumns([])
         self._suspect: Straggler | None = None  # found by the last judgement, whether it lasts or not
-        self._suspect_since_us = 0.0
         self.current: Straggler | None = None  # found by the last judgement, and lasting
         self.episodes: list[Straggler] = []
         """All that were found, oldest first; of very many the shortest are left out."""
@@ -78,7 +77,7 @@ class StragglerDetector:
         """Forget the steps of the stage before; `params` are those of each gradient bucket, by its number."""
         self._steps.clear()
         self._params, self._columns = params, columns
-        self._steps_since_judgement, self._suspect, self.current = 0, None, None
+        self._judged_us, self._suspect, self.current = 0.0, None, None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """All episodes."""
@@ -88,12 +87,9 @@ class StragglerDetector:
         """Go on after these episodes."""
         self.episodes = msgspec.convert(state, list[Straggler])
 
-    def add(self, steps: Sequence[int], messages: FloatArray) -> list[tuple[int, Straggler | None]]:
+    def add(self, steps: Sequence[int], messages: FloatArray) -> bool:
         """Take all ranks' control messages, shape (messages, ranks, numbers): one for each of `steps`, in
-        that order; what comes after them is ignored.
-
-        Returns:
-            Each change of `current`: the step, and who is late from then on (None: nobody any more).
+        that order; what comes after them is ignored. Gives whether `current` has changed.
         """
         messages = messages[: len(steps)]
         ends = [SYNC_READY_AT, *(READY_AT + end for end in self._columns.ends)]
@@ -102,61 +98,41 @@ class StragglerDetector:
         exchanged = (messages[..., SYNC_READY_AT:] != 0.0).any(2).any(1).tolist()
         in_turns = map(tuple, (messages[..., ends[1:]] != 0.0).all(1).tolist())
         # Where no bucket was exchanged, as around an audit, no rank waited for another one.
-        new = [
+        self._steps += [
             _StepMessages(step, turns, skew_us, numbers)
             for step, turns, skew_us, numbers, any_bucket in zip(
                 steps, in_turns, skews, messages, exchanged, strict=True
             )
             if any_bucket
         ]
-        changes: list[tuple[int, Straggler | None]] = []
-        first, half = 0, max(1, self._window // 2)
-        while first < len(new):
-            count = max(1, self._window - len(self._steps), half - self._steps_since_judgement)
-            more = new[first : first + count]
-            self._steps.extend(more)
-            self._steps_since_judgement += len(more)
-            first += len(more)
-            if (
-                len(self._steps) == self._window
-                and self._steps_since_judgement >= half
-                and self._update_current()
-            ):
-                changes.append((more[-1].step, self.current))
-        return changes
+        if len(self._steps) < self._window:
+            return False
+        now_us = float(self._steps[-1].numbers[:, SYNC_READY_AT:].max())
+        if now_us - self._judged_us < _JUDGE_EVERY_US:
+            return False
+        self._judged_us = now_us
+        return self._update_current()
 
     def _update_current(self) -> bool:
         """Find out who is late; whether that has changed."""
-        self._steps_since_judgement = 0
-        before, self.current = self.current, self._if_lasting(self._find_straggler())
-        found = self.current
-        if found is None:
+        before, suspect = self.current, self._suspect
+        self._suspect = found = self._find_straggler()
+        if found is None or suspect is None or suspect.rank != found.rank:
+            self.current = None  # one judgement alone says little
             return before is not None
+        self.current = found
         same = ("rank", "cause", "bucket")
         if before is not None and all(getattr(before, name) == getattr(found, name) for name in same):
-            judgements = max(1, (before.last_step - before.first_step) // max(1, self._window // 2))
-            found.late_us = (before.late_us * judgements + found.late_us) / (judgements + 1)
+            found.late_us = (before.late_us + found.late_us) / 2
             found.first_step = before.first_step
             self.episodes[-1] = found
             return False
+        if before is None:
+            found.first_step = suspect.first_step
         self.episodes.append(found)
         if len(self.episodes) > _MAX_EPISODES:
             self.episodes.remove(min(self.episodes[:-1], key=lambda one: one.last_step - one.first_step))
         return True
-
-    def _if_lasting(self, found: Straggler | None) -> Straggler | None:
-        """The straggler, if every judgement for a while has found the same rank; else None."""
-        before, self._suspect = self._suspect, found
-        if found is None:
-            return None
-        if before is None or before.rank != found.rank:
-            self._suspect_since_us = _last_ready(self._steps[0])
-            return None
-        if self.current is None:
-            found.first_step = before.first_step
-            if _last_ready(self._steps[-1]) - self._suspect_since_us < _MIN_DURATION_US:
-                return None
-        return found
 
     def _find_straggler(self) -> Straggler | None:
         """The latest rank of the window, if it is late by enough."""
@@ -264,11 +240,6 @@ def _median(values: FloatArray) -> FloatArray:
 def _spread(values: FloatArray) -> float:
     """The median absolute deviation of all values."""
     return float(_median(abs(values.ravel() - _median(values.ravel()))))
-
-
-def _last_ready(messages: _StepMessages) -> float:
-    """When the last rank had its last bucket ready."""
-    return float(messages.numbers[:, SYNC_READY_AT:].max())
 
 
 class StragglerTotal(Straggler, kw_only=True):
