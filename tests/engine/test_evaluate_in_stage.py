@@ -125,7 +125,7 @@ stages:
       steps: 60
       evaluate: {every: 5, metrics: [samples.flat]}
       keep_best: {metric: loss}
-      stop: {metric: flat, patience: 4}
+      stop: {metric: flat, mode: max, patience: 4}
 """
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddprun import EXIT_BAD_INPUT
 from ddprun.config import PipelineError, load
 from ddprun.engine.evaluate import evaluate_metrics
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.stateful_metric import StatefulMetric
-from tests.engine.running import run_to_end
 from tests.engine.test_session import open_here
 from tests.ranks import as_processes
 
@@ -55,10 +53,6 @@ class Largest:
 
     def compute(self):
         return max(self.scores)
-
-
-class Error(Largest):
-    higher_is_better = False  # as torchmetrics says it
 
 
 class Vector(Largest):
@@ -206,26 +200,3 @@ def test_what_a_metric_was_called_with_is_told() -> None:
         "the metric was called as Largest.update(dict, float32 (2,))",
         "write output: … and target: … beside the metric if it takes parts of these; output can be logits",
     ]
-
-
-@pytest.mark.parametrize(
-    ("stage", "told"),
-    [
-        ("keep_best: {metric: Error}", "stages[0].train.keep_best"),
-        ("stop: {metric: Error, patience: 2}", "stages[0].train.stop"),
-        ("schedule: {ReduceLROnPlateau: {patience: 1}, metric: Error}", "stages[0].train.schedule"),
-        ("keep_best: {metric: Error, mode: min}", ""),
-    ],
-)
-def test_the_best_value_of_an_error_is_not_the_largest(tmp_path: Path, stage: str, told: str) -> None:
-    """Where the metric says so, and the file does not say which values are better."""
-    (tmp_path / "scores.py").write_text(MODULE)
-    text = f"""
-model: {{mlp: {{inputs: 64, outputs: 10}}}}
-data: digits
-optimizer: {{sgd: {{lr: 0.1}}}}
-stages: [{{train: {{steps: 2, evaluate: {{every: 1, metrics: [scores.Error]}}, {stage}}}}}]
-"""
-    codes, said = run_to_end(tmp_path, text)
-    assert codes == ([EXIT_BAD_INPUT] * 2 if told else [0, 0]), said
-    assert not told or f'{told}: smaller values of "Error" are better; write mode: min' in said

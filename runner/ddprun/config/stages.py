@@ -143,7 +143,7 @@ class StageEvaluation(Options):
 
 
 def better_values(metric: str) -> Literal["min", "max"]:
-    """Which values of a metric are better, where the file does not say so."""
+    """Which values of a built-in metric are better."""
     return "min" if metric in ("loss", "perplexity") else "max"
 
 
@@ -154,7 +154,8 @@ class MonitoredMetric(Options):
     """`loss`, or one of the metrics of the stage's `evaluate`."""
 
     mode: Literal["min", "max"] | None = None
-    """Which values are better; null is min for loss and perplexity, else max."""
+    """Which values are better; null is min for `loss` and `perplexity`, max for `accuracy`, and an error
+    for other metrics."""
 
     def improves(self, value: float, best: float | None, by: float = 0.0) -> bool:
         """Whether a value is better than the best so far (None: there is none), by more than this."""

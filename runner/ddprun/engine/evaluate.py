@@ -19,7 +19,6 @@ from ddprun.config import (
     EarlyStop,
     EvaluateStage,
     KeepBest,
-    LoadedPipeline,
     Stage,
     metric_names,
 )
@@ -205,7 +204,6 @@ def try_evaluations(session: Session) -> None:
             if isinstance(wanted, EvaluateStage):
                 held_out = runtime.stage_held_out.get(wanted.index, held_out)
             metrics = _metrics(session, wanted.metrics, path)
-            _check_modes(runtime.loaded, wanted, metrics)
             data = held_out.dataset
             if is_iterable(data):
                 continue
@@ -221,25 +219,6 @@ def try_evaluations(session: Session) -> None:
             for metric in metrics.values():
                 if isinstance(metric, StatefulMetric):
                     metric.check_compute(runtime.ranks.size)
-
-
-def _check_modes(
-    loaded: LoadedPipeline,
-    wanted: EvaluateStage | StageEvaluation,
-    metrics: Mapping[str, MeanMetric | StatefulMetric],
-) -> None:
-    """Raise a PipelineError where the file gives no `mode`, and a metric says that smaller is better."""
-    for stage in loaded.pipeline.stages_with_steps():
-        schedule = stage.effective_settings(loaded.pipeline).schedule
-        modes = {f"{stage.path}.{key}": getattr(stage, key) for key in ("keep_best", "stop")}
-        used = [(path, one.metric, one.mode) for path, one in modes.items() if one is not None]
-        if schedule is not None and schedule.source == "torch":
-            path, mode = stage.key_path("schedule"), schedule.options.get("mode")
-            used.append((path, schedule.beside.get("metric"), mode))
-        for path, name, mode in used if stage.evaluate is wanted else ():
-            metric = metrics.get(name)
-            if mode is None and isinstance(metric, StatefulMetric) and metric.smaller_is_better:
-                raise loaded.error(path, f'smaller values of "{name}" are better', "write mode: min")
 
 
 def evaluate_metrics(

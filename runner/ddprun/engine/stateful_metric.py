@@ -44,11 +44,6 @@ class StatefulMetric:
             )
         return made.to(self._device) if hasattr(made, "to") else made
 
-    @property
-    def smaller_is_better(self) -> bool:
-        """Whether the metric says so, as those of torchmetrics do."""
-        return getattr(self._metric, "higher_is_better", None) is False
-
     def update(self, result: ForwardResult) -> None:
         """Add a batch, all of whose samples count."""
         try:

@@ -239,19 +239,26 @@ def _evaluate_keep_best_and_stop(pipeline: Pipeline) -> Iterator[KeyConflict]:
     for stage, settings in pipeline.stages_and_settings():
         evaluation = stage.evaluate
         monitors = {"keep_best": stage.keep_best, "stop": stage.stop}
-        metrics = {key: one.metric for key, one in monitors.items() if one is not None}
-        if settings.schedule_metric is not None:
-            metrics["schedule"] = settings.schedule_metric
+        metrics: dict[str, tuple[str, str | None]]
+        metrics = {key: (one.metric, one.mode) for key, one in monitors.items() if one is not None}
+        if settings.schedule is not None and settings.schedule_metric is not None:
+            mode = settings.schedule.options.get("mode") if settings.schedule.source == "torch" else "its own"
+            metrics["schedule"] = settings.schedule_metric, mode
         if evaluation is None:
             for key in metrics:
                 text = f'"{key}" needs "evaluate" in {stage.path}: it compares what that measures'
                 yield KeyConflict(stage.key_path(key), text, "write evaluate: {every: N}")
             continue
-        known = ["loss", *metric_names(evaluation.metrics)]
-        for key, metric in metrics.items():
-            if metric not in known:
+        measured = dict(zip(metric_names(evaluation.metrics), evaluation.metrics, strict=True))
+        for key, (metric, mode) in metrics.items():
+            choice = measured.get(metric)
+            if metric != "loss" and choice is None:
                 text = f'"{metric}" is no metric of "evaluate" of {stage.path}'
-                yield KeyConflict(f"{stage.key_path(key)}.metric", text, f"allowed: {', '.join(known)}")
+                allowed = f"allowed: {', '.join(['loss', *measured])}"
+                yield KeyConflict(f"{stage.key_path(key)}.metric", text, allowed)
+            elif choice and mode is None and (choice.source != "built-in" or choice.name != metric):
+                text = f'which values of "{metric}" are better is not known'
+                yield KeyConflict(stage.key_path(key), text, "write mode: min, or mode: max")
         if settings.plan.never_exchanges or settings.plan.keeps_apart:
             text = f'"evaluate" clashes with {setting_text(stage, "sync", settings.sync)}: each rank '
             text += "trains a model of its own and stops by itself, so there is no model to measure"
