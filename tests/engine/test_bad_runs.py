@@ -131,8 +131,8 @@ def test_samples_that_are_no_batch_are_told_with_their_place(tmp_path: Path) -> 
     """In mid-run, and in the words of the file."""
     printed = said(tmp_path, "{mlp: {inputs: 4, outputs: 2}}", "at: 20")
     told = (
-        'data.train: "mine.Samples": samples do not fit into one batch: sample 16 is (a tensor (4,), int), '
-        "sample 20 is (a tensor (5,), int); give all samples one shape"
+        'data.train: "mine.Samples": samples do not fit into one batch: sample 16 is (float32 (4,), int), '
+        "sample 20 is (float32 (5,), int); give all samples one shape"
     )
     assert told in printed
     assert "Traceback" not in printed

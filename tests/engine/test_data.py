@@ -709,8 +709,8 @@ class Objects(Ids):
     [
         (
             Odd(16),
-            "samples do not fit into one batch: sample 4 is (a tensor (3, 8), int), sample 5 is "
-            "(a tensor (3, 9), int); give all samples one shape (resize, crop or pad them in the data set), "
+            "samples do not fit into one batch: sample 4 is (float32 (3, 8), int), sample 5 is "
+            "(float32 (3, 9), int); give all samples one shape (resize, crop or pad them in the data set), "
             "or write loader: {batch_size: 1}",
         ),
         (

@@ -197,6 +197,6 @@ def test_what_a_metric_was_called_with_is_told() -> None:
     with pytest.raises(AttributeError) as raised:
         made.update(ForwardResult(torch.zeros(()), {"logits": torch.ones(2, 3)}, torch.zeros(2), None))
     assert raised.value.__notes__ == [
-        "the metric was called as Largest.update(dict, float32 (2,))",
+        "the metric was called as Largest.update({logits: float32 (2, 3)}, float32 (2,))",
         "write output: … and target: … beside the metric if it takes parts of these; output can be logits",
     ]

@@ -35,9 +35,16 @@ from ddprun.engine.data import (
     is_iterable,
     require_equal_lengths,
 )
-from ddprun.engine.objective import ForwardResult, describe_tensor
+from ddprun.engine.objective import ForwardResult
 from ddprun.engine.preserve_state import preserve_state
-from ddprun.engine.samples import BatchError, SampleShard, collate, digest_of, sharding_mechanism_name
+from ddprun.engine.samples import (
+    BatchError,
+    SampleShard,
+    collate,
+    describe_tensor,
+    digest_of,
+    sharding_mechanism_name,
+)
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal

@@ -21,6 +21,7 @@ from ddprun.engine import seeding
 from ddprun.engine.data import Feed, all_gather_number
 from ddprun.engine.model_with_loss import loss_joins_model
 from ddprun.engine.preserve_state import preserve_state
+from ddprun.engine.samples import describe_sample
 from ddprun.engine.turns import Turns
 from ddprun.parallel.ddp import DdpReplica
 from ddprun.sync.buffers import BufferUse, clone_buffers, load_buffers, probe_buffer_use
@@ -511,23 +512,9 @@ def warmup_pass(
 
 def describe_call(name: str, positional: Sequence[Any], named: Mapping[str, Any] | None = None) -> str:
     """A call with the types and shapes of its arguments: `model(float32 (8, 4), mask=bool (8, 4))`."""
-    given = [_type_and_shape(value) for value in positional]
-    given += [f"{key}={_type_and_shape(value)}" for key, value in (named or {}).items()]
+    given = [describe_sample(value) for value in positional]
+    given += [f"{key}={describe_sample(value)}" for key, value in (named or {}).items()]
     return f"{name}({', '.join(given)})"
-
-
-def describe_tensor(tensor: Tensor) -> str:
-    """Type and shape: `float32 (8, 4)`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _type_and_shape(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return describe_tensor(value)
-    name = type(value).__name__
-    if isinstance(value, list | tuple) and value:
-        return f"{name} of {len(value)}, first {_type_and_shape(value[0])}"
-    return name
 
 
 def settle_layout(

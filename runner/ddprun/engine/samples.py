@@ -14,6 +14,8 @@ from torch.utils.data import default_collate
 
 _T = TypeVar("_T")
 
+_MOST_ITEMS_SHOWN = 8  # of a tuple or list
+
 
 @dataclass(frozen=True, slots=True)
 class SampleShard:
@@ -118,20 +120,24 @@ def _batch_error(samples: Sequence[Any], numbers: Sequence[int], error: Exceptio
     )
 
 
+def describe_tensor(tensor: Tensor) -> str:
+    """Type and shape: `float32 (8, 4)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
 def describe_sample(sample: Any) -> str:
-    """What a sample is made of, with the shapes of its tensors."""
+    """What a sample or a batch is made of, with the types and shapes of its tensors."""
     if isinstance(sample, Tensor):
-        return f"a tensor {tuple(sample.shape)}"
+        return describe_tensor(sample)
     if isinstance(sample, np.ndarray):
         return f"an array {sample.shape}"
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {describe_sample(value)}" for key, value in sample.items()) + "}"
-    if isinstance(sample, tuple):
-        return "(" + ", ".join(map(describe_sample, sample)) + ")"
-    if isinstance(sample, list):
-        if len(sample) > 4:
-            return f"a list of {len(sample)}"
-        return "[" + ", ".join(map(describe_sample, sample)) + "]"
+    if isinstance(sample, tuple | list):
+        if len(sample) > _MOST_ITEMS_SHOWN:
+            return f"a {type(sample).__name__} of {len(sample)}"
+        items = ", ".join(map(describe_sample, sample))
+        return f"[{items}]" if isinstance(sample, list) else f"({items})"
     return torch.typename(type(sample))
 
 
