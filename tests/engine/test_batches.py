@@ -330,7 +330,7 @@ def test_a_tensor_is_the_only_input(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        ("mse_loss", "its samples are tensors, and MSELoss needs a target; a sample is a pair"),
+        ("mse_loss", "its batches are float32 (4, 5); expected pairs (input, target)"),
         ("model\nweight_by: targets", "it is not known which part of a batch holds the targets"),
     ],
 )
@@ -469,7 +469,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, more: str, expecte
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ("", "its batches are mappings of image, other, label, and it is not known which is the target"),
+        ("", "its batches are {image: float32 (4, 5), other: float32 (4, 5), label: int64 (4,)}; expected"),
         (
             "batch: {inputs: picture, target: label}",
             'batches have no "picture"; they have image, other, label',

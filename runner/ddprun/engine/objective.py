@@ -288,26 +288,13 @@ class Objective:
             if isinstance(wanted.inputs, Mapping):
                 return (), inputs, target
             return inputs if isinstance(wanted.inputs, tuple) else (inputs,), {}, target
-        if isinstance(content, Mapping):
-            if self.loss is not None:
-                problem = f"its batches are mappings of {', '.join(map(str, content))}, and it is not known "
-                hint = "write batch: {inputs: …, target: …}, or loss: model"
-                raise self._loaded.error("data", f"{problem}which is the target", hint)
+        if self.loss is None and isinstance(content, Mapping):
             return (), content, None
-        if isinstance(content, Tensor):
-            if self.loss is not None:
-                problem = f"its samples are tensors, and {self._loaded.pipeline.loss.name} needs a target"
-                allowed = "a sample is a pair (input, target), or with loss: model the model's only input"
-                raise self._loaded.error("data", problem, allowed)
+        if self.loss is None and isinstance(content, Tensor):
             return (content,), {}, None
         if not isinstance(content, list | tuple) or len(content) != 2:
-            several = isinstance(content, list | tuple)
-            shown = f"tuples of {len(content)}" if several else type(content).__name__
-            allowed = (
-                "a sample is a pair (input, target), a mapping of the model's keyword arguments, or the "
-            )
-            allowed += "model's only input, a tensor; or write batch: {inputs: …, target: …}"
-            raise self._loaded.error("data", f"its samples are {shown}", allowed)
+            allowed = "expected pairs (input, target); or write batch: {inputs: …, target: …}, or loss: model"
+            raise self._loaded.error("data", f"its batches are {describe_sample(content)}", allowed)
         given, target = content
         if self.loss is None:
             return (given, target), {}, None
