@@ -68,14 +68,6 @@ class OneSource(Row):
 
     def __iter__(self):
         return (sample(place) for place in self.left)
-
-
-class Hugging(Row):
-    '''Shows what Hugging Face's split_dataset_by_node leaves.'''
-
-    def __init__(self):
-        super().__init__(by_rank=True)
-        self._distributed = (RANK, RANKS)
 """
 PIPELINE = """
 model: {mlp: {inputs: 4, hidden: [8], outputs: 2}}
@@ -117,7 +109,7 @@ def test_data_that_is_sharded_twice_is_told(tmp_path: Path, kind: str) -> None:
     """Half of the samples are never used: said once, with both readings and what to do."""
     folder, said = run(tmp_path, kind, "by_rank: true")
     (event,) = found(folder)
-    assert (event["event"], event["ranks"], event["sharded_by"]) == ("data_differs", [1], None)
+    assert (event["event"], event["ranks"]) == ("data_differs", [1])
     assert said.count("data: first samples of rank 1 differ from rank 0's\n") == 1
     lines = said.partition("data: first samples of rank 1")[2].splitlines()[1:3]
     assert lines == [
@@ -126,14 +118,6 @@ def test_data_that_is_sharded_twice_is_told(tmp_path: Path, kind: str) -> None:
         "  if it draws at random, draw from torch, NumPy or random, which are seeded",
     ]
     assert summary(folder)["samples"] == 30
-
-
-def test_a_known_library_is_named(tmp_path: Path) -> None:
-    """Where the data set shows that it shards itself, only that is said."""
-    folder, said = run(tmp_path, "Hugging")
-    assert [event["sharded_by"] for event in found(folder)] == ["split_dataset_by_node"]
-    assert "data: it shards itself by rank (split_dataset_by_node)" in said
-    assert "at random" not in said
 
 
 @pytest.mark.parametrize("kind", ["Row", "Picked"])

@@ -37,14 +37,7 @@ from ddprun.engine.data import (
 )
 from ddprun.engine.objective import ForwardResult
 from ddprun.engine.preserve_state import preserve_state
-from ddprun.engine.samples import (
-    BatchError,
-    SampleShard,
-    collate,
-    describe_tensor,
-    digest_of,
-    sharding_mechanism_name,
-)
+from ddprun.engine.samples import BatchError, SampleShard, collate, describe_tensor, digest_of
 from ddprun.engine.save import saved_step, write_weights_and_pipeline
 from ddprun.engine.session import Best, Session
 from ddprun.engine.stage_run import StageRun, averaged_weights, eval_model, make_buffers_equal
@@ -512,8 +505,7 @@ def _agree_on_sharding(session: Session, held_out: HeldOutData, first: Callable[
                 "held-out data: all ranks read the same samples, so each counts once, loader.sharded or not"
             )
     elif differing:
-        how, size = sharding_mechanism_name(held_out.dataset), runtime.ranks.size
-        reporter.report_differing_data("held-out data", differing, size, how, held_out=True)
+        reporter.report_differing_data("held-out data", differing, runtime.ranks.size, held_out=True)
     return held_out.sharded
 
 

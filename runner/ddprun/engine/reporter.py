@@ -246,26 +246,15 @@ class Reporter:
                 "and batches of further sizes run uncompiled: write compile: {dynamic: true}"
             )
 
-    def report_differing_data(
-        self, name: str, ranks: list[int], size: int, how: str | None, **about: Any
-    ) -> None:
-        """Report ranks that read other samples of shared data than rank 0, the cause first; `how`: from
-        `sharding_mechanism_name`.
-        """
-        self.events.warning("data_differs", ranks=ranks, sharded_by=how, **about)
-        lost = f"{size - 1} of {size} samples are never used"
-        if how is not None:
-            text = (
-                f"it shards itself by rank ({how}), and ddprun shards it again: {lost}\n"
-                "  write loader: {sharded: true} to use the data set as it is"
-            )
-        else:
-            text = (
-                f"first samples of {format_ranks(ranks)} differ from rank 0's\n"
-                f"  if the data set shards itself by rank, {lost}: write loader: {{sharded: true}}\n"
-                "  if it draws at random, draw from torch, NumPy or random, which are seeded"
-            )
-        self.note(f"{name}: {text}")
+    def report_differing_data(self, name: str, ranks: list[int], size: int, **about: Any) -> None:
+        """Report ranks that read other samples of shared data than rank 0."""
+        self.events.warning("data_differs", ranks=ranks, **about)
+        self.note(
+            f"{name}: first samples of {format_ranks(ranks)} differ from rank 0's\n"
+            f"  if the data set shards itself by rank, {size - 1} of {size} samples are never used: "
+            "write loader: {sharded: true}\n"
+            "  if it draws at random, draw from torch, NumPy or random, which are seeded"
+        )
 
     def report_frozen_differ(self, names: Sequence[str]) -> None:
         """Report frozen parameters of which not all ranks hold the same, though nothing trains them."""

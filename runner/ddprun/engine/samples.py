@@ -176,14 +176,3 @@ def _update_digest(found: Any, sample: Any) -> None:
     elif isinstance(sample, bool | int | float | complex | str | bytes) or sample is None:
         found.update(repr(sample).encode())
     found.update(b"\1")
-
-
-def sharding_mechanism_name(dataset: Any) -> str | None:
-    """What in a dataset of a known kind gives each rank samples of its own; None: nothing that is known."""
-    if getattr(dataset, "_distributed", None) is not None:
-        return "split_dataset_by_node"  # Hugging Face's datasets
-    stages = getattr(dataset, "pipeline", None)  # WebDataset's
-    known = "split_by_node"
-    if isinstance(stages, list | tuple) and any(getattr(one, "__name__", "") == known for one in stages):
-        return known
-    return None

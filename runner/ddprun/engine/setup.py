@@ -32,7 +32,6 @@ from ddprun.engine.optimizers import build_optimizer, check_closure, settings_of
 from ddprun.engine.preserve_state import preserve_state
 from ddprun.engine.reporter import Reporter, check_trackers, open_trackers
 from ddprun.engine.run_folder import check_writable
-from ddprun.engine.samples import sharding_mechanism_name
 from ddprun.engine.session import RunComponents, RunState, Session
 from ddprun.engine.stacks import HookStacksByStage, open_stacks
 from ddprun.engine.state import check_state_storable, find_locations, open_writer
@@ -358,6 +357,4 @@ def _compare_data(feed: Feed, name: str, control: ControlChannel, reporter: Repo
             "remove loader.sharded"
         )
     if differing and not feed.sharded:
-        reporter.report_differing_data(
-            name, differing, feed.world_size, sharding_mechanism_name(feed.dataset)
-        )
+        reporter.report_differing_data(name, differing, feed.world_size)
